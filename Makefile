@@ -1,0 +1,47 @@
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.installed
+SOURCES := $(wildcard autopar kernels benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo lint format test slow bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' Makefile | sort | expand -t 10
+
+.venv: $(STAMP) ## install autopar and its tools into .venv
+
+# torch first and by its exact version, so that an installed or a local build of it is taken as is.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(STAMP) ## train a small model on four processes of this machine
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/demo.py
+
+lint: $(STAMP) ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## lint, then every test but the slow ones
+	$(BIN)/python -m pytest -n $(JOBS)
+
+slow: $(STAMP) ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+bench: $(STAMP) ## run the benchmarks; rows go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what was built, .venv included
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,10 @@
+"""Published model configurations as data, and the `MODEL` argument of the command line.
+
+Imported by the command line, the benchmarks and the tests; the compiler knows nothing of it.
+"""
+
+from autopar.zoo.build import build, example_inputs
+from autopar.zoo.load import load, read_config
+from autopar.zoo.spec import Spec, names, spec
+
+__all__ = ["Spec", "build", "example_inputs", "load", "names", "read_config", "spec"]

@@ -1,0 +1,225 @@
+"""The `MODEL` argument of the command line -> model and example inputs.
+
+Three spellings: a name of the zoo (`gpt2`), `hf:path/to/config.json` for a configuration of
+transformers on this machine, and `file.py:function` for anything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, ModelFileError
+from autopar.zoo.build import build, example_inputs, import_transformers
+from autopar.zoo.spec import Spec, spec
+
+# Settings that would have transformers run code of the model's author, fetch kernels or fetch
+# weights. A configuration file is data: the model is built from transformers' own classes alone.
+_NEVER = (
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "quantization_config",
+    "use_pretrained_backbone",
+    "use_kernels",
+)
+
+
+def load(
+    text: str, *, batch: int | None = None, seq: int | None = None, layers: int | None = None
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model that `text` names and keyword arguments for its forward pass.
+
+    Models of the zoo and of `hf:` come on the meta device. A function is called with those of
+    `batch`, `seq` and `layers` that are given, and returns a model or (model, example_inputs);
+    without example inputs the dictionary is empty.
+
+    Raises:
+        UnknownModelError: not a name of the zoo, nor spelled as a file.
+        ModelFileError: the file is missing, is not what it should be, or fails when called.
+        BatchError: `batch` or `seq` does not fit the model.
+        MissingDependencyError: transformers is needed and not installed.
+    """
+    if text.startswith("hf:"):
+        found = read_config(Path(text.removeprefix("hf:")))
+        return build(found, layers=layers), example_inputs(found, batch, seq)
+    path, _, function = text.rpartition(":")
+    if path.endswith(".py") or text.endswith(".py"):
+        if not path or not function.isidentifier():
+            raise ModelFileError(
+                f"{text!r} names no function", todo="write it as 'file.py:function'"
+            )
+        flags = {"batch": batch, "seq": seq, "layers": layers}
+        given = {name: value for name, value in flags.items() if value is not None}
+        return _call_file(Path(path), function, given)
+    named = spec(text)
+    return build(named, layers=layers), example_inputs(named, batch, seq)
+
+
+def read_config(path: Path) -> Spec:
+    """The configuration of transformers in the JSON file `path`, or in its folder's `config.json`.
+
+    Reads that file only: no network, no code from beside it.
+
+    Raises:
+        ModelFileError: no such file, not JSON, or not the configuration of a known model.
+        MissingDependencyError: transformers is not installed.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ModelFileError(
+            "cannot read the model's configuration",
+            where=str(path),
+            why=error.strerror or str(error),
+            todo="give the path of a config.json on this machine",
+        ) from error
+    except ValueError as error:
+        raise ModelFileError("the file is not JSON", where=str(path), why=str(error)) from error
+    architecture = _architecture(path, settings)
+    dtype = settings.pop("dtype", None) or settings.pop("torch_dtype", None) or "float32"
+    settings = {name: value for name, value in settings.items() if name not in _NEVER}
+    return Spec(
+        name=str(path),
+        architecture=architecture,
+        config=settings,
+        dtype=str(dtype),
+        batch=1,
+        seq=None,
+        source=str(path),
+    )
+
+
+def _architecture(path: Path, settings: Any) -> str:
+    """The model class that the file asks for, else the causal language model of its type."""
+    transformers = import_transformers()
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ModelFileError(
+            "the file is not the configuration of a model that transformers knows",
+            where=str(path),
+            why=f"model_type is {kind!r}" if kind else "it has no model_type",
+            todo="give a model's config.json",
+        )
+    asked = settings.get("architectures")
+    if isinstance(asked, list) and asked:
+        return str(asked[0])
+    config_class = transformers.CONFIG_MAPPING[kind]
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    if causal is None:
+        raise ModelFileError(
+            f"the configuration of {kind!r} names no architecture",
+            where=str(path),
+            todo='add "architectures": ["..."] to it',
+        )
+    return str(causal.__name__)
+
+
+def _call_file(
+    path: Path, name: str, flags: Mapping[str, int]
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise ModelFileError("there is no such file", where=str(path), todo="correct the path")
+    with _importable(path.parent), _named_failures(path):
+        function = _function(path, name)
+        _check_flags(path, function, flags)
+        result = function(**flags)
+    model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    tensors = isinstance(inputs, Mapping) and all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in inputs.items()
+    )
+    if not isinstance(model, nn.Module) or not tensors:
+        raise ModelFileError(
+            f"{name} does not return a model",
+            where=str(path),
+            why=f"it returns {_describe(result)}",
+            todo="return an nn.Module, or (nn.Module, {argument name: tensor})",
+        )
+    return model, dict(inputs)
+
+
+def _function(path: Path, name: str) -> Callable[..., object]:
+    module_name = f"_autopar_model_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None  # the suffix .py has a loader
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ModelFileError(
+            f"the file has no function {name!r}",
+            where=str(path),
+            why=f"it has {', '.join(there) or 'no functions'}",
+            todo="name one of the file's own functions",
+        )
+    found: Callable[..., object] = function
+    return found
+
+
+def _check_flags(path: Path, function: Callable[..., object], flags: Mapping[str, int]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**flags)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value}" for name, value in flags.items())
+        raise ModelFileError(
+            f"{getattr(function, '__name__', 'the function')}{signature} cannot be called "
+            f"with ({given})",
+            where=str(path),
+            why=str(error),
+            todo="let the function take the flags that are given, and default its other arguments",
+        ) from error
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """As when Python runs a file: modules beside it can be imported."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+@contextmanager
+def _named_failures(path: Path) -> Iterator[None]:
+    """Turns whatever the user's file raises into one error that points at its line."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = str(path)
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == own]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+        raise ModelFileError(
+            "the file fails when it is run",
+            where=f"{own}:{line}" if line else own,
+            why=f"{type(error).__name__}: {error}",
+            todo="make the function run on its own first",
+        ) from error
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__

@@ -1,0 +1,63 @@
+"""The table of published models, read from `models.toml`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from autopar.errors import UnknownModelError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One model configuration.
+
+    Attributes:
+        name: the name by which `spec` finds it, or the path of the file it was read from.
+        architecture: name of a transformers model class, such as `LlamaForCausalLM`.
+        config: keyword arguments of that class's configuration class.
+        dtype: type of the weights, `bfloat16` or `float32`.
+        batch: default number of samples in the example inputs.
+        seq: default number of tokens of a sample; None for image models.
+        source: paper or model card that the figures are from.
+        parameters: the published number of parameters, None where none is published.
+    """
+
+    name: str
+    architecture: str
+    config: Mapping[str, Any] = field(hash=False)
+    dtype: str
+    batch: int
+    seq: int | None
+    source: str
+    parameters: int | None = None
+
+
+def names() -> tuple[str, ...]:
+    """The names of all models of the zoo, in the order of the table."""
+    return tuple(_table())
+
+
+def spec(name: str) -> Spec:
+    """The configuration published under `name`.
+
+    Raises:
+        UnknownModelError: there is none; names the nearest matches.
+    """
+    table = _table()
+    if name not in table:
+        near = difflib.get_close_matches(name.lower(), table, n=3, cutoff=0.5)
+        raise UnknownModelError(
+            f"no model is named {name!r}",
+            why=f"near matches: {', '.join(near)}" if near else f"known: {', '.join(table)}",
+            todo="take one of these, 'hf:path/to/config.json' or 'file.py:function'",
+        )
+    return Spec(name=name, **{"seq": None, **table[name]})
+
+
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(resources.files("autopar.zoo").joinpath("models.toml").read_text("utf-8"))
