@@ -1,0 +1,358 @@
+"""The strategy problem as a value: one choice for every node, at the least cost, within memory.
+
+A problem is a graph. Every node has a list of choices, each with a cost in seconds and a memory in
+bytes that is held during the node's half-open interval of time; every edge has a matrix of costs,
+one entry for each pair of choices at its two ends. The task is to pick one choice for every node so
+that the sum of all costs is least and the memory held at any time is at most the limit.
+
+The JSON form is that of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep
+learning (IOPDDL), so that its instances can be read and ours can be published. It knows neither the
+names of nodes nor the labels of choices: these are not written.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import ProblemError
+
+Matrix = NDArray[np.float64]
+
+FORBIDDEN = 1e18
+"""A choice, or a pair of choices, with this cost or more must not be taken."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One node: parallel lists of what it may choose.
+
+    Args:
+        name: what the node is called in messages.
+        labels: one text for each choice.
+        cost: seconds of each choice; `FORBIDDEN` or more means that it must not be taken.
+        memory: bytes of each choice, held at every time t with live[0] <= t < live[1].
+        live: the half-open interval of time; (t, t) is empty.
+
+    Raises:
+        ProblemError: no choices, lists of different lengths, a cost that is not a number or is
+            minus infinity, memory that is negative or not finite, an interval that ends before it
+            begins.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    cost: tuple[float, ...]
+    memory: tuple[float, ...]
+    live: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        where = f"node {self.name!r}"
+        cost = tuple(min(float(value), FORBIDDEN) for value in self.cost)
+        object.__setattr__(self, "labels", tuple(self.labels))
+        object.__setattr__(self, "memory", tuple(map(float, self.memory)))
+        object.__setattr__(self, "live", tuple(self.live))
+        if not cost:
+            raise ProblemError("a node has no choices", where=where)
+        if not len(cost) == len(self.labels) == len(self.memory):
+            raise ProblemError(
+                "a node's lists differ in length",
+                where=where,
+                why=f"{len(self.labels)} labels, {len(cost)} costs, {len(self.memory)} memories",
+            )
+        # Both comparisons are false for a NaN. min() above may hide one, hence self.cost.
+        if not all(value > -math.inf for value in self.cost):
+            raise ProblemError("a cost is not a number or is minus infinity", where=where)
+        if not all(0 <= value < math.inf for value in self.memory):
+            raise ProblemError("memory is negative or not a finite number of bytes", where=where)
+        if len(self.live) != 2 or self.live[0] > self.live[1]:
+            raise ProblemError(
+                "a live interval ends before it begins", where=where, why=f"live = {self.live}"
+            )
+        object.__setattr__(self, "cost", cost)
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """Costs in seconds of every pair of choices of nodes `a` and `b`: shape (choices of a, of b).
+
+    The matrix is copied and made read-only. Parallel edges are allowed and add up.
+
+    Raises:
+        ProblemError: both ends are the same node, the costs are not a matrix, or one of them is not
+            a number or is minus infinity.
+    """
+
+    a: int
+    b: int
+    cost: Matrix
+
+    def __post_init__(self) -> None:
+        where = f"edge {self.a}-{self.b}"
+        cost = np.array(self.cost, dtype=np.float64)
+        if self.a == self.b:
+            raise ProblemError(
+                "an edge joins a node to itself",
+                where=where,
+                todo="add the diagonal of its matrix to the node's costs",
+            )
+        if cost.ndim != 2:
+            raise ProblemError(
+                "an edge's costs are not a matrix", where=where, why=f"shape {cost.shape}"
+            )
+        if not bool((cost > -np.inf).all()):
+            raise ProblemError("a cost is not a number or is minus infinity", where=where)
+        np.minimum(cost, FORBIDDEN, out=cost)
+        cost.setflags(write=False)
+        object.__setattr__(self, "cost", cost)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Edge):
+            return NotImplemented
+        return (self.a, self.b) == (other.a, other.b) and np.array_equal(self.cost, other.cost)
+
+    def __hash__(self) -> int:
+        return hash((self.a, self.b, self.cost.shape, self.cost.tobytes()))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Nodes, edges between them by index, and the memory limit in bytes.
+
+    No limit is None; an infinite one becomes None.
+
+    Raises:
+        ProblemError: an edge names a node that is not there or has a matrix of the wrong shape; the
+            limit is negative or not a number.
+    """
+
+    name: str
+    nodes: tuple[Choices, ...]
+    edges: tuple[Edge, ...]
+    memory_limit: float | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "edges", tuple(self.edges))
+        if self.memory_limit == math.inf:
+            object.__setattr__(self, "memory_limit", None)
+        if self.memory_limit is not None and not self.memory_limit >= 0:
+            raise ProblemError(
+                "the memory limit is negative or not a number",
+                where=f"problem {self.name!r}",
+                why=f"memory_limit = {self.memory_limit}",
+            )
+        sizes = [len(node.cost) for node in self.nodes]
+        for edge in self.edges:
+            where = f"problem {self.name!r}, edge {edge.a}-{edge.b}"
+            if not (0 <= edge.a < len(sizes) and 0 <= edge.b < len(sizes)):
+                raise ProblemError(
+                    "an edge names a node that does not exist",
+                    where=where,
+                    why=f"there are {len(sizes)} nodes",
+                )
+            if edge.cost.shape != (sizes[edge.a], sizes[edge.b]):
+                raise ProblemError(
+                    "an edge's matrix does not fit its nodes",
+                    where=where,
+                    why=f"shape {edge.cost.shape}, choices ({sizes[edge.a]}, {sizes[edge.b]})",
+                )
+
+    @classmethod
+    def from_json(cls, source: str | bytes | dict[str, Any]) -> Problem:
+        """Returns the problem written in the contest's JSON, given as text or already parsed.
+
+        Raises:
+            ProblemError: the text is not JSON, or not of the contest's form, or the problem is
+                malformed.
+        """
+        try:
+            data = source if isinstance(source, dict) else json.loads(source)
+            return _from_dict(data["problem"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ProblemError(
+                "this is not a problem in the contest's JSON",
+                why=f"{type(error).__name__}: {error}",
+                todo="give a whole file of the form of the contest's example.json",
+            ) from error
+
+    def to_json(self) -> str:
+        """Returns the contest's JSON text; without a memory limit, it has no `usage_limit`."""
+        nodes = {
+            "intervals": [list(node.live) for node in self.nodes],
+            "costs": [_numbers(node.cost) for node in self.nodes],
+            "usages": [_numbers(node.memory) for node in self.nodes],
+        }
+        edges = {
+            "nodes": [[edge.a, edge.b] for edge in self.edges],
+            "costs": [_numbers(edge.cost.ravel().tolist()) for edge in self.edges],
+        }
+        problem: dict[str, Any] = {"name": self.name, "nodes": nodes, "edges": edges}
+        if self.memory_limit is not None:
+            problem["usage_limit"] = _numbers([self.memory_limit])[0]
+        return json.dumps({"problem": problem})
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One choice for every node, as a solver gives it.
+
+    Args:
+        choice: the index of the choice of each node.
+        objective: seconds, the sum of all costs of the choice.
+        bound: seconds; no choice that fits costs less, as far as the solver could prove.
+        solver: the solver's name.
+        seconds: how long it took.
+    """
+
+    choice: tuple[int, ...]
+    objective: float
+    bound: float
+    solver: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found: seconds (infinite if forbidden), peak bytes, and the verdict."""
+
+    cost: float
+    peak: float
+    feasible: bool
+
+
+def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation:
+    """Prices a choice, independently of any solver.
+
+    Memory is summed in exact arithmetic at every time at which it changes, so that the verdict does
+    not depend on the order of the nodes.
+
+    Returns:
+        the cost of all nodes and edges in seconds, the most memory held at any time in bytes, and
+        whether nothing forbidden was taken and the peak is within the limit.
+
+    Raises:
+        ProblemError: the number of choices is not that of the nodes, or one is out of range.
+    """
+    choice = solution.choice if isinstance(solution, Solution) else tuple(solution)
+    if len(choice) != len(problem.nodes):
+        raise ProblemError(
+            "a solution does not fit its problem",
+            where=f"problem {problem.name!r}",
+            why=f"{len(choice)} choices for {len(problem.nodes)} nodes",
+        )
+    prices: list[float] = []
+    changes: defaultdict[int, Fraction] = defaultdict(Fraction)
+    for node, index in zip(problem.nodes, choice, strict=True):
+        if not 0 <= index < len(node.cost):
+            raise ProblemError(
+                "a choice is out of range",
+                where=f"node {node.name!r}",
+                why=f"choice {index} of {len(node.cost)}",
+            )
+        prices.append(node.cost[index])
+        start, end = node.live
+        if start < end:
+            amount = Fraction(node.memory[index])
+            changes[start] += amount
+            changes[end] -= amount
+    for edge in problem.edges:
+        prices.append(float(edge.cost[choice[edge.a], choice[edge.b]]))
+    held = peak = Fraction(0)
+    for time in sorted(changes):
+        held += changes[time]
+        peak = max(peak, held)
+    allowed = all(price < FORBIDDEN for price in prices)
+    fits = problem.memory_limit is None or peak <= problem.memory_limit
+    return Evaluation(math.fsum(prices) if allowed else math.inf, float(peak), allowed and fits)
+
+
+def read_problem(path: str | Path) -> Problem:
+    """Returns the problem in a contest file, `.json` or `.json.gz`.
+
+    Raises:
+        ProblemError: the file cannot be read or is not a whole problem.
+    """
+    path = Path(path)
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ProblemError(
+            "a problem file cannot be read",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            todo="check the path and that the file is whole",
+        ) from error
+    return Problem.from_json(data)
+
+
+def _from_dict(data: dict[str, Any]) -> Problem:
+    nodes, edges = data["nodes"], data["edges"]
+    choices = [
+        Choices(
+            f"n{index}",
+            _labels(len(cost)),
+            tuple(_floats(cost)),
+            tuple(_floats(usage)),
+            _pair(live),
+        )
+        for index, (live, cost, usage) in enumerate(
+            zip(nodes["intervals"], nodes["costs"], nodes["usages"], strict=True)
+        )
+    ]
+    links = []
+    for ends, costs in zip(edges["nodes"], edges["costs"], strict=True):
+        a, b = _pair(ends)
+        if not (0 <= a < len(choices) and 0 <= b < len(choices)):
+            raise ProblemError(
+                "an edge names a node that does not exist",
+                where=f"edge {a}-{b}",
+                why=f"there are {len(choices)} nodes",
+            )
+        shape = len(choices[a].cost), len(choices[b].cost)
+        if len(costs) != shape[0] * shape[1]:
+            raise ProblemError(
+                "an edge's matrix does not fit its nodes",
+                where=f"edge {a}-{b}",
+                why=f"{len(costs)} costs for {shape[0]} x {shape[1]} choices",
+            )
+        links.append(Edge(a, b, np.array(_floats(costs)).reshape(shape)))
+    limit = data.get("usage_limit")
+    limit = None if limit is None else _floats([limit])[0]
+    return Problem(str(data["name"]), tuple(choices), tuple(links), limit)
+
+
+def _floats(values: Any) -> list[float]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
+        raise TypeError(f"expected a list of numbers, found {str(values)[:60]}")
+    return cast("list[float]", array.astype(np.float64).tolist())
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    if type(first) is not int or type(second) is not int:
+        raise TypeError(f"expected two whole numbers, found {str(values)[:60]}")
+    return first, second
+
+
+@lru_cache(maxsize=256)
+def _labels(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))
+
+
+def _numbers(values: Sequence[float]) -> list[int | float]:
+    """Whole numbers are written as such, like the contest's own."""
+    return [int(value) if float(value).is_integer() else float(value) for value in values]

@@ -1,0 +1,43 @@
+"""Solvers of strategy problems: every module of this folder with a function `solve` is one."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from autopar.errors import ProblemError
+from autopar.intra_op.problem import Problem, Solution
+
+
+class Solver(Protocol):
+    """Takes a problem and returns a choice that fits, or raises `InfeasibleError`."""
+
+    def __call__(self, problem: Problem, /, **options: Any) -> Solution:
+        """Returns one choice for every node, its objective and a proven bound."""
+
+
+def solvers() -> dict[str, Solver]:
+    """Returns all solvers by the name of their module, in alphabetical order."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = {name: import_module(f"{__name__}.{name}") for name in names if name[0] != "_"}
+    return {
+        name: cast(Solver, module.solve)
+        for name, module in modules.items()
+        if hasattr(module, "solve")
+    }
+
+
+def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:
+    """Returns what the named solver finds; `options` go to it.
+
+    Raises:
+        ProblemError: there is no such solver.
+        InfeasibleError: no choice fits, or the solver found none.
+    """
+    found = solvers()
+    if solver not in found:
+        raise ProblemError(
+            f"there is no solver {solver!r}", why="the solvers are " + ", ".join(found)
+        )
+    return found[solver](problem, **options)

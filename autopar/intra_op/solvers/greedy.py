@@ -1,0 +1,117 @@
+"""Coordinate descent: quick, without proof; also how the other solvers polish what they find."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.reduce import critical_times, held_at, infinite, spans_of
+
+MOST_SWEEPS = 100
+
+
+def solve(problem: Problem) -> Solution:
+    """Returns the better of two local optima that fit: from every node's least cost, and from every
+    node's least memory, changing one node at a time. The bound is the sum of all least costs.
+
+    Raises:
+        InfeasibleError: neither fits. Another solver may still find a choice that does.
+    """
+    started = time.perf_counter()
+    tables = Tables(problem)
+    starts = [
+        [int(np.argmin(cost)) for cost in tables.cost],
+        [int(np.argmin(memory)) for memory in tables.memory],
+    ]
+    found = [choice for choice in map(tables.descend, starts) if tables.fits(choice)]
+    if not found:
+        raise InfeasibleError(
+            "the greedy solver found no choice that fits",
+            where=f"problem {problem.name!r}",
+            why="changing one node at a time leads to none; there may still be one",
+            todo="use the ilp solver",
+        )
+    best = min(found, key=tables.price)
+    price, bound = tables.price(best), tables.bound()
+    return Solution(best, price, min(price, bound), "greedy", time.perf_counter() - started)
+
+
+class Tables:
+    """A problem as arrays, forbidden costs infinite, so that single changes are priced at once.
+
+    Attributes:
+        cost, memory: per node, one entry for each choice.
+        edges: per node, its neighbours and the matrices with its own choices first.
+        times, spans: the critical times, and per node the range of them at which it is live.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.limit = math.inf if problem.memory_limit is None else problem.memory_limit
+        self.cost = [infinite(np.array(node.cost)) for node in problem.nodes]
+        self.memory = [np.array(node.memory) for node in problem.nodes]
+        self.edges: list[list[tuple[int, NDArray[np.float64]]]] = [[] for _ in problem.nodes]
+        for edge in problem.edges:
+            matrix = infinite(edge.cost)
+            self.edges[edge.a].append((edge.b, matrix))
+            self.edges[edge.b].append((edge.a, matrix.T))
+        self.times = critical_times(problem)
+        self.spans = spans_of(problem, self.times)
+
+    def price(self, choice: Sequence[int]) -> float:
+        """Returns seconds, infinite if something forbidden is taken."""
+        prices = [float(cost[k]) for cost, k in zip(self.cost, choice, strict=True)]
+        for node, edges in enumerate(self.edges):
+            prices += [float(m[choice[node], choice[b]]) for b, m in edges if node < b]
+        return math.fsum(prices)
+
+    def held(self, choice: Sequence[int]) -> NDArray[np.float64]:
+        """Returns bytes at each critical time."""
+        amounts = [float(memory[k]) for memory, k in zip(self.memory, choice, strict=True)]
+        return held_at(self.spans, amounts, self.times)
+
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Returns whether nothing forbidden is taken and the peak is within the limit."""
+        within = self.limit == math.inf or float(self.held(choice).max(initial=0.0)) <= self.limit
+        return within and self.price(choice) < math.inf
+
+    def bound(self) -> float:
+        """Returns the sum of the least cost of every node and edge."""
+        least = [float(cost.min()) for cost in self.cost]
+        for node, edges in enumerate(self.edges):
+            least += [float(matrix.min()) for b, matrix in edges if node < b]
+        return math.fsum(least)
+
+    def descend(self, start: Sequence[int]) -> tuple[int, ...]:
+        """Returns a choice that no change of one node improves: first fewer forbidden costs, then
+        less memory above the limit, then less cost.
+        """
+        choice = list(start)
+        held = self.held(choice)
+        for _ in range(MOST_SWEEPS):
+            changed = False
+            for node, cost in enumerate(self.cost):
+                if len(cost) == 1:
+                    continue
+                prices = [cost, *(matrix[:, choice[b]] for b, matrix in self.edges[node])]
+                total, wrong = np.zeros(len(cost)), np.zeros(len(cost))
+                for price in prices:
+                    barred = np.isinf(price)
+                    wrong += barred
+                    total += np.where(barred, 0.0, price)
+                low, high = self.spans[node]
+                memory, now = self.memory[node], choice[node]
+                others = float(held[low:high].max(initial=0.0)) - memory[now]
+                above = np.maximum(memory - (self.limit - others), 0.0) * (low < high)
+                best = int(np.lexsort((total, above, wrong))[0])
+                if (wrong[best], above[best], total[best]) < (wrong[now], above[now], total[now]):
+                    held[low:high] += memory[best] - memory[now]
+                    choice[node], changed = best, True
+            if not changed:
+                break
+        return tuple(choice)
