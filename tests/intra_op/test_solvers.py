@@ -180,8 +180,8 @@ def test_reductions_solve_series_parallel_problems_whole() -> None:
 
 
 def test_large_costs_do_not_hide_small_ones() -> None:
-    """A matrix that is separable but for microseconds, beside 1e10 seconds, is not folded."""
-    matrix = np.array([[0.0, 1e-5], [1e-5, 0.0], [1e10, 1e10]])
+    """A matrix that is separable but for microseconds, beside 1e12 seconds, is not folded."""
+    matrix = np.array([[0.0, 1e-5], [1e-5, 0.0], [1e12, 1e12]])
     first = Choices("v", ("a", "b", "c"), (5e-6, 0.0, 0.0), (0.0,) * 3, (0, 1))
     second = Choices("w", ("a", "b"), (5e-6, 0.0), (0.0,) * 2, (0, 1))
     assert solve(Problem("scales", (first, second), (Edge(0, 1, matrix),), None)).choice == (1, 1)
