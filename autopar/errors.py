@@ -1,0 +1,125 @@
+"""Every error a user can meet, by name: what happened, where, why, and what to do next.
+
+Each class carries the same four sentences, so that a message always reads the same way:
+
+>>> print(MeshError("mesh has 8 devices", why="the process group has 4 ranks",
+...                 todo="start 8 processes or write a mesh of 4"))
+mesh has 8 devices
+  why:  the process group has 4 ranks
+  todo: start 8 processes or write a mesh of 4
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors raised on purpose; `str()` gives the whole message.
+
+    Args:
+        what: one sentence, what happened.
+        where: the user's source line, node, file or rank.
+        why: the reason, with figures.
+        todo: the next thing to try.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", todo: str = "") -> None:
+        self.what, self.where, self.why, self.todo = what, where, why, todo
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        for label, text in (("where", self.where), ("why", self.why), ("todo", self.todo)):
+            if text:
+                lines.append(f"  {label + ':':<6}{text}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process borders (multiprocessing), keywords included."""
+        keywords = {"where": self.where, "why": self.why, "todo": self.todo}
+        return (_rebuild, (type(self), self.what, keywords))
+
+
+def _rebuild(kind: type[AutoparError], what: str, keywords: dict[str, str]) -> AutoparError:
+    return kind(what, **keywords)
+
+
+class MeshError(AutoparError):
+    """A mesh that cannot be read, or does not fit the processes that are there.
+
+    >>> raise MeshError("cannot read mesh 'gpu:4'", todo='write it as "H100: node=2, gpu=4"')
+    Traceback (most recent call last):
+    autopar.errors.MeshError: cannot read mesh 'gpu:4'
+      todo: write it as "H100: node=2, gpu=4"
+    """
+
+
+class UnknownDeviceError(MeshError):
+    """A device that is neither in devices.toml nor described in the mesh text."""
+
+
+class LayoutError(AutoparError):
+    """A layout that cannot be read, or does not fit its tensor or mesh."""
+
+
+class GraphError(AutoparError):
+    """A graph whose text cannot be read or that breaks an invariant of the IR."""
+
+
+class CaptureError(AutoparError):
+    """torch.export cannot trace the model; names the user's line and what to change."""
+
+
+class UnknownOperatorError(AutoparError):
+    """An operator without a sharding rule, where `unknown_ops="error"` refuses it."""
+
+
+class RuleError(AutoparError):
+    """A sharding rule that cannot be read, or two rules for one operator."""
+
+
+class ProblemError(AutoparError):
+    """A malformed strategy problem: empty choices, wrong sizes, NaN."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan meets the memory limit or the pins; says how much is missing."""
+
+
+class CostError(AutoparError):
+    """A price that is NaN, negative or infinite; names the calibration entry."""
+
+
+class PlanError(AutoparError):
+    """A plan file that is damaged, not a plan, or names layouts that are not legal."""
+
+
+class PlanMismatchError(PlanError):
+    """A plan for another model or another mesh; shows what differs."""
+
+
+class BatchError(AutoparError):
+    """A batch that does not fit the shapes that were captured, or differs between ranks."""
+
+
+class StateError(AutoparError):
+    """A state_dict whose names or shapes differ from the model's, or weights that are missing."""
+
+
+class RankFailedError(AutoparError):
+    """Another rank failed in a step; carries that rank's own error."""
+
+
+class ProgramError(AutoparError):
+    """A generated program that cannot be loaded or written."""
+
+
+class UnknownModelError(AutoparError):
+    """A model name that is not in the table of published configurations."""
+
+
+class ModelFileError(AutoparError):
+    """A model file that is missing, has no such function, or fails when called."""
+
+
+class MissingDependencyError(AutoparError):
+    """An optional package that this call needs is not installed."""

@@ -1,0 +1,1 @@
+"""The intermediate representation: meshes, layouts, graphs, collectives; all frozen values."""

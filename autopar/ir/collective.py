@@ -1,0 +1,265 @@
+"""Collectives, and the cheapest way from one layout to another.
+
+`Resharder.steps(tensor, src, dst)` is the one place where a layout change becomes communication:
+the cost model prices the steps it returns and codegen prints them, so the two cannot disagree.
+
+Each step has a forward and a backward. Along one axis a value is sharded (S), replicated with a
+replicated gradient (R), replicated with a gradient that is owed a sum ("varying", V), or a partial
+sum whose gradient is replicated (P). The moves, with the collective each direction costs:
+
+    step               from -> to    forward         backward
+    all_reduce           P -> R      all_reduce      -
+    to_varying           R -> V      -               all_reduce
+    from_varying         V -> R      -               - (kept on the first device)
+    to_partial           R -> P      - (as before)   -
+    reduce_scatter       P -> S      reduce_scatter  all_gather
+    all_gather           S -> V      all_gather      reduce_scatter
+    all_gather_invariant S -> R      all_gather      -
+    slice_invariant      R -> S      -               all_gather
+    slice_varying        V -> S      -               - (padded with zeros)
+    all_to_all           S -> S'     all_to_all      all_to_all
+
+The names and the pairing follow JAX's varying manual axes ("Efficient transposition of replication
+-inducing collectives", jax docs) and Megatron-LM's f and g operators (arXiv:1909.08053, sec. 3).
+A value without a gradient has no V and costs nothing backwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autopar.errors import LayoutError
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call: `nbytes` is the payload that each device brings to it.
+
+    For all_gather that is its shard, for reduce_scatter, all_reduce and all_to_all the tensor it
+    holds before the call.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move from layout `src` to `dst`; `op` names the runtime function that performs it."""
+
+    op: str
+    axes: tuple[str, ...]
+    dim: int | None
+    to_dim: int | None
+    src: Layout
+    dst: Layout
+    forward: Collective | None
+    backward: Collective | None
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of both directions."""
+        return tuple(c for c in (self.forward, self.backward) if c is not None)
+
+
+def _without(names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in axes)
+
+
+class Resharder:
+    """Cheapest step sequences on one mesh under one price, remembered per tensor type.
+
+    Args:
+        mesh: the mesh.
+        price: seconds of one Collective on that mesh.
+    """
+
+    def __init__(self, mesh: Mesh, price: Callable[[Collective], float]) -> None:
+        self.mesh = mesh
+        self.price = price
+        self._prices: dict[Collective, float] = {}
+        self._trees: dict[
+            tuple[TensorType, Layout, bool], dict[Layout, tuple[float, Layout | None, Step | None]]
+        ] = {}
+
+    def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
+        """Seconds of `steps`, both directions."""
+        dst, src = self._canonical(dst, grad), self._canonical(src, grad)
+        if src == dst:
+            return 0.0
+        return self._reach(tensor, src, dst, grad)[dst][0]
+
+    def steps(
+        self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True
+    ) -> tuple[Step, ...]:
+        """The cheapest steps from `src` to `dst`; among equals the fewest.
+
+        Args:
+            tensor: the global type of the value.
+            src, dst: its layouts before and after.
+            grad: whether a gradient flows through it.
+
+        Raises:
+            LayoutError: no sequence leads there (only if `dst` does not divide the tensor).
+        """
+        dst, src = self._canonical(dst, grad), self._canonical(src, grad)
+        tree = self._reach(tensor, src, dst, grad)
+        path: list[Step] = []
+        layout: Layout = dst
+        while layout != src:
+            _, previous, step = tree[layout]
+            assert previous is not None
+            assert step is not None
+            path.append(step)
+            layout = previous
+        return tuple(reversed(path))
+
+    def _canonical(self, layout: Layout, grad: bool) -> Layout:
+        """One spelling for equal layouts: axis sets in mesh order; no V where no gradient flows."""
+        order = self.mesh.names.index
+        return Layout(
+            layout.dims,
+            tuple(sorted(layout.partial, key=order)),
+            tuple(sorted(layout.varying, key=order)) if grad else (),
+        )
+
+    def _reach(
+        self, tensor: TensorType, src: Layout, dst: Layout, grad: bool
+    ) -> dict[Layout, tuple[float, Layout | None, Step | None]]:
+        key = (tensor, src, grad)
+        if key not in self._trees:
+            self._trees[key] = self._dijkstra(tensor, src, grad)
+        tree = self._trees[key]
+        if dst not in tree:
+            raise LayoutError(
+                f"no way from {src.format(tensor.shape)} to {dst.format(tensor.shape)}",
+                why="the target does not divide the tensor evenly",
+            )
+        return tree
+
+    def _dijkstra(
+        self, tensor: TensorType, src: Layout, grad: bool
+    ) -> dict[Layout, tuple[float, Layout | None, Step | None]]:
+        done: dict[Layout, tuple[float, Layout | None, Step | None]] = {}
+        ticket = itertools.count()
+        heap: list[tuple[float, int, int, Layout, Layout | None, Step | None]] = [
+            (0.0, 0, next(ticket), src, None, None)
+        ]
+        while heap:
+            cost, length, _, layout, previous, step = heapq.heappop(heap)
+            if layout in done:
+                continue
+            done[layout] = (cost, previous, step)
+            for move in moves(layout, tensor, self.mesh, grad):
+                if move.dst not in done:
+                    total = cost + sum(self._price(c) for c in move.collectives)
+                    heapq.heappush(heap, (total, length + 1, next(ticket), move.dst, layout, move))
+        return done
+
+    def _price(self, collective: Collective) -> float:
+        if collective not in self._prices:
+            self._prices[collective] = self.price(collective)
+        return self._prices[collective]
+
+
+def moves(layout: Layout, tensor: TensorType, mesh: Mesh, grad: bool = True) -> Iterator[Step]:
+    """Every single step that leaves `layout` (see the table above), with its collectives."""
+    local = layout.local_shape(tensor.shape, mesh)
+    nbytes = layout.local_bytes(tensor, mesh)
+    replicated = tuple(n for n in mesh.names if n not in layout.axes)
+    yield from _reductions(layout, mesh, nbytes, replicated, grad)
+    for axis in mesh.names:
+        yield from _scatters(layout, mesh, local, nbytes, axis, grad)
+    yield from _gathers(layout, mesh, local, nbytes, grad)
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for size in range(1, len(names) + 1):
+        yield from itertools.combinations(names, size)
+
+
+def _reductions(
+    layout: Layout, mesh: Mesh, nbytes: int, replicated: tuple[str, ...], grad: bool
+) -> Iterator[Step]:
+    """P -> R and R -> V, over any set of axes at once."""
+    for axes in _subsets(layout.partial):
+        dst = replace(layout, partial=_without(layout.partial, axes))
+        call = Collective("all_reduce", axes, nbytes)
+        yield Step("all_reduce", axes, None, None, layout, dst, call, None)
+    if grad:
+        for axes in _subsets(replicated):
+            dst = replace(layout, varying=_merge(mesh, layout.varying, axes))
+            call = Collective("all_reduce", axes, nbytes)
+            yield Step("to_varying", axes, None, None, layout, dst, None, call)
+    for axis in layout.varying:
+        dst = replace(layout, varying=_without(layout.varying, (axis,)))
+        yield Step("from_varying", (axis,), None, None, layout, dst, None, None)
+    for axis in replicated:
+        dst = replace(layout, partial=_merge(mesh, layout.partial, (axis,)))
+        yield Step("to_partial", (axis,), None, None, layout, dst, None, None)
+
+
+def _merge(mesh: Mesh, names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    """The union, in mesh order, so that equal layouts are equal values."""
+    return tuple(name for name in mesh.names if name in names or name in more)
+
+
+def _scatters(
+    layout: Layout, mesh: Mesh, local: tuple[int, ...], nbytes: int, axis: str, grad: bool
+) -> Iterator[Step]:
+    """R, V or P -> S: `axis` becomes the innermost split of a dimension."""
+    if axis in layout.sharded_axes:
+        return
+    size = mesh.axis_size(axis)
+    for dim, extent in enumerate(local):
+        if extent % size:
+            continue
+        dims = _put(layout.dims, dim, (*layout.dims[dim], axis))
+        dst = Layout(dims, _without(layout.partial, (axis,)), _without(layout.varying, (axis,)))
+        forward: Collective | None = None
+        backward: Collective | None = None
+        if axis in layout.partial:
+            op, forward = "reduce_scatter", Collective("reduce_scatter", (axis,), nbytes)
+        elif axis in layout.varying:
+            op = "slice_varying"
+        else:
+            op = "slice_invariant"
+        if op != "slice_varying" and grad:
+            backward = Collective("all_gather", (axis,), nbytes // size)
+        yield Step(op, (axis,), dim, None, layout, dst, forward, backward)
+
+
+def _gathers(
+    layout: Layout, mesh: Mesh, local: tuple[int, ...], nbytes: int, grad: bool
+) -> Iterator[Step]:
+    """S -> V, R or another S: only the innermost axis of a dimension can leave it."""
+    for dim, axes in enumerate(layout.dims):
+        if not axes:
+            continue
+        axis, size = axes[-1], mesh.axis_size(axes[-1])
+        dims = _put(layout.dims, dim, axes[:-1])
+        forward = Collective("all_gather", (axis,), nbytes)
+        whole = replace(layout, dims=dims)
+        yield Step("all_gather_invariant", (axis,), dim, None, layout, whole, forward, None)
+        if grad:
+            dst = replace(whole, varying=_merge(mesh, layout.varying, (axis,)))
+            backward = Collective("reduce_scatter", (axis,), nbytes * size)
+            yield Step("all_gather", (axis,), dim, None, layout, dst, forward, backward)
+        for other, extent in enumerate(local):
+            if other != dim and extent % size == 0:
+                dst = replace(layout, dims=_put(dims, other, (*dims[other], axis)))
+                call = Collective("all_to_all", (axis,), nbytes)
+                back = call if grad else None
+                yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)
+
+
+def _put(
+    dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
+    return (*dims[:dim], axes, *dims[dim + 1 :])

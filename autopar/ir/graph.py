@@ -1,0 +1,224 @@
+"""Graph: the model's forward as a flat, frozen list of nodes in execution order.
+
+Leaves come first: `input`, `param` and `buffer` nodes, whose first argument is the name the user
+knows ("input_ids", "transformer.wte.weight"). A `param` may be a piece of a parameter, cut along
+one dimension (`dim=1, start=0, length=768`), so that the parts of a fused projection shard on
+their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
+overload "default" is left out), `getitem` for operators with several results, `autopar.share`
+(the identity, see passes.py) and `autopar.detach`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.errors import GraphError
+from autopar.ir.tensor import TensorType
+
+LEAVES = ("input", "param", "buffer")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A reference to another node's value."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A dtype or other symbolic constant in an argument list, such as `f32`."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Arg = Ref | Name | int | float | bool | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where in the user's code a node comes from; empty fields where it is not known."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else ""
+        return " | ".join(part for part in (self.module, place, self.text) if part)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value-producing step.
+
+    Attributes:
+        name: unique, a Python identifier.
+        op: leaf kind or operator name.
+        args, kwargs: literals and references.
+        types: one TensorType per result (one for nearly all operators).
+        source: the user's module path and line.
+        requires_grad: whether a gradient flows into its result.
+        alias: name of the value whose storage the result shares, None for fresh storage.
+        saved: names of the values that autograd keeps for this node's backward (inputs, itself).
+        saved_types: tensors it keeps that are no graph value (statistics, masks).
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    types: tuple[TensorType, ...]
+    source: Source = Source()
+    requires_grad: bool = False
+    alias: str | None = None
+    saved: tuple[str, ...] = ()
+    saved_types: tuple[TensorType, ...] = ()
+
+    @property
+    def type(self) -> TensorType:
+        """Type of the first result."""
+        return self.types[0]
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is an input, parameter or buffer."""
+        return self.op in LEAVES
+
+    @property
+    def target(self) -> str:
+        """A leaf's user-facing name."""
+        if not self.is_leaf or not isinstance(self.args[0], str):
+            raise GraphError(f"node %{self.name} ({self.op}) is not a leaf")
+        return self.args[0]
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values it reads, in argument order, repeats kept."""
+        values = (*self.args, *(value for _, value in self.kwargs))
+        return tuple(ref.name for ref in iterate_refs(values))
+
+    def keyword(self, name: str, default: Arg = None) -> Arg:
+        """The keyword argument `name`."""
+        return dict(self.kwargs).get(name, default)
+
+    def map_refs(self, rename: Callable[[str], Arg]) -> Node:
+        """The node with every reference replaced by `rename(name)`."""
+        args = tuple(map_arg(arg, rename) for arg in self.args)
+        kwargs = tuple((key, map_arg(value, rename)) for key, value in self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def iterate_refs(values: tuple[Arg, ...]) -> Iterator[Ref]:
+    """All references in nested arguments, in order."""
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, tuple):
+            yield from iterate_refs(value)
+
+
+def map_arg(arg: Arg, rename: Callable[[str], Arg]) -> Arg:
+    """`arg` with every reference replaced by `rename(name)`."""
+    if isinstance(arg, Ref):
+        return rename(arg.name)
+    if isinstance(arg, tuple):
+        return tuple(map_arg(item, rename) for item in arg)
+    return arg
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A run of equal blocks, found by structure.
+
+    Attributes:
+        iterations: for each block the names of its nodes, per-block leaves included; position j
+            of every block plays the same part.
+        carried: pairs (value that enters the first block, node of the first block whose
+            counterpart in block i enters block i + 1 in its place). Inside each block only one
+            `autopar.share` node reads a carried value.
+    """
+
+    iterations: tuple[tuple[str, ...], ...]
+    carried: tuple[tuple[str, str], ...]
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.iterations)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's forward.
+
+    Attributes:
+        name: the model's class or zoo name.
+        nodes: in execution order, leaves first.
+        outputs: (name the user knows, node name), the loss first where there is one.
+        loss: node name of the scalar to differentiate, None for an inference-only graph.
+        repeats: runs of equal blocks, in execution order, disjoint.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    outputs: tuple[tuple[str, str], ...]
+    loss: str | None = None
+    repeats: tuple[Repeat, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Node:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise GraphError(f"graph {self.name} has no node %{name}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each value the nodes that read it, in execution order, each once."""
+        users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users[name].append(node.name)
+        return {name: tuple(readers) for name, readers in users.items()}
+
+    @cached_property
+    def template(self) -> dict[str, str]:
+        """Node name -> its counterpart in the first block of its run (itself outside runs)."""
+        names = {node.name: node.name for node in self.nodes}
+        for repeat in self.repeats:
+            for iteration in repeat.iterations:
+                names.update(zip(iteration, repeat.iterations[0], strict=True))
+        return names
+
+    @cached_property
+    def multiplicity(self) -> dict[str, int]:
+        """How often each node of `folded` stands in the whole graph."""
+        counts: dict[str, int] = {}
+        for name in self.template.values():
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    @cached_property
+    def folded(self) -> tuple[Node, ...]:
+        """The nodes that stand for all: everything outside runs and the first block of each."""
+        return tuple(node for node in self.nodes if self.template[node.name] == node.name)
+
+    def leaves(self, kind: str) -> tuple[Node, ...]:
+        """All nodes of one leaf kind, in order."""
+        return tuple(node for node in self.nodes if node.op == kind)

@@ -1,0 +1,210 @@
+"""Mesh: the devices as a grid with named axes, written as one line of text.
+
+    "H200: node=4 @50GB/s 10us, gpu=8 @450GB/s 3us"
+
+Axes are listed outermost first; ranks are numbered row-major, as torch's DeviceMesh does. The
+figures behind `@` are the bandwidth per device and the latency of the links that the axis uses;
+where they are left out, the device's table in `cost/devices.toml` gives them. A device that is not
+in that table is described in brackets: "mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 @100GB/s 5us".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from autopar.errors import MeshError
+
+_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_NAME = re.compile(r"[A-Za-z_]\w*\Z")
+
+
+def parse_quantity(text: str, unit: str) -> float:
+    """Read "50GB/s", "80GiB", "400TFLOP/s" or "3us" as a plain number (bytes, FLOP, seconds).
+
+    Raises:
+        MeshError: the text is not a positive finite number followed by a prefix and `unit`.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
+    value = float("nan")
+    if match and match[1].count(".") <= 1 and match[1] != ".":
+        number, rest = float(match[1]), match[2]
+        if unit == "s" and rest in _SECONDS:
+            value = number * _SECONDS[rest]
+        elif unit != "s" and rest.endswith(unit):
+            prefix = rest[: len(rest) - len(unit)]
+            value = number * {**_PREFIX, **_BINARY}.get(prefix, float("nan"))
+    if not (math.isfinite(value) and value > 0):
+        raise MeshError(
+            f"cannot read the quantity {text!r}",
+            why=f"a positive number with the unit {unit} is expected",
+            todo={"s": 'write e.g. "3us"', "B": 'write e.g. "80GiB"'}.get(
+                unit, f'write e.g. "50G{unit}"'
+            ),
+        )
+    return value
+
+
+def format_quantity(value: float, unit: str) -> str:
+    """The inverse of `parse_quantity`, exact: `repr` of the number in the best decimal prefix."""
+    table = _SECONDS if unit == "s" else {p + unit: f for p, f in _PREFIX.items()}
+    for suffix, factor in sorted(table.items(), key=lambda item: -item[1]):
+        if value >= factor:
+            scaled = f"{value / factor:.12g}"
+            if parse_quantity(scaled + suffix, unit) == value:
+                return scaled + suffix
+    return f"{value!r}{unit}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh; bandwidth in bytes/s per device, latency in seconds, None = default."""
+
+    name: str
+    size: int
+    bandwidth: float | None = None
+    latency: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name}={self.size}"
+        if self.bandwidth is not None:
+            text += f" @{format_quantity(self.bandwidth, 'B/s')}"
+        if self.latency is not None:
+            text += f" {format_quantity(self.latency, 's')}"
+        return text
+
+
+@dataclass(frozen=True)
+class Description:
+    """A device described in the mesh text: peak FLOP/s, memory in bytes, memory bytes/s."""
+
+    flops: float
+    memory: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return (
+            f"[{format_quantity(self.flops, 'FLOP/s')} {format_quantity(self.memory, 'B')} "
+            f"{format_quantity(self.bandwidth, 'B/s')}]"
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device kind and its grid; `str(mesh)` parses back to an equal mesh."""
+
+    device: str
+    axes: tuple[Axis, ...]
+    description: Description | None = None
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        bad = [n for n in names if not _NAME.match(n)]
+        if not self.axes or bad or len(set(names)) != len(names):
+            raise MeshError(
+                f"mesh axes {names} are not usable",
+                why="a mesh needs at least one axis, each with a name of its own",
+                todo='write e.g. "H100: node=2, gpu=8"',
+            )
+        for axis in self.axes:
+            if axis.size < 1:
+                raise MeshError(f"mesh axis {axis.name!r} has size {axis.size}", todo="use >= 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read a mesh text.
+
+        Raises:
+            MeshError: naming the part that cannot be read.
+        """
+        head, colon, tail = text.partition(":")
+        match = re.fullmatch(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[([^\]]*)\])?\s*", head)
+        if not colon or match is None:
+            raise MeshError(
+                f"cannot read mesh {text!r}",
+                why="a mesh is a device name, a colon and its axes",
+                todo='write e.g. "H100: node=2, gpu=8" or "cpu: data=2, tensor=2"',
+            )
+        axes = tuple(_parse_axis(part, text) for part in tail.split(","))
+        return cls(match[1], axes, _parse_description(match[2], text))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axis sizes, outermost first."""
+        return tuple(axis.size for axis in self.axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`; MeshError names the axes there are."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise MeshError(f"mesh has no axis {name!r}", why=f"its axes are {', '.join(self.names)}")
+
+    def axis_size(self, name: str) -> int:
+        """Number of devices along `name`."""
+        return self.axis(name).size
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The position of `rank` (row-major) along every axis."""
+        coordinates: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, coordinates[axis.name] = divmod(rank, axis.size)
+        return {name: coordinates[name] for name in self.names}
+
+    def groups(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Every group of ranks that differ only along `names`, each ordered row-major."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            position = self.coordinate(rank)
+            key = tuple(position[n] for n in self.names if n not in names)
+            members.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in members.values())
+
+    def __str__(self) -> str:
+        described = "" if self.description is None else str(self.description)
+        return f"{self.device}{described}: " + ", ".join(str(axis) for axis in self.axes)
+
+
+def _parse_axis(part: str, text: str) -> Axis:
+    match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*(?:@\s*(\S+))?\s*(\S+)?\s*", part)
+    if match is None or not _NAME.match(match[1]):
+        raise MeshError(
+            f"cannot read mesh axis {part.strip()!r}",
+            where=text,
+            why="an axis is name=size, then @bandwidth and latency if they are known",
+            todo='write e.g. "gpu=8" or "node=4 @50GB/s 10us"',
+        )
+    bandwidth = parse_quantity(match[3], "B/s") if match[3] else None
+    latency = parse_quantity(match[4], "s") if match[4] else None
+    return Axis(match[1], int(match[2]), bandwidth, latency)
+
+
+def _parse_description(words: str | None, text: str) -> Description | None:
+    if words is None:
+        return None
+    parts = words.split()
+    if len(parts) != 3:
+        raise MeshError(
+            f"cannot read the device description [{words}]",
+            where=text,
+            why="three figures are expected: peak compute, memory, memory bandwidth",
+            todo='write e.g. "mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 @100GB/s 5us"',
+        )
+    return Description(
+        parse_quantity(parts[0], "FLOP/s"),
+        parse_quantity(parts[1], "B"),
+        parse_quantity(parts[2], "B/s"),
+    )
