@@ -1,0 +1,109 @@
+"""Rule x node x mesh -> strategies: every way to split one operator, with the layouts it implies.
+
+A strategy gives each mesh axis one part: a factor of the rule to split; nothing (every device
+along the axis computes the same); or, for linear operators, to pass a partial sum (`+`) or a
+gradient that is owed a sum (`-`) through. Several axes may split one factor; they stack in mesh
+order, outermost first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.intra_op.rule import Dims, Signature
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.tensor import Layout
+
+NOTHING, PARTIAL, VARYING = "", "+", "-"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operator.
+
+    Attributes:
+        parts: for each mesh axis its factor, or NOTHING, PARTIAL or VARYING.
+        operands, results: the layouts it needs and gives.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        return " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
+
+    def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
+        """Part of the operator's FLOPs that one device runs."""
+        split = [mesh.axis_size(axis) for axis, part in self.parts if part in sizes]
+        result = 1.0
+        for count in split:
+            result /= count
+        return result
+
+
+def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
+    """All legal strategies of one operator on a mesh; running it whole is always the first."""
+    choices = [NOTHING, *signature.splittable]
+    if signature.linear:
+        choices += [PARTIAL, VARYING]
+    axes = [axis for axis in mesh.axes if axis.size > 1]
+    return tuple(_build(signature, mesh, parts) for parts in _assignments(signature, axes, choices))
+
+
+def _assignments(
+    signature: Signature, axes: list[Axis], choices: list[str]
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    for parts in itertools.product(choices, repeat=len(axes)):
+        ways: dict[str, int] = {}
+        for axis, part in zip(axes, parts, strict=True):
+            ways[part] = ways.get(part, 1) * axis.size
+        if all(signature.sizes.get(part, 0) % count == 0 for part, count in ways.items()):
+            yield tuple((axis.name, part) for axis, part in zip(axes, parts, strict=True))
+
+
+def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Strategy:
+    produced = {f for dims in signature.results for dim in dims for f in dim}
+    operands = tuple(
+        _layout(dims, parts, signature, additive, produced, result=False)
+        for dims, additive in zip(signature.operands, signature.additive, strict=True)
+    )
+    results = tuple(
+        _layout(dims, parts, signature, False, produced, result=True) for dims in signature.results
+    )
+    return Strategy(parts, operands, results)
+
+
+def _layout(
+    dims: Dims,
+    parts: tuple[tuple[str, str], ...],
+    signature: Signature,
+    additive: bool,
+    produced: set[str],
+    *,
+    result: bool,
+) -> Layout:
+    split: list[tuple[str, ...]] = [()] * len(dims)
+    partial, varying = [], []
+    for axis, part in parts:
+        if part == NOTHING:
+            continue
+        where = [i for i, dim in enumerate(dims) if _leads(part, dim, signature)]
+        if part == PARTIAL:
+            partial.append(axis)
+        elif part == VARYING:
+            varying.append(axis)
+        elif where:
+            split[where[0]] = (*split[where[0]], axis)
+        elif result or (additive and part not in produced):
+            partial.append(axis)
+        else:
+            varying.append(axis)
+    return Layout(tuple(split), tuple(partial), tuple(varying))
+
+
+def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:
+    solid = [f for f in dim if signature.sizes[f] > 1]
+    return bool(solid) and solid[0] == factor
