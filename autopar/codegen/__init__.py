@@ -1,0 +1,1 @@
+"""Code generation and the runtime that generated programs call."""

@@ -1,0 +1,337 @@
+"""The collectives of generated programs: autograd-aware, named as in `autopar.ir.collective`.
+
+A generated program makes one `Communicator` and calls its methods:
+
+    y = comm.reduce_scatter(y, dim=1, axis="gpu")        # bf16[8, 1024@gpu, 2048]
+
+Each method is one row of the table in `autopar/ir/collective.py`: what it does to the value and,
+in backward, to the gradient. All ranks of the mesh must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.codegen import torch_private
+from autopar.errors import LayoutError, MeshError
+from autopar.ir.collective import Step
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.tensor import Layout
+
+Axes = str | tuple[str, ...]
+_Move = Callable[[Tensor], Tensor]
+
+
+def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
+    """The `Mesh` of a torch DeviceMesh whose devices are called `device` (as in devices.toml).
+
+    Raises:
+        MeshError: the DeviceMesh has no axis names, or its ranks are not numbered row-major.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "the DeviceMesh has no axis names",
+            todo='pass mesh_dim_names=("data", "tensor") to init_device_mesh',
+        )
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(len(ranks))):
+        raise MeshError(
+            f"the DeviceMesh holds the ranks {ranks}",
+            why="ranks must be numbered row-major from 0",
+            todo="build it with init_device_mesh over all processes",
+        )
+    axes = zip(names, device_mesh.mesh.shape, strict=True)
+    return Mesh(device, tuple(Axis(name, int(size)) for name, size in axes))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one along `axes` only.
+
+    Attributes:
+        axes: outermost first, in the order in which they split a dimension.
+        sizes: the number of devices along each.
+        order: positions in `axes` of the axes in mesh order, which is the order of group ranks.
+        index: which block of a dimension split over `axes` this rank holds.
+        process_group: torch's handle; None stands for a group of one.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank."""
+        dim = dim % x.dim()
+        length = self.block_length(x, dim)
+        blocks = x.unflatten(dim, (*self.sizes, length))
+        blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
+        return blocks.flatten(0, len(self.axes) - 1).contiguous()
+
+    def join(self, blocks: Tensor, dim: int) -> Tensor:
+        """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
+        dim = dim % (blocks.dim() - 1)
+        count = len(self.axes)
+        blocks = blocks.unflatten(0, [self.sizes[i] for i in self.order])
+        blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
+        return blocks.flatten(dim, dim + count).contiguous()
+
+    def block_length(self, x: Tensor, dim: int) -> int:
+        """Length of one block of `dim`; LayoutError unless the blocks are equal."""
+        if x.shape[dim] % self.size:
+            raise LayoutError(
+                f"dimension {dim} of a tensor {list(x.shape)} does not split {self.size} ways",
+                where=f"axis {', '.join(self.axes)}",
+                why="sizes must divide evenly",
+            )
+        return x.shape[dim] // self.size
+
+    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is.
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum over the group, on every rank."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.process_group)
+        return total
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of the sum over the group."""
+        blocks = self.split(x, dim)
+        out = torch.empty_like(blocks[0])
+        # Flat buffers: gloo wants equal ranks, and every backend takes them.
+        torch_private.reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.process_group)
+        return out
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The blocks of all ranks in a row."""
+        blocks = x.new_empty((self.size, *x.shape))
+        torch_private.all_gather_single(
+            blocks.view(-1), x.contiguous().view(-1), group=self.process_group
+        )
+        return self.join(blocks, dim)
+
+    def exchange(self, x: Tensor, dim: int, to_dim: int) -> Tensor:
+        """Gather `dim` while splitting `to_dim`."""
+        blocks = self.split(x, to_dim)
+        out = torch.empty_like(blocks)
+        dist.all_to_all_single(out, blocks, group=self.process_group)
+        return self.join(out, dim)
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of x."""
+        length = self.block_length(x, dim)
+        return x.narrow(dim, self.index * length, length).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def pad(self, x: Tensor, dim: int) -> Tensor:
+        """x in its place among zeros."""
+        dim = dim % x.dim()
+        shape = [*x.shape[:dim], x.shape[dim] * self.size, *x.shape[dim + 1 :]]
+        whole = x.new_zeros(shape)
+        whole.narrow(dim, self.index * x.shape[dim], x.shape[dim]).copy_(x)
+        return whole
+
+    def first(self, x: Tensor) -> Tensor:
+        """x on the first rank, zeros on the others."""
+        return x.clone() if self.index == 0 else torch.zeros_like(x)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class _Paired(torch.autograd.Function):
+    """A move of the value together with the move of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move) -> Tensor:
+        ctx.backward_move = backward
+        return forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_move(gradients[0]), None, None
+
+
+class Groups:
+    """The process groups of a mesh, one for each set of axes, made at once.
+
+    Every process must construct it at the same point of the program: the groups are created in one
+    order on all ranks, so that no rank waits for another.
+
+    Args:
+        mesh: the grid.
+        ranks: the global ranks of its devices, row-major; by default 0, 1, ... A process that is
+            not among them takes part in the construction only.
+
+    Raises:
+        MeshError: the mesh and the number of ranks differ in size.
+    """
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
+        self.mesh = mesh
+        world = dist.get_world_size()
+        self.ranks = tuple(range(world)) if ranks is None else tuple(ranks)
+        if mesh.size != len(self.ranks):
+            raise MeshError(
+                f"mesh {str(mesh)!r} has {mesh.size} devices",
+                why=f"there are {len(self.ranks)} processes",
+                todo=f"start {mesh.size} processes or write a mesh of {len(self.ranks)}",
+            )
+        me = dist.get_rank()
+        self.rank = self.ranks.index(me) if me in self.ranks else -1
+        self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
+        self._handles = self._create()
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def _create(self) -> dict[frozenset[str], dist.ProcessGroup]:
+        wide = [axis.name for axis in self.mesh.axes if axis.size > 1]
+        handles: dict[frozenset[str], dist.ProcessGroup] = {}
+        for count in range(1, len(wide) + 1):
+            for names in itertools.combinations(wide, count):
+                for members in self.mesh.groups(names):
+                    handle = dist.new_group([self.ranks[m] for m in members])
+                    if self.rank in members:
+                        handles[frozenset(names)] = handle
+        return handles
+
+    def group(self, axes: Axes) -> Group:
+        """The group along `axes`, which are one name or several, outermost first."""
+        names = (axes,) if isinstance(axes, str) else axes
+        if names not in self._groups:
+            self._groups[names] = self._describe(names)
+        return self._groups[names]
+
+    def _describe(self, names: tuple[str, ...]) -> Group:
+        sizes = tuple(self.mesh.axis_size(name) for name in names)
+        if len(set(names)) != len(names):
+            raise MeshError(f"the axes {', '.join(names)} name one axis twice")
+        if self.rank < 0:
+            raise MeshError(f"rank {dist.get_rank()} is not on the mesh {str(self.mesh)!r}")
+        index = 0
+        for name, size in zip(names, sizes, strict=True):
+            index = index * size + self.coordinate[name]
+        order = tuple(names.index(name) for name in self.mesh.names if name in names)
+        wide = frozenset(n for n, size in zip(names, sizes, strict=True) if size > 1)
+        return Group(names, sizes, order, index, self._handles.get(wide))
+
+
+class Communicator(Groups):
+    """What a generated program calls to communicate over one mesh; see `Groups` for arguments.
+
+    `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one
+    returns its input.
+    """
+
+    def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
+        if group.size == 1:
+            return x
+        moved: Tensor = _Paired.apply(x, forward, backward)
+        return moved
+
+    def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:
+        """P to R: the sum of x over `axis`; the gradient is passed on as it is."""
+        group = self.group(axis)
+        return self._move(x, group, group.reduce, _same)
+
+    def to_varying(self, x: Tensor, axis: Axes) -> Tensor:
+        """R to V: x itself; its gradient is summed over `axis`."""
+        group = self.group(axis)
+        return self._move(x, group, _same, group.reduce)
+
+    def from_varying(self, x: Tensor, axis: Axes) -> Tensor:
+        """V to R: x itself; its gradient is kept on the first device, zero on the others."""
+        group = self.group(axis)
+        return self._move(x, group, _same, group.first)
+
+    def to_partial(self, x: Tensor, axis: Axes) -> Tensor:
+        """R to P: x on the first device, zeros on the others; the gradient as it is."""
+        group = self.group(axis)
+        return self._move(x, group, group.first, _same)
+
+    def reduce_scatter(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+        """P to S: this rank's block along `dim` of the sum; the gradient is gathered."""
+        group = self.group(axis)
+        return self._move(
+            x, group, lambda t: group.reduce_scatter(t, dim), lambda g: group.gather(g, dim)
+        )
+
+    def all_gather(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+        """S to V: the blocks of all ranks along `dim`; the gradient is summed and scattered."""
+        group = self.group(axis)
+        return self._move(
+            x, group, lambda t: group.gather(t, dim), lambda g: group.reduce_scatter(g, dim)
+        )
+
+    def all_gather_invariant(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+        """S to R: as `all_gather`, for a result used alike everywhere; the gradient is sliced."""
+        group = self.group(axis)
+        return self._move(x, group, lambda t: group.gather(t, dim), lambda g: group.slice(g, dim))
+
+    def slice_invariant(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+        """R to S: this rank's block of x along `dim`; the gradient is gathered."""
+        group = self.group(axis)
+        return self._move(x, group, lambda t: group.slice(t, dim), lambda g: group.gather(g, dim))
+
+    def slice_varying(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+        """V to S: this rank's block of x along `dim`; the gradient is padded with zeros."""
+        group = self.group(axis)
+        return self._move(x, group, lambda t: group.slice(t, dim), lambda g: group.pad(g, dim))
+
+    def all_to_all(self, x: Tensor, dim: int, to_dim: int, axis: Axes) -> Tensor:
+        """S to S': gathers `dim` and splits `to_dim`; the gradient takes the way back."""
+        group = self.group(axis)
+        return self._move(
+            x,
+            group,
+            lambda t: group.exchange(t, dim, to_dim),
+            lambda g: group.exchange(g, to_dim, dim),
+        )
+
+    def apply(self, step: Step, x: Tensor) -> Tensor:
+        """Perform one step of `autopar.ir.collective.Resharder.steps`."""
+        where = {"dim": step.dim, "to_dim": step.to_dim}
+        keywords = {name: value for name, value in where.items() if value is not None}
+        moved: Tensor = getattr(self, step.op)(x, axis=step.axes, **keywords)
+        return moved
+
+    def shard(self, full: Tensor, layout: Layout) -> Tensor:
+        """This rank's part of a tensor that every rank holds whole; no communication, no gradient.
+
+        Along partial axes the value lies on the first device, as after `to_partial`.
+        """
+        layout.check(tuple(full.shape), self.mesh)
+        local = full.detach()
+        for dim, axes in enumerate(layout.dims):
+            if axes:
+                local = self.group(axes).slice(local, dim)
+        return self.group(layout.partial).first(local) if layout.partial else local
+
+    def unshard(self, local: Tensor, layout: Layout) -> Tensor:
+        """The inverse of `shard`: the whole tensor on every rank; no gradient."""
+        full = local.detach()
+        for dim, axes in enumerate(layout.dims):
+            if self.group(axes).size > 1:
+                full = self.group(axes).gather(full, dim)
+        if layout.partial and self.group(layout.partial).size > 1:
+            full = self.group(layout.partial).reduce(full)
+        return full

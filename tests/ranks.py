@@ -1,0 +1,48 @@
+"""Run a function on several gloo processes of this machine and collect what they return."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=60),
+    )
+    result = function(*args)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, count: int = 4) -> list[Any]:
+    """What `function(*args)` returns on each of `count` ranks, in rank order.
+
+    The function must be importable (defined at the top of a module). An exception on a rank stops
+    the others and is raised here with that rank's traceback.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, args=(count, folder, function, args), nprocs=count)
+            return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
