@@ -1,0 +1,146 @@
+"""Plan: what the planner decided, as a value and as a TOML file that people read and edit.
+
+For every node of the folded graph it names the layouts that the operator takes and gives:
+
+    "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
+
+so that code generation needs the graph and the plan and nothing else. A parameter's line says how
+it is stored, its `share`'s line how it is used. Loading a plan is reading data: nothing in it is
+ever executed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from autopar.errors import AutoparError, PlanError, PlanMismatchError
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+VERSION = 1
+Shaped = tuple[tuple[int, ...], Layout]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Layouts of one node, each with the global shape it belongs to."""
+
+    operands: tuple[Shaped, ...]
+    results: tuple[Shaped, ...]
+
+    def __str__(self) -> str:
+        left, right = (
+            "; ".join(layout.format(shape) for shape, layout in side)
+            for side in (self.operands, self.results)
+        )
+        return f"{left} -> {right}" if left else right
+
+    @classmethod
+    def parse(cls, text: str) -> NodePlan:
+        """Read "[8, 4@gpu]; [4] -> [8]" (leaves have no left side); LayoutError if it is not."""
+        left, arrow, right = text.rpartition("->")
+        sides = [
+            tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
+            for side in (left if arrow else "", right)
+        ]
+        return cls(sides[0], sides[1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan.
+
+    Attributes:
+        graph: fingerprint of the graph it is for.
+        mesh: the devices it is for.
+        nodes: node name -> its layouts.
+        predicted: figures such as "step_seconds" and "peak_bytes".
+    """
+
+    graph: str
+    mesh: Mesh
+    nodes: dict[str, NodePlan]
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.to_toml()
+
+    def to_toml(self) -> str:
+        """The file's text; `Plan.from_toml` reads it back to an equal plan."""
+        document = tomlkit.document()
+        document.add(tomlkit.comment("autopar plan. Predictions are seconds and bytes per device."))
+        document["version"] = VERSION
+        document["graph"] = self.graph
+        document["mesh"] = str(self.mesh)
+        document["predicted"] = dict(self.predicted)
+        document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
+        return tomlkit.dumps(document)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "") -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is not TOML or not a plan; names the entry.
+        """
+        try:
+            table = tomlkit.parse(text).unwrap()
+        except (TOMLKitError, RecursionError) as error:
+            raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
+        for key, kind in expected.items():
+            if not isinstance(table.get(key), kind):
+                raise PlanError(f"the plan has no usable entry {key!r}", where=where)
+        if table["version"] != VERSION:
+            raise PlanError(
+                f"the plan has version {table['version']}", where=where, why=f"{VERSION} is read"
+            )
+        try:
+            nodes = {name: NodePlan.parse(str(line)) for name, line in table["layouts"].items()}
+            predicted = {name: float(value) for name, value in table["predicted"].items()}
+            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted)
+        except (AutoparError, TypeError, ValueError) as error:
+            raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, whole or not at all (a temporary file is renamed into place)."""
+        path = Path(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_toml())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file; PlanError if it is missing, not text or not a plan."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}", why=str(error)) from error
+        return cls.from_toml(text, where=str(path))
+
+    def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
+        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+        if self.mesh.names != mesh.names or self.mesh.shape != mesh.shape:
+            raise PlanMismatchError(
+                "the plan is for another mesh", why=f"plan: {self.mesh}; here: {mesh}"
+            )
+        if self.graph != graph or set(self.nodes) != nodes:
+            missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
+            raise PlanMismatchError(
+                "the plan is for another model",
+                why=f"plan: {self.graph}; here: {graph}; "
+                f"nodes without a layout: {', '.join(missing[:5]) or 'none'}; "
+                f"unknown nodes: {', '.join(extra[:5]) or 'none'}",
+                todo="plan this model again",
+            )
