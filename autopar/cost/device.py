@@ -1,0 +1,188 @@
+"""Device: the figures of one accelerator and of the links between several."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from autopar.errors import CostError, UnknownDeviceError
+from autopar.ir.mesh import Description, Mesh
+
+DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+_FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
+_VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
+
+
+class Link(NamedTuple):
+    """One device's connection along a mesh axis: bytes/s in one direction, seconds a message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device; rates in FLOP/s and bytes/s, memory in bytes, times in seconds.
+
+    `peak` holds a dense matmul rate for each of `DTYPES`; the efficiencies are the attainable
+    shares of the peaks. See the head of devices.toml for each figure.
+
+    Raises:
+        CostError: a figure that is not finite, not positive (latencies and the launch may be 0),
+            or an efficiency above 1.
+    """
+
+    name: str
+    source: str
+    peak: tuple[tuple[str, float], ...]
+    memory: float
+    memory_bandwidth: float
+    devices_per_node: int
+    intra_bandwidth: float
+    intra_latency: float
+    inter_bandwidth: float
+    inter_latency: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    launch: float
+
+    def __post_init__(self) -> None:
+        figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
+        for field in fields(self):
+            if field.name not in ("name", "source", "peak"):
+                figures[field.name] = getattr(self, field.name)
+        for name, value in figures.items():
+            zero_fits = name == "launch" or name.endswith("latency")
+            top = 1.0 if name.endswith("efficiency") else math.inf
+            if not (math.isfinite(value) and 0 <= value <= top and (value or zero_fits)):
+                raise CostError(
+                    f"device {self.name!r} has {name} = {value}",
+                    why="figures are finite and positive, efficiencies at most 1",
+                    todo="correct that figure of the device",
+                )
+        if {dtype for dtype, _ in self.peak} != set(DTYPES):
+            raise CostError(
+                f"device {self.name!r} has peaks for {[dtype for dtype, _ in self.peak]}",
+                why=f"one peak is needed for each of {', '.join(DTYPES)}",
+            )
+
+    def rate(self, dtype: str, matmul: bool) -> float:
+        """Peak FLOP/s for operands of `dtype`, a dtype of the IR or "tf32".
+
+        Matmuls run on matrix units at `peak`; everything else runs on vector units, in f32 or at
+        half that rate in f64, whatever the peak of its dtype.
+
+        Raises:
+            CostError: the dtype is not known.
+        """
+        peak = dict(self.peak)
+        name = "f32" if dtype in _VECTOR else _FORMAT.get(dtype, dtype)
+        if name not in peak:
+            raise CostError(
+                f"no peak is known for dtype {dtype!r}", why=f"peaks: {', '.join(peak)}"
+            )
+        if matmul:
+            return peak[name]
+        return min(peak["f64"], peak["f32"] / 2) if name == "f64" else peak["f32"]
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """The devices of devices.toml, in its order."""
+    text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
+    return tuple(_from_table(name, table) for name, table in tomllib.loads(text).items())
+
+
+def _from_table(name: str, table: dict[str, Any]) -> Device:
+    keys = {field.name for field in fields(Device)} - {"name"}
+    if set(table) != keys:
+        raise CostError(
+            f"device {name!r} in devices.toml has the wrong keys",
+            why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
+        )
+    return Device(name=name, **{**table, "peak": tuple(table["peak"].items())})
+
+
+def device(mesh: Mesh) -> Device:
+    """The device of `mesh`: as described in its text, else from devices.toml.
+
+    Raises:
+        UnknownDeviceError: neither described nor in the table.
+        CostError: the description's figures are not finite and positive.
+    """
+    if mesh.description is not None:
+        return _described(mesh.device, mesh.description)
+    known = {entry.name: entry for entry in devices()}
+    if mesh.device in known:
+        return known[mesh.device]
+    folded = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(mesh.device.lower(), folded, cutoff=0.5)
+    names = [folded[name] for name in near] or list(known)
+    axes = str(mesh).partition(": ")[2]
+    raise UnknownDeviceError(
+        f"device {mesh.device!r} is not known",
+        where=str(mesh),
+        why=f"{'the nearest known' if near else 'known'} devices are {', '.join(names)}",
+        todo="use one of those, or describe the device by its 16-bit matmul peak, memory and "
+        f'memory bandwidth: "{mesh.device}[400TFLOP/s 64GiB 1.6TB/s]: {axes}"',
+    )
+
+
+def _described(name: str, given: Description) -> Device:
+    """A device of three figures; the rest are conservative defaults.
+
+    The compute figure is taken as the dense 16-bit matmul peak; f8 gains nothing over it, tf32 has
+    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). Links: 8
+    devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us).
+    """
+    share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
+    return Device(
+        name=name,
+        source="described in the mesh text",
+        peak=tuple((dtype, given.flops * share[dtype]) for dtype in DTYPES),
+        memory=given.memory,
+        memory_bandwidth=given.bandwidth,
+        devices_per_node=8,
+        intra_bandwidth=25e9,
+        intra_latency=10e-6,
+        inter_bandwidth=12.5e9 / 8,
+        inter_latency=20e-6,
+        matmul_efficiency=0.5,
+        memory_efficiency=0.7,
+        launch=10e-6,
+    )
+
+
+def link(mesh: Mesh, axis: str) -> Link:
+    """Bandwidth (bytes/s) and latency (s) of the links that a collective over `axis` uses.
+
+    The axis's own figures where the mesh text gives them, else the device's: intra-node if this
+    axis and all inner ones fit in one node together, inter-node otherwise.
+
+    Raises:
+        MeshError: no such axis.
+        UnknownDeviceError: as for `device`.
+        CostError: a bandwidth that is not finite and positive, or a negative latency.
+    """
+    own, chip = mesh.axis(axis), device(mesh)
+    inner = math.prod(mesh.shape[mesh.names.index(axis) :])
+    default = Link(chip.inter_bandwidth, chip.inter_latency)
+    if inner <= chip.devices_per_node:
+        default = Link(chip.intra_bandwidth, chip.intra_latency)
+    chosen = Link(
+        default.bandwidth if own.bandwidth is None else own.bandwidth,
+        default.latency if own.latency is None else own.latency,
+    )
+    good = math.isfinite(chosen.bandwidth) and chosen.bandwidth > 0
+    if not (good and math.isfinite(chosen.latency) and chosen.latency >= 0):
+        raise CostError(
+            f"mesh axis {axis!r} has bandwidth {chosen.bandwidth} and latency {chosen.latency}",
+            where=mesh.device,
+            why="a bandwidth is finite and positive, a latency finite and not negative",
+        )
+    return chosen

@@ -1,0 +1,82 @@
+"""CostModel: what the planner asks of any cost model, and the analytic one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.cost.collective import Level, collective_seconds
+from autopar.cost.compute import roofline
+from autopar.cost.device import device, link
+from autopar.errors import CostError
+from autopar.ir.collective import Collective
+from autopar.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operator as a cost model sees it, on one device: its share of FLOPs and of bytes moved.
+
+    `dtype` is that of the operands, `matmul` whether matrix units can do it.
+    """
+
+    op: str
+    flops: float
+    nbytes: float
+    dtype: str
+    matmul: bool
+
+
+class CostModel(Protocol):
+    """Prices in seconds, finite and not negative; anything else is a CostError."""
+
+    def compute(self, work: Work) -> float:
+        """Seconds of one operator on one device."""
+        ...
+
+    def collective(self, call: Collective, /) -> float:
+        """Seconds of one collective."""
+        ...
+
+
+class AnalyticModel:
+    """Closed forms over the figures of a mesh's device and links; nothing is measured.
+
+    Raises:
+        UnknownDeviceError: the device is neither described nor in devices.toml.
+        CostError: figures of the device or of an axis that make no sense.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.device = device(mesh)
+        self._levels = {axis.name: Level(axis.size, *link(mesh, axis.name)) for axis in mesh.axes}
+
+    def compute(self, work: Work) -> float:
+        """Seconds of `work` by the roofline (see cost/compute.py)."""
+        seconds = roofline(self.device, work.flops, work.nbytes, work.dtype, work.matmul)
+        return _price(seconds, work, work.flops, work.nbytes)
+
+    def collective(self, call: Collective, /) -> float:
+        """Seconds of `call` over its axes, outermost first (see cost/collective.py).
+
+        Raises:
+            MeshError: an axis that the mesh does not have.
+            CostError: an unknown kind, a negative payload, or a price that is not finite.
+        """
+        for name in call.axes:
+            self.mesh.axis(name)
+        levels = [level for name, level in self._levels.items() if name in call.axes]
+        return _price(collective_seconds(call.kind, levels, call.nbytes), call, call.nbytes)
+
+
+def _price(seconds: float, item: Work | Collective, *amounts: float) -> float:
+    """`seconds`, if it and the amounts that it was made from are finite and not negative."""
+    if not all(math.isfinite(value) and value >= 0 for value in (seconds, *amounts)):
+        raise CostError(
+            f"the price of {item} is {seconds} seconds",
+            why="prices, FLOPs and bytes must be finite and not negative",
+            todo="check the sizes of the operator and the figures of the mesh and its device",
+        )
+    return seconds

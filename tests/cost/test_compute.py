@@ -1,0 +1,134 @@
+"""The roofline, the table of devices, and devices that are described or unknown."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from importlib import resources
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost.device import DTYPES, Device, device, devices
+from autopar.cost.model import AnalyticModel, Work
+from autopar.errors import CostError, UnknownDeviceError
+from autopar.ir.mesh import Description, Mesh
+from autopar.ir.tensor import DTYPE_BYTES
+
+H100 = AnalyticModel(Mesh.parse("H100: gpu=8"))
+amount = st.floats(0, 1e18)
+
+
+def matmul(n: int) -> Work:
+    return Work("mm", 2.0 * n**3, 3.0 * n * n * 2, "bf16", True)
+
+
+@pytest.mark.parametrize("n", [256, 1024, 4096, 16384])
+def test_a_matmul_stays_under_the_peak(n: int) -> None:
+    work = matmul(n)
+    assert work.flops / H100.compute(work) < 989e12
+
+
+def test_a_large_matmul_reaches_the_attainable_share_and_a_copy_the_bandwidth() -> None:
+    work = matmul(32768)
+    share = work.flops / H100.compute(work) / 989e12
+    assert share == pytest.approx(H100.device.matmul_efficiency, rel=1e-3)
+    copy = Work("copy", 0.0, 3.35e12, "bf16", False)
+    assert H100.compute(copy) == pytest.approx(1 / H100.device.memory_efficiency, rel=1e-3)
+
+
+def test_small_kernels_cost_their_launch_and_views_nothing() -> None:
+    assert H100.compute(Work("add", 1.0, 12.0, "f32", False)) == pytest.approx(4e-6, rel=1e-3)
+    assert H100.compute(Work("view", 0.0, 0.0, "f32", False)) == 0
+
+
+@given(flops=amount, nbytes=amount, more=amount)
+def test_prices_grow_with_flops_and_bytes(flops: float, nbytes: float, more: float) -> None:
+    price = H100.compute(Work("op", flops, nbytes, "bf16", True))
+    assert price <= H100.compute(Work("op", flops + more, nbytes, "bf16", True))
+    assert price <= H100.compute(Work("op", flops, nbytes + more, "bf16", True))
+
+
+def test_only_matmuls_use_matrix_units() -> None:
+    def rate(dtype: str, on_matrix_units: bool) -> float:
+        return H100.device.rate(dtype, on_matrix_units)
+
+    assert rate("bf16", True) == 989e12
+    assert rate("tf32", True) == 494.5e12
+    assert rate("bf16", False) == rate("f32", False) == rate("f32", True) == 67e12
+    assert rate("f64", True) == 67e12
+    assert rate("f64", False) == 33.5e12
+
+
+@pytest.mark.parametrize("dtype", [*DTYPE_BYTES, *DTYPES])
+@pytest.mark.parametrize("on_matrix_units", [True, False])
+def test_every_dtype_has_a_price(dtype: str, on_matrix_units: bool) -> None:
+    assert H100.compute(Work("op", 1e12, 1.0, dtype, on_matrix_units)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Work("op", -1.0, 1e9, "f32", False),
+        Work("op", 1.0, math.nan, "f32", False),
+        Work("op", math.nan, 1.0, "f32", False),
+        Work("op", math.inf, 1.0, "f32", False),
+        Work("op", 1.0, 1.0, "f3", False),
+    ],
+)
+def test_work_that_cannot_be_priced_is_refused(work: Work) -> None:
+    with pytest.raises(CostError):
+        H100.compute(work)
+
+
+def test_every_device_has_all_keys_and_a_source() -> None:
+    text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    assert {"V100", "A100-40", "A100-80", "H100", "H200", "B200", "cpu"} <= set(tables)
+    wanted = {field.name for field in dataclasses.fields(Device)} - {"name"}
+    for name, table in tables.items():
+        assert set(table) == wanted, name
+        assert set(table["peak"]) == set(DTYPES), name
+        assert "data sheet" in table["source"], name
+
+
+def test_figures_of_the_table_are_in_a_sensible_order() -> None:
+    for entry in devices():
+        peak = dict(entry.peak)
+        assert peak["f64"] <= peak["f32"] <= peak["tf32"] <= peak["bf16"], entry.name
+        assert peak["bf16"] <= peak["f16"] <= peak["f8"], entry.name
+        assert entry.intra_latency <= entry.inter_latency, entry.name
+
+
+def test_a_described_device_takes_the_given_figures() -> None:
+    chip = device(Mesh.parse("mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 @100GB/s 5us"))
+    assert chip.rate("bf16", True) == 400e12
+    assert (chip.memory, chip.memory_bandwidth) == (64 * 2**30, 1.6e12)
+
+
+def test_a_description_overrides_the_table() -> None:
+    assert device(Mesh.parse("H100[1TFLOP/s 1GiB 1GB/s]: gpu=4")).memory == 2**30
+
+
+def test_an_unknown_device_is_refused_with_near_names_and_a_way_out() -> None:
+    with pytest.raises(UnknownDeviceError) as caught:
+        AnalyticModel(Mesh.parse("h100-sxm: node=2, gpu=8"))
+    assert "H100" in caught.value.why
+    described = caught.value.todo.split('"')[1]
+    assert AnalyticModel(Mesh.parse(described)).mesh.shape == (2, 8)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("place", range(3))
+def test_nonsense_in_a_description_is_refused(bad: float, place: int) -> None:
+    figures = [1e12, 1e9, 1e11]
+    figures[place] = bad
+    with pytest.raises(CostError, match="mychip"):
+        AnalyticModel(Mesh("mychip", Mesh.parse("cpu: a=2").axes, Description(*figures)))
+
+
+def test_an_efficiency_above_one_is_refused() -> None:
+    with pytest.raises(CostError, match="memory_efficiency"):
+        dataclasses.replace(H100.device, memory_efficiency=1.01)
