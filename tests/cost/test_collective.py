@@ -22,28 +22,43 @@ levels = st.lists(level, min_size=1, max_size=3)
 payload = st.integers(0, 2**40)
 
 
-def play_ring(one: Level, chunk: float, passes: int) -> float:
-    """Pass chunks round a ring until every device has seen every chunk `passes` times."""
-    seen = [{rank: 1} for rank in range(one.size)]
-    holding = list(range(one.size))
-    clock = 0.0
-    while any(sum(s.values()) < one.size * passes - (passes - 1) for s in seen):
-        clock += one.latency + chunk / one.bandwidth
-        holding = [holding[rank - 1] for rank in range(one.size)]
-        for rank, name in enumerate(holding):
-            seen[rank][name] = seen[rank].get(name, 0) + 1
-    return clock
+def play_ring(one: Level, chunk: float, kind: str) -> float:
+    """Run a ring of messages on real chunks until every device holds what `kind` promises.
+
+    A chunk is the set of devices whose part is in it. Each round every device sends one chunk to
+    its right-hand neighbour, which adds it to its own (reduce) or keeps it (gather).
+    """
+    n, rounds = one.size, 0
+    everyone = frozenset(range(n))
+    if kind == "all_gather":
+        held = [{rank: everyone} for rank in range(n)]
+        start = list(range(n))
+    else:
+        held = [dict.fromkeys(range(n), frozenset({rank})) for rank in range(n)]
+        while any(everyone not in chunks.values() for chunks in held):
+            sent = [((rank - rounds) % n, held[rank][(rank - rounds) % n]) for rank in range(n)]
+            for rank in range(n):
+                name, part = sent[rank - 1]
+                held[rank][name] |= part
+            rounds += 1
+        start = [next(i for i, part in chunks.items() if part == everyone) for chunks in held]
+    if kind != "reduce_scatter":
+        passing = list(start)
+        while any(list(chunks.values()).count(everyone) < n for chunks in held):
+            passing = [passing[rank - 1] for rank in range(n)]
+            for rank in range(n):
+                held[rank][passing[rank]] = everyone
+            rounds += 1
+    return rounds * (one.latency + chunk / one.bandwidth)
 
 
 @given(one=level, nbytes=payload)
 def test_ring_forms_equal_the_ring_played_out(one: Level, nbytes: int) -> None:
-    gather = play_ring(one, nbytes, 1)
-    assert forms.all_gather([one], nbytes) == pytest.approx(gather)
-    scatter = play_ring(one, nbytes / one.size, 1)
-    assert forms.reduce_scatter([one], nbytes) == pytest.approx(scatter)
-    # A reduction needs each chunk to pass everyone once, its spreading once more.
-    both = play_ring(one, nbytes / one.size, 2)
-    assert forms.all_reduce([one], nbytes) == pytest.approx(both)
+    part = nbytes / one.size
+    assert forms.all_gather([one], nbytes) == pytest.approx(play_ring(one, nbytes, "all_gather"))
+    for kind in ("reduce_scatter", "all_reduce"):
+        played = play_ring(one, part, kind)
+        assert forms.collective_seconds(kind, [one], nbytes) == pytest.approx(played)
 
 
 @given(over=levels, nbytes=payload)
