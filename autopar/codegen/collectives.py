@@ -83,7 +83,8 @@ class Group:
         length = self.block_length(x, dim)
         blocks = x.unflatten(dim, (*self.sizes, length))
         blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
-        return blocks.flatten(0, len(self.axes) - 1).contiguous()
+        result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
+        return result
 
     def join(self, blocks: Tensor, dim: int) -> Tensor:
         """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
@@ -245,7 +246,7 @@ class Communicator(Groups):
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         if group.size == 1:
             return x
-        moved: Tensor = _Paired.apply(x, forward, backward)
+        moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         return moved
 
     def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:
