@@ -1,0 +1,293 @@
+"""Graph <-> text, exactly, and the fingerprint by which a plan knows its graph.
+
+    graph 'mlp'
+    %x = input('x') : f32[8, 16]
+    %w = param('fc.weight') : f32[16, 16] grad
+    %h = aten.linear(%x, %w) : f32[8, 16] grad saved(%x, %w)  # fc | model.py:7 | h = self.fc(x)
+    output 'h' = %h
+
+A line is one node. After its types stand, where they apply, `grad`, `alias(%storage)`,
+`saved(%value, ...)` and `keeps(type, ...)`, then the user's source as a comment. Outputs, the loss
+and the repeated runs follow the nodes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+
+from autopar.errors import AutoparError, GraphError
+from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source
+from autopar.ir.tensor import TensorType
+
+_CONSTANTS: dict[str, Arg] = {
+    "None": None, "True": True, "False": False,
+    "inf": math.inf, "-inf": -math.inf, "nan": math.nan,
+}  # fmt: skip
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+_CONSTANT = re.compile(r"(?:None|True|False|-?inf|nan)(?![\w.:])")
+_NAME = re.compile(r"[A-Za-z_][\w.:]*")
+_KEY = re.compile(r"([A-Za-z_]\w*)=")
+_REF = re.compile(r"%(\w+)")
+_TYPE = re.compile(r"\w+\[[\d, ]*\]")
+_OPERATOR = re.compile(r"[\w.]+")
+_PLACE = re.compile(r"([^|]+):(\d+)")
+
+
+def format_graph(graph: Graph) -> str:
+    """The graph as text, one line a node; `parse_graph` gives back an equal graph.
+
+    Raises:
+        GraphError: a symbolic constant that would read back as something else.
+    """
+    lines = [f"graph {graph.name!r}", *(format_node(node) for node in graph.nodes)]
+    lines += [f"output {user!r} = %{name}" for user, name in graph.outputs]
+    if graph.loss is not None:
+        lines.append(f"loss %{graph.loss}")
+    for repeat in graph.repeats:
+        pairs = ", ".join(f"%{first} -> %{after}" for first, after in repeat.carried)
+        lines.append(f"repeat carried({pairs})")
+        lines += ["  block " + _references(block, " ") for block in repeat.iterations]
+    return "\n".join(lines) + "\n"
+
+
+def format_node(node: Node) -> str:
+    """One node as a line of text, its source as a comment."""
+    arguments = [_format_arg(arg) for arg in node.args]
+    arguments += [f"{key}={_format_arg(value)}" for key, value in node.kwargs]
+    text = f"%{node.name} = {node.op}({', '.join(arguments)}) : "
+    text += ", ".join(map(str, node.types)) or "()"
+    if node.requires_grad:
+        text += " grad"
+    if node.alias is not None:
+        text += f" alias(%{node.alias})"
+    if node.saved:
+        text += f" saved({_references(node.saved, ', ')})"
+    if node.saved_types:
+        text += f" keeps({', '.join(map(str, node.saved_types))})"
+    return text if node.source == Source() else f"{text}  # {_format_source(node.source)}"
+
+
+def _references(names: tuple[str, ...], separator: str) -> str:
+    return separator.join(f"%{name}" for name in names)
+
+
+def _format_arg(arg: Arg) -> str:
+    if isinstance(arg, tuple):
+        inner = ", ".join(map(_format_arg, arg))
+        return f"({inner},)" if len(arg) == 1 else f"({inner})"
+    if isinstance(arg, Name) and (not _NAME.fullmatch(arg.text) or arg.text in _CONSTANTS):
+        raise GraphError(
+            f"cannot write the constant {arg.text!r}", why="it would not read back as a name"
+        )
+    return str(arg) if isinstance(arg, Ref | Name) else repr(arg)
+
+
+def _format_source(source: Source) -> str:
+    """The readable form where it reads back exactly, else a tuple of literals."""
+    text = str(source)
+    if text.isprintable() and text == text.strip() and _parse_source(text) == source:
+        return text
+    return repr((source.module, source.file, source.line, source.text))
+
+
+def _parse_source(text: str) -> Source:
+    if text.startswith("("):
+        try:
+            fields = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            fields = None
+        if isinstance(fields, tuple) and [*map(type, fields)] == [str, str, int, str]:
+            return Source(*fields)
+    parts = text.split(" | ")
+    for index, part in enumerate(parts[:2]):
+        if match := _PLACE.fullmatch(part):
+            rest = " | ".join(parts[index + 1 :])
+            return Source(" | ".join(parts[:index]), match[1], int(match[2]), rest)
+    return Source(parts[0], text=" | ".join(parts[1:]))
+
+
+def parse_graph(text: str) -> Graph:
+    """Read what `format_graph` writes. Empty lines and whole-line comments are passed over.
+
+    Raises:
+        GraphError: naming the first line that cannot be read.
+    """
+    header: str | None = None
+    nodes: list[Node] = []
+    outputs: list[tuple[str, str]] = []
+    losses: list[str] = []
+    repeats: list[Repeat] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        reader = _Reader(line.strip())
+        try:
+            if not reader.rest or reader.rest.startswith("#"):
+                continue
+            if reader.rest.startswith("%"):
+                nodes.append(_read_node(reader))
+            elif reader.accept("graph ") and header is None:
+                header = reader.string()
+            elif reader.accept("output "):
+                user = reader.string()
+                reader.expect("=")
+                outputs.append((user, reader.reference()))
+            elif reader.accept("loss ") and not losses:
+                losses.append(reader.reference())
+            elif reader.accept("repeat "):
+                repeats.append(Repeat((), tuple(_read_carried(reader))))
+            elif reader.accept("block ") and repeats:
+                block = tuple(reader.references())
+                last = repeats.pop()
+                repeats.append(Repeat((*last.iterations, block), last.carried))
+            else:
+                raise ValueError("a node, graph, output, loss, repeat or block is expected here")
+            reader.end()
+        except (ValueError, SyntaxError, RecursionError, AutoparError) as error:
+            raise GraphError(
+                f"cannot read line {number} of the graph",
+                where=line.strip(),
+                why=error.what if isinstance(error, AutoparError) else str(error),
+                todo="write e.g. %h = aten.relu(%x) : f32[8, 16]",
+            ) from None
+    if header is None:
+        raise GraphError("the text has no line `graph 'name'`", todo="begin with e.g. graph 'mlp'")
+    return Graph(header, tuple(nodes), tuple(outputs), (*losses, None)[0], tuple(repeats))
+
+
+class _Reader:
+    """The part of a line that is still to be read."""
+
+    def __init__(self, text: str) -> None:
+        self.rest = text
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Take `pattern` off the front, if it stands there."""
+        match = pattern.match(self.rest)
+        if match:
+            self.rest = self.rest[match.end() :].lstrip()
+        return match
+
+    def accept(self, text: str) -> bool:
+        """Take `text` off the front, if it stands there."""
+        found = self.rest.startswith(text)
+        if found:
+            self.rest = self.rest[len(text) :].lstrip()
+        return found
+
+    def expect(self, text: str) -> None:
+        if not self.accept(text):
+            raise ValueError(f"{text!r} is expected before {self.rest[:30]!r}")
+
+    def need(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        match = self.match(pattern)
+        if match is None:
+            raise ValueError(f"{what} is expected before {self.rest[:30]!r}")
+        return match
+
+    def string(self) -> str:
+        return str(ast.literal_eval(self.need(_STRING, "a quoted text")[0]))
+
+    def reference(self) -> str:
+        return self.need(_REF, "a reference such as %x")[1]
+
+    def references(self) -> Iterator[str]:
+        """All references up to the end of the line."""
+        while self.rest:
+            yield self.reference()
+
+    def items(self, close: str = ")") -> Iterator[None]:
+        """One step for each item of a comma-separated list, up to and with `close`."""
+        while not self.accept(close):
+            yield
+            if not self.accept(","):
+                self.expect(close)
+                return
+
+    def type(self) -> TensorType:
+        return TensorType.parse(self.need(_TYPE, "a type such as f32[8, 16]")[0])
+
+    def arg(self) -> Arg:
+        """One literal, reference, name or tuple of them."""
+        if self.accept("("):
+            return tuple(self.arg() for _ in self.items())
+        if match := self.match(_REF):
+            return Ref(match[1])
+        if match := self.match(_CONSTANT):
+            return _CONSTANTS[match[0]]
+        if match := self.match(_STRING) or self.match(_NUMBER):
+            value: Arg = ast.literal_eval(match[0])
+            return value
+        return Name(self.need(_NAME, "an argument")[0])
+
+    def end(self) -> None:
+        if self.rest:
+            raise ValueError(f"nothing more is expected before {self.rest[:30]!r}")
+
+
+def _read_carried(reader: _Reader) -> Iterator[tuple[str, str]]:
+    reader.expect("carried(")
+    for _ in reader.items():
+        first = reader.reference()
+        reader.expect("->")
+        yield first, reader.reference()
+
+
+def _read_node(reader: _Reader) -> Node:
+    name = reader.reference()
+    reader.expect("=")
+    op = reader.need(_OPERATOR, "an operator's name")[0]
+    reader.expect("(")
+    args: list[Arg] = []
+    kwargs: list[tuple[str, Arg]] = []
+    for _ in reader.items():
+        if key := reader.match(_KEY):
+            kwargs.append((key[1], reader.arg()))
+        elif kwargs:
+            raise ValueError("a positional argument follows a keyword")
+        else:
+            args.append(reader.arg())
+    reader.expect(":")
+    types: list[TensorType] = []
+    if not reader.accept("()"):
+        types.append(reader.type())
+        while reader.accept(","):
+            types.append(reader.type())
+    requires_grad = reader.accept("grad")
+    alias = saved = keeps = None
+    if reader.accept("alias("):
+        alias = reader.reference()
+        reader.expect(")")
+    if reader.accept("saved("):
+        saved = tuple(reader.reference() for _ in reader.items())
+    if reader.accept("keeps("):
+        keeps = tuple(reader.type() for _ in reader.items())
+    source = Source()
+    if reader.accept("#"):
+        source, reader.rest = _parse_source(reader.rest), ""
+    return Node(
+        name, op, tuple(args), tuple(kwargs), tuple(types),
+        source, requires_grad, alias, saved or (), keeps or (),
+    )  # fmt: skip
+
+
+def fingerprint(graph: Graph) -> str:
+    """ "name sha256:8hex": what the graph computes, whatever its nodes and source lines are called.
+
+    The hash is over operators, arguments (references by position), types, the leaves' user-facing
+    names, outputs and loss.
+    """
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    rows: list[object] = []
+    for node in graph.nodes:
+        plain = node.map_refs(lambda name: Ref(str(position[name])))
+        keywords = [(key, _format_arg(value)) for key, value in plain.kwargs]
+        arguments = [_format_arg(arg) for arg in plain.args]
+        rows.append((plain.op, arguments, keywords, [str(kind) for kind in plain.types]))
+    outputs = [(user, position[name]) for user, name in graph.outputs]
+    loss = None if graph.loss is None else position[graph.loss]
+    digest = hashlib.sha256(repr((rows, outputs, loss)).encode()).hexdigest()
+    return f"{graph.name} sha256:{digest[:8]}"
