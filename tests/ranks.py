@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 
 def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args: Any) -> None:
@@ -39,7 +39,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, count: int = 4) -> list[
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, args=(count, folder, function, args), nprocs=count)
+            spawn(_rank, args=(count, folder, function, args), nprocs=count)
             return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
     finally:
         if threads is None:

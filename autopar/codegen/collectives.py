@@ -102,7 +102,7 @@ class Group:
                 where=f"axis {', '.join(self.axes)}",
                 why="sizes must divide evenly",
             )
-        return x.shape[dim] // self.size
+        return int(x.shape[dim]) // self.size
 
     # The moves of a plain tensor. Each returns a new tensor and leaves x as it is.
 
@@ -171,6 +171,9 @@ class _Paired(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.backward_move(gradients[0]), None, None
+
+
+_paired: Callable[[Tensor, _Move, _Move], Tensor] = _Paired.apply
 
 
 class Groups:

@@ -1,0 +1,224 @@
+"""Parameters of a generated program: dealt out from a state_dict, gathered into one, clipped.
+
+A program holds each parameter as a local shard in a storage layout. A fused parameter (the query,
+key and value weights in one matrix) may be held as several pieces; a state_dict shows it joined, so
+that checkpoints of the original model load and save unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.codegen.collectives import Communicator
+from autopar.errors import StateError
+from autopar.ir.tensor import Layout
+
+_DTYPES = {
+    "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
+    "i32": torch.int32, "i64": torch.int64, "f8e4": torch.float8_e4m3fn,
+    "f8e5": torch.float8_e5m2, "f16": torch.float16, "bf16": torch.bfloat16,
+    "f32": torch.float32, "f64": torch.float64, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part [start, start + length) of dimension `dim` of a fused parameter."""
+
+    dim: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the state, as a program stores it.
+
+    Attributes:
+        name: its name in the model's state_dict.
+        shape: global shape; of the piece, where it is one.
+        dtype: as in `autopar.ir.tensor.DTYPE_BYTES`, e.g. "bf16".
+        layout: how the mesh stores it.
+        piece: which part of the tensor called `name` it is, or None for all of it.
+        trainable: whether it is a parameter with a gradient, not a buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    piece: Piece | None = None
+    trainable: bool = True
+
+
+class State:
+    """The state of one program on one mesh.
+
+    Args:
+        comm: the mesh that stores the parameters.
+        parameters: what it stores, in the order of all lists of local tensors below.
+        tied: other names of parameters in the state_dict, each with the name in `parameters`.
+
+    Raises:
+        StateError: the pieces of a parameter do not join without gaps.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Sequence[Parameter],
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.comm = comm
+        self.parameters = tuple(parameters)
+        self.tied = dict(tied or {})
+        self._pieces: dict[str, list[int]] = {}
+        for number, parameter in enumerate(self.parameters):
+            self._pieces.setdefault(parameter.name, []).append(number)
+        self.shapes = {name: self._joined(name) for name in self._pieces}
+        self.shapes |= {alias: self.shapes[name] for alias, name in self.tied.items()}
+
+    def _joined(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole parameter; also puts its pieces in order."""
+        numbers = self._pieces[name]
+        first = self.parameters[numbers[0]]
+        if first.piece is None and len(numbers) == 1:
+            return first.shape
+        pieces = [self.parameters[n].piece for n in numbers]
+        found = [piece for piece in pieces if piece is not None]
+        found.sort(key=lambda piece: piece.start)
+        end = 0
+        for piece in found:
+            if len(found) != len(pieces) or piece.dim != found[0].dim or piece.start != end:
+                raise StateError(
+                    f"the pieces of parameter {name!r} do not join",
+                    why=", ".join(str(piece) for piece in pieces),
+                )
+            end += piece.length
+        numbers.sort(key=lambda n: getattr(self.parameters[n].piece, "start", 0))
+        dim = found[0].dim
+        return (*first.shape[:dim], end, *first.shape[dim + 1 :])
+
+    def load(
+        self,
+        state_dict: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        *,
+        broadcast: bool = False,
+    ) -> list[Tensor]:
+        """Local shards of a full or DTensor state_dict, cast to the stored dtypes.
+
+        Args:
+            state_dict: the same names on every rank.
+            device: where the shards go.
+            broadcast: take the first rank's values on all ranks, as after a random initialisation.
+
+        Raises:
+            StateError: naming what is missing, unexpected or of another shape.
+        """
+        self._check(state_dict)
+        shards: list[Tensor | None] = [None] * len(self.parameters)
+        for name, numbers in self._pieces.items():
+            full = _whole(self._find(state_dict, name))
+            if broadcast:
+                full = self._from_first(full, device)
+            for number in numbers:
+                shards[number] = self._shard(full, self.parameters[number], device)
+        return [shard for shard in shards if shard is not None]
+
+    def _find(self, state_dict: Mapping[str, Tensor], name: str) -> Tensor:
+        """The tensor called `name` or by one of its tied names."""
+        names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
+        return next(state_dict[n] for n in names if n in state_dict)
+
+    def _from_first(self, full: Tensor, device: torch.device | str) -> Tensor:
+        group = self.comm.group(self.comm.mesh.names)
+        if group.size == 1:
+            return full
+        copy = full.detach().to(device, copy=True).contiguous()
+        dist.broadcast(copy, src=self.comm.ranks[0], group=group.process_group)
+        return copy
+
+    def _shard(self, full: Tensor, parameter: Parameter, device: torch.device | str) -> Tensor:
+        part = full.detach()
+        if parameter.piece is not None:
+            piece = parameter.piece
+            part = part.narrow(piece.dim, piece.start, piece.length)
+        local = self.comm.shard(part, Layout(parameter.layout.dims))
+        return local.to(device, _DTYPES[parameter.dtype], copy=True)
+
+    def _check(self, state_dict: Mapping[str, Tensor]) -> None:
+        present = {self.tied.get(name, name) for name in state_dict}
+        faults = {
+            "missing": [name for name in self._pieces if name not in present],
+            "unexpected": [name for name in state_dict if name not in self.shapes],
+            "mis-shaped": [
+                f"{name} {list(value.shape)} instead of {list(self.shapes[name])}"
+                for name, value in state_dict.items()
+                if name in self.shapes and tuple(value.shape) != self.shapes[name]
+            ],
+        }
+        if any(faults.values()):
+            raise StateError(
+                "the state_dict does not fit the model",
+                why="; ".join(f"{k}: {', '.join(v)}" for k, v in faults.items() if v),
+                todo="load a state_dict of the model that was compiled",
+            )
+
+    def state_dict(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The full state_dict, pieces joined and tied names included, alike on every rank."""
+        full: dict[str, Tensor] = {}
+        for name, numbers in self._pieces.items():
+            parts = [
+                self.comm.unshard(shards[n], Layout(self.parameters[n].layout.dims))
+                for n in numbers
+            ]
+            piece = self.parameters[numbers[0]].piece
+            full[name] = parts[0] if piece is None else torch.cat(parts, piece.dim)
+        return full | {alias: full[name] for alias, name in self.tied.items()}
+
+    def clip_grad_norm_(
+        self,
+        gradients: Sequence[Tensor | None],
+        max_norm: float,
+        across: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Scale the gradients in place so that their global L2 norm is at most `max_norm`.
+
+        As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
+
+        Args:
+            gradients: of the parameters, in their order and layouts.
+            max_norm: the bound.
+            across: sums a scalar over the other stages of a pipeline.
+
+        Returns:
+            The norm before scaling, a float64 scalar.
+        """
+        present = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
+        device = present[0][1].device if present else "cpu"
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter, gradient in present:
+            axes = parameter.layout.sharded_axes
+            shards = math.prod(self.comm.mesh.axis_size(axis) for axis in axes)
+            exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            square = torch.linalg.vector_norm(gradient, dtype=exact).double() ** 2
+            # Every replica counts the same numbers once more.
+            total += square * shards / self.comm.mesh.size
+        total = self.comm.all_reduce(total, self.comm.mesh.names)
+        norm = (total if across is None else across(total)).sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, gradient in present:
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
