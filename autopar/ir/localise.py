@@ -1,0 +1,49 @@
+"""An operator as one device runs it: shape arguments become those of the local part.
+
+Nearly every operator runs on local parts with the arguments of the whole: sizes are read off the
+operands. Those that are told a size (reshape, expand, full) must be told the local one. Code
+generation prints the localised node and the proofs of the rules run it, so what is proved is what is
+emitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.graph import Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+# Operator -> position of the argument that holds the shape of the result.
+SHAPE_ARGUMENT = {
+    "aten.view": 1,
+    "aten.reshape": 1,
+    "aten.expand": 1,
+    "aten.new_empty": 1,
+    "aten.new_full": 1,
+    "aten.new_ones": 1,
+    "aten.new_zeros": 1,
+    "aten.empty.memory_format": 0,
+    "aten.full": 0,
+    "aten.ones": 0,
+    "aten.zeros": 0,
+}
+
+
+def localise(node: Node, results: tuple[Layout, ...], mesh: Mesh) -> Node:
+    """`node` with the shape argument of one device's part.
+
+    Args:
+        node: an operator with global shapes.
+        results: the layouts of its results.
+        mesh: the devices.
+
+    Returns:
+        The node as one device runs it; the same node where no argument names a shape. Its `types`
+        stay global.
+    """
+    at = SHAPE_ARGUMENT.get(node.op)
+    if at is None or not results[0].sharded_axes:
+        return node
+    shape = results[0].local_shape(node.type.shape, mesh)
+    return replace(node, args=(*node.args[:at], shape, *node.args[at + 1 :]))
