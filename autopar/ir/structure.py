@@ -1,0 +1,159 @@
+"""Structure: nested containers of tensors, flattened to dotted names and put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a nested container.
+
+    Attributes:
+        kind: the container's class, Tensor for a tensor; None for a constant.
+        name: a tensor's dotted name, such as "batch.x" or "hidden_states.0".
+        children: the container's (key, structure), in order.
+        constant: the value of a leaf that is no tensor.
+    """
+
+    kind: type | None
+    name: str = ""
+    children: tuple[tuple[Any, Structure], ...] = ()
+    constant: Any = None
+
+    @classmethod
+    def of(cls, value: Any, name: str, *, constants: bool) -> Structure:
+        """The structure of `value`; other leaves than tensors become None unless `constants`."""
+        if isinstance(value, Tensor):
+            return cls(Tensor, name)
+        items = _items(value)
+        if items is None:
+            return cls(None, name, constant=value if constants else None)
+        children = tuple(
+            (key, cls.of(item, f"{name}.{key}" if name else str(key), constants=constants))
+            for key, item in items
+        )
+        return cls(type(value), name, children)
+
+    def flatten(self, value: Any) -> dict[str, Any]:
+        """Name -> tensor of every tensor in `value`.
+
+        Raises:
+            BatchError: `value` is built differently, or a constant differs.
+        """
+        if self.kind is Tensor:
+            if not isinstance(value, Tensor):
+                raise BatchError(f"{self.name} is {type(value).__name__}", why="captured a tensor")
+            return {self.name: value}
+        if self.kind is None:
+            if isinstance(value, Tensor) or (self.constant is not None and value != self.constant):
+                raise BatchError(
+                    f"{self.name} is {value!r}",
+                    why=f"captured with {self.constant!r}, which the program holds as a constant",
+                    todo="compile again for the other value",
+                )
+            return {}
+        items = dict(_items(value) or ())
+        if set(items) != {key for key, _ in self.children}:
+            raise BatchError(
+                f"{self.name or 'the batch'} has {', '.join(map(str, items)) or 'nothing'}",
+                why=f"captured with {', '.join(str(key) for key, _ in self.children)}",
+            )
+        found: dict[str, Any] = {}
+        for key, child in self.children:
+            found.update(child.flatten(items[key]))
+        return found
+
+    def rebuild(self, values: Mapping[str, Any]) -> Any:
+        """The container, with `values` by name in the places of its tensors."""
+        if self.kind is Tensor:
+            return values[self.name]
+        if self.kind is None:
+            return self.constant
+        parts = {key: child.rebuild(values) for key, child in self.children}
+        if dataclasses.is_dataclass(self.kind):
+            return self.kind(**parts)
+        if issubclass(self.kind, Mapping):
+            return self.kind(parts)  # type: ignore[call-arg]
+        if hasattr(self.kind, "_fields"):
+            return self.kind(*parts.values())
+        return self.kind(parts.values())  # type: ignore[call-arg]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, in order."""
+        if self.kind is Tensor:
+            return (self.name,)
+        return tuple(name for _, child in self.children for name in child.names)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a call of the model, positional and keyword, maps to named tensors."""
+
+    signature: inspect.Signature
+    structure: Structure
+
+    @classmethod
+    def of(
+        cls, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Inputs:
+        """The inputs of one call; BatchError if the signature does not take it."""
+        return cls(signature, Structure.of(_bind(signature, args, kwargs), "", constants=True))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all input tensors, such as "input_ids" or "batch.x"."""
+        return self.structure.names
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Name -> tensor of a batch; BatchError if it is not built like the captured one."""
+        return self.structure.flatten(_bind(self.signature, args, kwargs))
+
+    def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with `values` in the places of the tensors."""
+        arguments = self.structure.rebuild(values)
+        bound = self.signature.bind_partial()
+        variable = next(
+            (n for n, p in self.signature.parameters.items() if p.kind is p.VAR_KEYWORD), None
+        )
+        named = {k: v for k, v in arguments.items() if k in self.signature.parameters}
+        extra = {k: v for k, v in arguments.items() if k not in self.signature.parameters}
+        bound.arguments.update(named)
+        if variable is not None and extra:
+            bound.arguments[variable] = extra
+        return bound.args, bound.kwargs
+
+
+def _bind(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError("the model does not take this batch", why=str(error)) from None
+    arguments = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in arguments:
+            arguments.update(arguments.pop(name))
+    return arguments
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """The (key, item) of a container, None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (tuple, list)):
+        keys = getattr(value, "_fields", range(len(value)))
+        return list(zip(keys, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
