@@ -2,8 +2,8 @@
 
 Nearly every operator runs on local parts with the arguments of the whole: sizes are read off the
 operands. Those that are told a size (reshape, expand, full) must be told the local one. Code
-generation prints the localised node and the proofs of the rules run it, so what is proved is what is
-emitted.
+generation prints the localised node and the proofs of the rules run it, so that what is proved is
+what is emitted.
 """
 
 from __future__ import annotations
