@@ -193,7 +193,10 @@ class Groups:
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
-        world = dist.get_world_size()
+        # A mesh of one device needs no process group.
+        world, me = 1, 0
+        if dist.is_initialized():
+            world, me = dist.get_world_size(), dist.get_rank()
         self.ranks = tuple(range(world)) if ranks is None else tuple(ranks)
         if mesh.size != len(self.ranks):
             raise MeshError(
@@ -201,7 +204,6 @@ class Groups:
                 why=f"there are {len(self.ranks)} processes",
                 todo=f"start {mesh.size} processes or write a mesh of {len(self.ranks)}",
             )
-        me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
         self._handles = self._create()
@@ -230,7 +232,7 @@ class Groups:
         if len(set(names)) != len(names):
             raise MeshError(f"the axes {', '.join(names)} name one axis twice")
         if self.rank < 0:
-            raise MeshError(f"rank {dist.get_rank()} is not on the mesh {str(self.mesh)!r}")
+            raise MeshError(f"this process is not on the mesh {str(self.mesh)!r}")
         index = 0
         for name, size in zip(names, sizes, strict=True):
             index = index * size + self.coordinate[name]

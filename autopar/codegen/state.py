@@ -57,6 +57,14 @@ class Parameter:
     piece: Piece | None = None
     trainable: bool = True
 
+    @property
+    def key(self) -> str:
+        """What a program calls it: its name, with a piece's range: "qkv.weight[:, 0:768]"."""
+        if self.piece is None:
+            return self.name
+        stop = self.piece.start + self.piece.length
+        return f"{self.name}[{':, ' * self.piece.dim}{self.piece.start}:{stop}]"
+
 
 class State:
     """The state of one program on one mesh.

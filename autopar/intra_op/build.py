@@ -10,35 +10,32 @@ of the forward: parameters, gradients, optimizer state and saved activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autopar.cost.model import CostModel, Work
-from autopar.errors import UnknownOperatorError
+from autopar.errors import InfeasibleError, UnknownOperatorError
+from autopar.intra_op.options import (
+    Option,
+    operand_types,
+    operator_options,
+    parameter_options,
+    whole_options,
+)
+from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
 from autopar.intra_op.rule import OpRule, Signature, resolve
-from autopar.intra_op.strategy import strategies
 from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.tensor import Layout
+from autopar.ir.units import format_bytes
 from autopar.plan import NodePlan
 
 MATMULS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
-
-
-@dataclass(frozen=True)
-class Option:
-    """One choice of one problem node: the layouts it gives each IR node it stands for."""
-
-    label: str
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-    share: float
-    stored: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -57,46 +54,27 @@ class Built:
     options: tuple[tuple[Option, ...], ...]
     replicated: tuple[str, ...]
 
+    def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
+        """Seconds and bytes per device of a choice, by cause.
 
-def operand_types(graph: Graph, node: Node) -> tuple[TensorType, ...]:
-    """Types of the tensors a node reads, in argument order."""
-    return tuple(graph[name].type for name in node.inputs)
-
-
-def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
-    """The only choice of an input, a buffer or an operator without a rule: whole everywhere."""
-    operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
-    results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
-    return (Option("whole", operands, results, 1.0),)
-
-
-def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Option]:
-    """Every "stored => used" of a parameter.
-
-    Along each axis it is stored whole and used whole or varying, or stored split and used split or
-    gathered.
-    """
-    dims = range(len(tensor.shape))
-    kinds: list[tuple[int | None, str]] = [(None, "R"), *((d, "S") for d in dims)]
-    if grad:
-        kinds += [(None, "V"), *((d, "V") for d in dims)]
-    axes = [axis.name for axis in mesh.axes if axis.size > 1]
-    for combination in itertools.product(kinds, repeat=len(axes)):
-        stored: list[tuple[str, ...]] = [()] * len(tensor.shape)
-        used: list[tuple[str, ...]] = [()] * len(tensor.shape)
-        varying = []
-        for axis, (dim, kind) in zip(axes, combination, strict=True):
-            if dim is not None:
-                stored[dim] = (*stored[dim], axis)
-                if kind == "S":
-                    used[dim] = (*used[dim], axis)
-            if kind == "V":
-                varying.append(axis)
-        keep, use = Layout(tuple(stored)), Layout(tuple(used), varying=tuple(varying))
-        counts = (np.prod([mesh.axis_size(a) for a in split] or [1]) for split in stored)
-        if all(size % count == 0 for size, count in zip(tensor.shape, counts, strict=True)):
-            label = f"{keep.format(tensor.shape)} => {use.format(tensor.shape)}"
-            yield Option(label, (keep,), (use,), 1.0, stored=keep)
+        `compute_seconds` of operators, `parameter_seconds` of gathering parameters and of
+        synchronising gradients, `reshard_seconds` of activations; `parameter_bytes` with gradients
+        and optimizer state, `activation_bytes` saved for the backward. `step_seconds` and
+        `peak_bytes` are their sums.
+        """
+        totals = dict.fromkeys(
+            ("compute_seconds", "parameter_seconds", "reshard_seconds"), 0.0
+        ) | dict.fromkeys(("parameter_bytes", "activation_bytes"), 0.0)
+        for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
+            parameter = options[index].stored is not None
+            totals["parameter_seconds" if parameter else "compute_seconds"] += node.cost[index]
+            totals["parameter_bytes" if parameter else "activation_bytes"] += node.memory[index]
+        totals["reshard_seconds"] = float(
+            sum(edge.cost[choice[edge.a], choice[edge.b]] for edge in self.problem.edges)
+        )
+        step = sum(value for name, value in totals.items() if name.endswith("seconds"))
+        peak = sum(value for name, value in totals.items() if name.endswith("bytes"))
+        return {"step_seconds": step, "peak_bytes": peak, **totals}
 
 
 class Builder:
@@ -110,9 +88,10 @@ class Builder:
         table: dict[str, OpRule],
         state_bytes: float,
         unknown_ops: str,
+        pins: Pins,
     ) -> None:
         self.graph, self.mesh, self.model, self.table = graph, mesh, model, table
-        self.state_bytes, self.unknown_ops = state_bytes, unknown_ops
+        self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
         self.resharder = Resharder(mesh, model.collective)
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
@@ -155,20 +134,21 @@ class Builder:
             options = whole_options(self.graph, node)
         else:
             signature = resolve(rule, node, operand_types(self.graph, node), node.types)
-            sizes = signature.sizes
-            options = tuple(
-                Option(str(s), s.operands, s.results, s.share(sizes, self.mesh))
-                for s in strategies(signature, self.mesh)
-            )
+            options = operator_options(signature, self.mesh)
+        options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
         flops = signature.flops if signature else float(node.type.numel)
-        cost = tuple(count * self._seconds(node, option, flops) for option in options)
+        cost = tuple(
+            count * self._seconds(node, option, flops) + self._loss_seconds(node, option)
+            for option in options
+        )
         memory = tuple(count * self._saved_bytes(node, option) for option in options)
         self._append(node.name, options, cost, memory)
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
         options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
+        options = self.pins.keep(share, options)
         count = self.graph.multiplicity[node.name]
         cost, memory = [], []
         for option in options:
@@ -215,6 +195,13 @@ class Builder:
             passes += wanted if matmul else 1
         work = Work(node.op, flops * option.share, nbytes, node.type.dtype, matmul)
         return passes * self.model.compute(work)
+
+    def _loss_seconds(self, node: Node, option: Option) -> float:
+        """The loss ends whole on every device, so that all report the same."""
+        if node.name != self.graph.loss:
+            return 0.0
+        whole = Layout.replicated(len(node.type.shape))
+        return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)
 
     def _saved_bytes(self, node: Node, option: Option) -> float:
         """Bytes that stay alive for this operator's backward and that nobody else pays for."""
@@ -296,6 +283,7 @@ def build(
     memory_limit: float | None = None,
     state_bytes: float = 2.0,
     unknown_ops: str = "replicate",
+    pins: Mapping[str, str] | None = None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
 
@@ -307,21 +295,42 @@ def build(
         memory_limit: bytes per device.
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         unknown_ops: "replicate" or "error".
+        pins: layouts that are fixed; see pins.py.
 
     Raises:
         UnknownOperatorError: an operator has no rule and `unknown_ops` is "error".
+        PlanError: a pin names nothing or fits no choice.
+        InfeasibleError: no plan at all can meet the memory limit.
     """
-    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops)
+    fixed = Pins(graph, pins or {})
+    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed)
     for node in graph.folded:
-        if node.op == "param":
-            continue
+        if node.op == "param" and graph.users[node.name]:
+            continue  # with its share
         if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
             builder.add_parameter(graph[graph.template[node.inputs[0]]], node)
         else:
             builder.add(node)
-    edges = tuple(builder.edges())
-    problem = Problem(graph.name, tuple(builder.choices), edges, memory_limit)
+    fixed.check()
+    choices = tuple(builder.choices)
+    if memory_limit is not None:
+        _check_memory(choices, memory_limit)
+    problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
     return Built(problem, tuple(builder.names), tuple(builder.options), tuple(builder.replicated))
+
+
+def _check_memory(choices: tuple[Choices, ...], limit: float) -> None:
+    """InfeasibleError if every node's most frugal choice together need more than `limit` bytes."""
+    frugal = sorted(((min(node.memory), node.name) for node in choices), reverse=True)
+    least = sum(nbytes for nbytes, _ in frugal)
+    if least > limit:
+        largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in frugal[:3])
+        raise InfeasibleError(
+            f"no plan fits into {format_bytes(limit)} a device",
+            why=f"the most frugal plan needs {format_bytes(least)}, {format_bytes(least - limit)} "
+            f"more; largest: {largest}",
+            todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
+        )
 
 
 def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, NodePlan]:

@@ -1,0 +1,346 @@
+"""Graph + Plan -> the source of a program in ordinary PyTorch.
+
+One function for each repeated block, called in a loop, and `forward`, which calls them. Every value
+carries its layout as a comment, every collective its size and predicted time in each direction, and
+above the lines stands the user's own. The steps printed are those that the planner priced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.codegen.scope import Held, Printer, Scope
+from autopar.ir.collective import Collective, Resharder
+from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.tensor import Layout
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import Plan
+
+
+def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
+    """The program's source.
+
+    Args:
+        graph: prepared, with its repeats.
+        plan: a layout for every node of the folded graph.
+        price: seconds of one collective, for the comments and the choice of steps.
+
+    Returns:
+        Python text that defines MESH, OUTPUTS, `parameters()` and `forward(mesh, p, batch)`, where
+        `p` holds the local parameters and buffers by `Parameter.key` and `batch` the whole inputs
+        by name. `forward` returns the graph's outputs by name in the layouts of OUTPUTS.
+
+    Raises:
+        PlanMismatchError: the plan has no layout for a node.
+        LayoutError: a layout does not fit its value.
+    """
+    printer = Printer(graph, plan, Resharder(plan.mesh, price), price)
+    blocks = [_block(printer, repeat, number) for number, repeat in enumerate(graph.repeats)]
+    body = _forward(printer, blocks)
+    outputs = "".join(
+        f'    "{name}": "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
+        for name, node in graph.outputs
+    )
+    table = _parameters(printer, blocks)
+    functions = [block.source for block in blocks] + [body]
+    code = "\n\n\n".join([table, *functions])
+    imports = ["import torch"] if "torch." in code else []
+    imports += ["import torch.nn.functional as F"] if "F." in code else []
+    imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
+    imports += ["from autopar.codegen.runtime import stored"]
+    constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", code) else ""
+    if constants and "import torch" not in imports:
+        imports.insert(0, "import torch")
+    return (
+        f"{_header(graph, plan)}\n"
+        + "\n".join(_sorted_imports(imports))
+        + f'\n\n{constants}MESH = "{plan.mesh}"\nOUTPUTS = {{\n{outputs}}}\n\n\n{code}\n'
+    )
+
+
+def _sorted_imports(lines: list[str]) -> list[str]:
+    """Library imports, an empty line, the project's own, in the order of isort."""
+    own = sorted(line for line in lines if line.startswith("from autopar"))
+    return [*(line for line in lines if line.startswith("import")), "", *own]
+
+
+def _header(graph: Graph, plan: Plan) -> str:
+    figures = plan.predicted
+    text = f'"""{graph.name} on {plan.mesh}, written by autopar from a plan; edit it freely.\n\n'
+    if "step_seconds" in figures and "peak_bytes" in figures:
+        text += (
+            f"Predicted: {format_seconds(figures['step_seconds'])} a step, "
+            f"{format_bytes(figures['peak_bytes'])} a device at the peak.\n"
+        )
+    return text + (
+        "A comment such as f32[8@data, 64] +sum(tensor) is the value's dtype, global shape and\n"
+        'layout: split over data, and along tensor a part of a sum that is still owed.\n"""\n'
+    )
+
+
+def _output_layout(printer: Printer, node: str) -> Layout:
+    """The loss ends whole on every device, other outputs stay as they are."""
+    tensor = printer.graph[node].type
+    if node == printer.graph.loss:
+        return Layout.replicated(len(tensor.shape))
+    carried = _leaving(printer.graph).get(node)
+    return printer.result(node) if carried is None else printer.planned(carried).operands[0][1]
+
+
+def _leaving(graph: Graph) -> dict[str, str]:
+    """Value of the last block of a run that leaves it -> the share in whose layout it is held."""
+    found = {}
+    for repeat in graph.repeats:
+        last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+        for entry, leaving in repeat.carried:
+            inside = set(repeat.iterations[0])
+            found[last[leaving]] = next(n for n in graph.users[entry] if n in inside)
+    return found
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """How the blocks of a run name their parameters: a pattern in `i`, or a table of names."""
+
+    repeat: Repeat
+    patterns: dict[str, str]
+    start: int
+    table: str
+
+    def read(self, name: str) -> str:
+        """The expression for a leaf of the first block."""
+        return self.patterns[name]
+
+
+@dataclass(frozen=True)
+class _Block:
+    repeat: Repeat
+    function: str
+    keys: _Keys
+    outside: tuple[str, ...]
+    source: str
+
+
+def leaf_key(node: Node) -> str:
+    """The key of a parameter or buffer in a program's `p`, equal to its `Parameter.key`."""
+    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
+    if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
+        return f"{node.target}[{':, ' * dim}{start}:{start + length}]"
+    return node.target
+
+
+def _keys(graph: Graph, repeat: Repeat, name: str) -> _Keys:
+    """Find one integer that counts up through all names, else fall back to a table."""
+    first = repeat.iterations[0]
+    places = [j for j, node in enumerate(first) if graph[node].is_leaf]
+    names = [[leaf_key(graph[block[j]]) for block in repeat.iterations] for j in places]
+    starts, patterns = set(), {}
+    for place, row in zip(places, names, strict=True):
+        found = _pattern(row)
+        if found is None:
+            break
+        starts.add(found[0])
+        patterns[first[place]] = f'p[f"{found[1]}"]'
+    else:
+        if len(starts) <= 1:
+            return _Keys(repeat, patterns, min(starts, default=0), "")
+    rows = "".join(f"    {column!r},\n".replace("'", '"') for column in zip(*names, strict=True))
+    table = f"{name.upper()}_NAMES = (\n{rows})"
+    read = {first[place]: f"p[names[{at}]]" for at, place in enumerate(places)}
+    return _Keys(repeat, read, 0, table)
+
+
+def _pattern(names: list[str]) -> tuple[int, str] | None:
+    """("h.3.w", "h.4.w") -> (3, "h.{i}.w"); None if the names do not count up in one place."""
+    parts = [re.split(r"(?<=\.)(\d+)(?=\.)", "." + name + ".") for name in names]
+    if len({len(part) for part in parts}) != 1:
+        return None
+    differ = [k for k in range(len(parts[0])) if len({part[k] for part in parts}) > 1]
+    if len(differ) != 1 or not parts[0][differ[0]].isdigit() or differ[0] % 2 == 0:
+        return None
+    at = differ[0]
+    start = int(parts[0][at])
+    if any(part[at] != str(start + k) for k, part in enumerate(parts)):
+        return None
+    return start, "".join([*parts[0][:at], "{i}", *parts[0][at + 1 :]])[1:-1]
+
+
+def _block(printer: Printer, repeat: Repeat, number: int) -> _Block:
+    """The function of one run of blocks: carried values in, carried values out."""
+    graph, first = printer.graph, repeat.iterations[0]
+    inside = set(first)
+    nodes = [graph[name] for name in first if not graph[name].is_leaf]
+    entries = [entry for entry, _ in repeat.carried]
+    leaving = [leaves for _, leaves in repeat.carried]
+    shares = {e: next(n for n in graph.users[e] if n in inside) for e in entries}
+    reads = dict.fromkeys(name for node in nodes for name in node.inputs)
+    outside = tuple(
+        name
+        for name in reads
+        if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
+    )
+    module = _common_module(graph, repeat)
+    function = f"{module}_block" if number == 0 or module else f"block_{number}"
+    keys = _keys(graph, repeat, function)
+    scope = Scope(
+        printer,
+        nodes,
+        lambda name: keys.read(name) if name in inside else f'p["{leaf_key(graph[name])}"]',
+        leaving,
+    )
+    arguments = []
+    for name in entries:
+        variable = scope.fresh("hidden")
+        scope.hold(name, variable, printer.planned(shares[name]).operands[0][1])
+        arguments.append(variable)
+    for name in outside:
+        variable = scope.fresh(name)
+        scope.hold(name, variable, printer.result(name))
+        arguments.append(variable)
+    for node in nodes:
+        scope.add(node)
+    results = [
+        scope.operand(leaves, printer.planned(shares[entry]).operands[0][1])
+        for entry, leaves in repeat.carried
+    ]
+    notes = [
+        f"{argument}: {_noted(printer, name, shares)}"
+        for argument, name in zip(arguments, [*entries, *outside], strict=True)
+    ]
+    index = "names" if keys.table else "i"
+    head = f"def {function}(mesh, p, {index}, {', '.join(arguments)}):"
+    lines = [f'"""One of {repeat.count} equal blocks.', "", *notes, '"""', *scope.lines]
+    source = "\n".join([head, *_indented([*lines, f"return {', '.join(results)}"])])
+    return _Block(repeat, function, keys, outside, source)
+
+
+def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
+    layout = (
+        printer.planned(shares[name]).operands[0][1] if name in shares else printer.result(name)
+    )
+    tensor = printer.graph[name].type
+    return f"{tensor.dtype}{layout.format(tensor.shape)}"
+
+
+def _common_module(graph: Graph, repeat: Repeat) -> str:
+    """The last word of the module path that the parameters of the first block share."""
+    paths = [
+        graph[name].source.module.split(".")
+        for name in repeat.iterations[0]
+        if graph[name].source.module
+    ]
+    common: list[str] = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    named = [word for word in common if word.isidentifier()]
+    return named[-1] if named else "repeated"
+
+
+def _forward(printer: Printer, blocks: list[_Block]) -> str:
+    """The function that computes the outputs from the batch."""
+    graph = printer.graph
+    inside = {name: block for block in blocks for it in block.repeat.iterations for name in it}
+    nodes = [node for node in graph.nodes if node.name not in inside and not node.is_leaf]
+    used = [name for block in blocks for name in block.outside]
+    used += [entry for block in blocks for entry, _ in block.repeat.carried]
+    used += [node for _, node in graph.outputs]
+    scope = Scope(printer, nodes, lambda name: f'p["{leaf_key(graph[name])}"]', used)
+    wanted = {name for node in nodes for name in node.inputs} | set(used)
+    for leaf in graph.leaves("input"):
+        if leaf.name in wanted:
+            variable = scope.fresh(leaf.target.replace(".", "_"))
+            scope.hold(leaf.name, variable, printer.result(leaf.name))
+            note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
+            scope.line(f'{variable} = batch["{leaf.target}"]', note)
+    called: set[str] = set()
+    for node in graph.nodes:
+        if node.is_leaf:
+            continue
+        block = inside.get(node.name)
+        if block is None:
+            scope.add(node)
+        elif block.function not in called:
+            called.add(block.function)
+            _call(printer, scope, block)
+    results = {
+        name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
+    }
+    returned = ", ".join(f'"{name}": {variable}' for name, variable in results.items())
+    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines]
+    return "\n".join(
+        ["def forward(mesh, p, batch):", *_indented([*lines, f"return {{{returned}}}"])]
+    )
+
+
+def _call(printer: Printer, scope: Scope, block: _Block) -> None:
+    """The loop over the blocks of a run."""
+    graph, repeat = printer.graph, block.repeat
+    inside = set(repeat.iterations[0])
+    variables, layouts = [], []
+    for entry, _ in repeat.carried:
+        share = next(name for name in graph.users[entry] if name in inside)
+        layout = printer.planned(share).operands[0][1]
+        layouts.append(layout)
+        variables.append(scope.operand(entry, layout))
+    targets = [scope.fresh("hidden") for _ in variables]
+    for target, variable in zip(targets, variables, strict=True):
+        if target != variable:
+            scope.line(f"{target} = {variable}")
+    outside = [scope.operand(name, printer.result(name)) for name in block.outside]
+    start, stop = block.keys.start, block.keys.start + repeat.count
+    bounds = f"{start}, {stop}" if start else f"{stop}"
+    head = f"for i in range({bounds}):"
+    index = "i"
+    if block.keys.table:
+        head, index = f"for names in {block.function.upper()}_NAMES:", "names"
+    arguments = ", ".join(["mesh", "p", index, *targets, *outside])
+    scope.line(head)
+    scope.line(f"    {', '.join(targets)} = {block.function}({arguments})")
+    last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+    for (_, leaves), target, layout in zip(repeat.carried, targets, layouts, strict=True):
+        scope.held[last[leaves]] = Held(target, layout)
+
+
+def _parameters(printer: Printer, blocks: list[_Block]) -> str:
+    """The table of stored parameters and buffers."""
+    graph = printer.graph
+    looped = [block for block in blocks if not block.keys.table]
+    inside = {name for block in looped for it in block.repeat.iterations for name in it}
+    lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
+    for node in graph.nodes:
+        if node.op in ("param", "buffer") and node.name not in inside:
+            lines.append(f"    {_stored(printer, node, repr(node.target))},")
+    lines.append("]")
+    for block in looped:
+        leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]
+        if not leaves:
+            continue
+        start, stop = block.keys.start, block.keys.start + block.repeat.count
+        lines.append(f"for i in range({f'{start}, {stop}' if start else stop}):")
+        lines.append("    table += [")
+        for node in leaves:
+            pattern = re.sub(r'^p\[(f".*?)(\[[^"]*\])?"\]$', r'\1"', block.keys.read(node.name))
+            lines.append(f"        {_stored(printer, node, pattern)},")
+        lines.append("    ]")
+    source = "\n".join(["def parameters():", *_indented([*lines, "return table"])])
+    tables = [block.keys.table for block in blocks if block.keys.table]
+    return "\n\n\n".join([*tables, source])
+
+
+def _stored(printer: Printer, node: Node, name: str) -> str:
+    layout = printer.result(node.name)
+    text = f'stored({name}, "{node.type.dtype}{layout.format(node.type.shape)}"'.replace("'", '"')
+    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
+    if length is not None:
+        text += f", piece=Piece({dim}, {start}, {length})"
+    if not node.requires_grad:
+        text += ", trainable=False"
+    return text + ")"
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" if line else "" for line in lines]

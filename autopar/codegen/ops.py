@@ -1,0 +1,210 @@
+"""How one operator is written in generated code: as a person would, where there is such a way.
+
+`expression(node, operands)` is ordinary PyTorch: `a + b`, `x.transpose(1, 2)`, `F.linear(x, w)`.
+Operators without a line here are written as the torch function of the same name where that is a
+plain binding of the operator, else as `aten.name.overload(...)`. A tensor's size is global in the
+graph: shape arguments have been made local before (see ir/localise.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType
+
+import torch
+
+from autopar.ir.graph import Arg, Name, Node, Ref
+
+_DTYPES = {
+    "bool": "bool", "u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
+    "f8e4": "float8_e4m3fn", "f8e5": "float8_e5m2", "f16": "float16", "bf16": "bfloat16",
+    "f32": "float32", "f64": "float64", "c64": "complex64", "c128": "complex128",
+}  # fmt: skip
+_INFIX = {
+    "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
+    "__and__.Tensor": "&", "__or__.Tensor": "|", "pow.Tensor_Scalar": "**", "matmul": "@",
+    "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|", "logical_and": "&", "logical_or": "|",
+    "eq.Tensor": "==", "ne.Tensor": "!=", "lt.Tensor": "<", "le.Tensor": "<=", "gt.Tensor": ">",
+    "ge.Tensor": ">=", "eq.Scalar": "==", "ne.Scalar": "!=", "lt.Scalar": "<", "le.Scalar": "<=",
+    "gt.Scalar": ">", "ge.Scalar": ">=",
+}  # fmt: skip
+_BOOLEAN_ONLY = ("logical_and", "logical_or")
+# Methods of the first operand; a shape or an order of dimensions is written without brackets.
+_METHODS = {
+    "reshape": "reshape", "view": "reshape", "expand": "expand", "permute": "permute",
+    "transpose.int": "transpose", "unsqueeze": "unsqueeze", "squeeze.dim": "squeeze",
+    "to.dtype": "to", "square": "square", "masked_fill.Scalar": "masked_fill",
+}  # fmt: skip
+_REDUCTIONS = ('"none"', '"mean"', '"sum"')
+_END = 2**63 - 1
+
+Keywords = dict[str, str]
+
+
+def expression(node: Node, operands: Sequence[str]) -> str:
+    """Python text that computes `node`.
+
+    Args:
+        node: an operator, localised.
+        operands: variable names of the values it reads, in the order of `node.inputs`. The names
+            `torch`, `F`, `aten` and `mesh` (which knows the device) must be bound beside them.
+    """
+    names = iter(operands)
+    args = [_text(arg, names) for arg in node.args]
+    keywords = {key: _text(value, names) for key, value in node.kwargs}
+    base = node.op.removeprefix("aten.")
+    if node.op == "getitem":
+        return f"{args[0]}[{args[1]}]"
+    if node.op == "autopar.detach":
+        return f"{args[0]}.detach()"
+    if base in _INFIX and len(args) == 2 and not keywords and _plain_infix(node, base):
+        return f"{args[0]} {_INFIX[base]} {args[1]}"
+    written = _WRITERS.get(base)
+    if written is not None:
+        return written(node, args, keywords)
+    if base in _METHODS:
+        rest = [item for arg in args[1:] for item in _unpacked(arg)]
+        return f"{args[0]}.{_METHODS[base]}({_call(rest, keywords)})"
+    if not node.inputs and _takes_device(node.op):
+        keywords["device"] = "mesh.device"
+    return f"{_function(node.op)}({_call(args, keywords)})"
+
+
+def _text(arg: Arg, names: Iterator[str]) -> str:
+    if isinstance(arg, Ref):
+        return next(names)
+    if isinstance(arg, Name):
+        return f"torch.{_DTYPES.get(arg.text, arg.text)}"
+    if isinstance(arg, tuple):
+        items = [_text(item, names) for item in arg]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if isinstance(arg, float) and arg in (float("inf"), float("-inf")):
+        return f'float("{arg}")'
+    return repr(arg)
+
+
+def _plain_infix(node: Node, base: str) -> bool:
+    """Infix needs a tensor on its left; `&` means logical_and for booleans only."""
+    return isinstance(node.args[0], Ref) and (
+        base not in _BOOLEAN_ONLY or node.type.dtype == "bool"
+    )
+
+
+def _unpacked(text: str) -> list[str]:
+    """The items of a printed tuple, or the text itself."""
+    if text.startswith("("):
+        return [item for item in text[1:-1].rstrip(",").split(", ") if item]
+    return [text]
+
+
+def _call(args: Sequence[str], keywords: Keywords) -> str:
+    return ", ".join([*args, *(f"{key}={value}" for key, value in keywords.items())])
+
+
+def _function(op: str) -> str:
+    """`torch.name` where torch binds the operator under its own name, else `aten.name.overload`."""
+    if not op.startswith("aten."):
+        return f"torch.ops.{op}"
+    name = op.split(".")[1]
+    if isinstance(getattr(torch, name, None), BuiltinFunctionType):
+        return f"torch.{name}"
+    return op
+
+
+def _takes_device(op: str) -> bool:
+    found = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    overload = found if hasattr(found, "_schema") else found.default
+    return any(argument.name == "device" for argument in overload._schema.arguments)
+
+
+def _linear(node: Node, args: list[str], keywords: Keywords) -> str:
+    return f"F.linear({_call(_trim(args, 'None'), keywords)})"
+
+
+def _trim(args: list[str], *idle: str) -> list[str]:
+    """`args` without the idle defaults at the end."""
+    while args and args[-1] in idle:
+        args = args[:-1]
+    return args
+
+
+def _layer_norm(node: Node, args: list[str], keywords: Keywords) -> str:
+    return f"F.layer_norm({_call(args[:5], keywords)})"
+
+
+def _rms_norm(node: Node, args: list[str], keywords: Keywords) -> str:
+    return f"F.rms_norm({_call(args, keywords)})"
+
+
+def _activation(node: Node, args: list[str], keywords: Keywords) -> str:
+    name = node.op.split(".")[1]
+    return f"F.{name}({_call(args, keywords)})"
+
+
+def _embedding(node: Node, args: list[str], keywords: Keywords) -> str:
+    """aten.embedding(weight, indices, padding_idx=-1, scale_grad_by_freq, sparse)."""
+    padding = args[2:3] if len(args) > 2 and args[2] != "-1" else []
+    more = {"padding_idx": padding[0]} if padding else {}
+    for at, key in ((3, "scale_grad_by_freq"), (4, "sparse")):
+        if len(args) > at and args[at] != "False":
+            more[key] = args[at]
+    return f"F.embedding({_call([args[1], args[0]], {**more, **keywords})})"
+
+
+def _attention(node: Node, args: list[str], keywords: Keywords) -> str:
+    names = ("attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args[3:], strict=False))
+    idle = {"attn_mask": "None", "dropout_p": "0.0", "is_causal": "False"}
+    kept = {key: value for key, value in given.items() if value != idle[key]}
+    rest = {k: v for k, v in keywords.items() if v not in ("None", "False")}
+    return f"F.scaled_dot_product_attention({_call(args[:3], {**kept, **rest})})"
+
+
+def _cross_entropy(node: Node, args: list[str], keywords: Keywords) -> str:
+    """aten.cross_entropy_loss(input, target, weight, reduction=1, ignore_index, smoothing)."""
+    more = dict(
+        zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
+    )
+    more["reduction"] = _REDUCTIONS[int(more.get("reduction", "1"))]
+    idle = {
+        "weight": "None",
+        "reduction": '"mean"',
+        "ignore_index": "-100",
+        "label_smoothing": "0.0",
+    }
+    kept = {key: value for key, value in more.items() if value != idle[key]}
+    return f"F.cross_entropy({_call(args[:2], {**kept, **keywords})})"
+
+
+def _slice(node: Node, args: list[str], keywords: Keywords) -> str:
+    """aten.slice.Tensor(x, dim=0, start, end, step=1) as an index."""
+    dim = int(args[1]) if len(args) > 1 else 0
+    start = "" if len(args) < 3 or args[2] in ("None", "0") else args[2]
+    end = "" if len(args) < 4 or args[3] in ("None", str(_END)) else args[3]
+    step = f":{args[4]}" if len(args) > 4 and args[4] != "1" else ""
+    return f"{args[0]}[{_at(dim, len(node.type.shape), f'{start}:{end}{step}')}]"
+
+
+def _select(node: Node, args: list[str], keywords: Keywords) -> str:
+    return f"{args[0]}[{_at(int(args[1]), len(node.type.shape) + 1, args[2])}]"
+
+
+def _at(dim: int, rank: int, index: str) -> str:
+    return ", ".join([*[":"] * (dim % rank), index])
+
+
+_WRITERS: dict[str, Callable[[Node, list[str], Keywords], str]] = {
+    "linear": _linear,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": _activation,
+    "silu": _activation,
+    "relu": _activation,
+    "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy_loss": _cross_entropy,
+    "slice.Tensor": _slice,
+    "select.int": _select,
+}

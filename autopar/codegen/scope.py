@@ -1,0 +1,282 @@
+"""The body of one generated function: operators, and the resharding between them, line by line."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from autopar.codegen.ops import expression
+from autopar.errors import PlanMismatchError
+from autopar.ir.collective import Collective, Resharder, Step
+from autopar.ir.graph import Graph, Node, Source
+from autopar.ir.localise import localise
+from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import NodePlan, Plan
+
+WIDTH = 100
+RESERVED = ("torch", "F", "aten", "mesh", "p", "batch", "i", "names", "stored", "Piece")
+# Operators after which their module is named in the user's code: their result bears that name.
+_NAMED_AFTER_MODULE = (
+    "aten.linear", "aten.layer_norm", "aten.rms_norm", "aten.embedding", "aten.gelu", "aten.silu",
+    "aten.relu", "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.batch_norm", "aten.dropout",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value as a scope holds it: its variable and its layout."""
+
+    variable: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Printer:
+    """What all scopes of a program share: the graph, the plan and the prices."""
+
+    graph: Graph
+    plan: Plan
+    resharder: Resharder
+    price: Callable[[Collective], float]
+
+    def planned(self, name: str) -> NodePlan:
+        """The plan's entry for a node of any block.
+
+        Raises:
+            PlanMismatchError: it has none.
+        """
+        template = self.graph.template[name]
+        if template not in self.plan.nodes:
+            raise PlanMismatchError(
+                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
+            )
+        return self.plan.nodes[template]
+
+    def result(self, name: str, index: int = 0) -> Layout:
+        """The layout that a node gives its result."""
+        return self.planned(name).results[index][1]
+
+    def step_note(self, step: Step, tensor: TensorType) -> str:
+        """Layout after a step, and what it moves and takes in each direction."""
+        note = f"{tensor.dtype}{step.dst.format(tensor.shape)}"
+        if step.forward is not None:
+            note += f"  {self._call_note(step.forward)}"
+        if step.backward is not None:
+            note += f"  backward {step.backward.kind} {self._call_note(step.backward)}"
+        return note
+
+    def _call_note(self, call: Collective) -> str:
+        return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
+
+
+class Scope:
+    """Writes the lines of one function, in execution order.
+
+    Args:
+        printer: graph, plan and prices.
+        nodes: the nodes that the function computes.
+        leaf: the expression that reads a parameter or a buffer, by node name.
+        results: values that the function returns, each of which counts as a use.
+    """
+
+    def __init__(
+        self,
+        printer: Printer,
+        nodes: Iterable[Node],
+        leaf: Callable[[str], str],
+        results: Iterable[str],
+    ) -> None:
+        self.printer = printer
+        self.leaf = leaf
+        self.lines: list[str] = []
+        self.held: dict[str, Held] = {}
+        self._resharded: dict[tuple[str, Layout], str] = {}
+        self._names = set(RESERVED)
+        self._uses: dict[str, int] = {}
+        self._source = Source()
+        for name in (*(n for node in nodes for n in node.inputs), *results):
+            self._uses[name] = self._uses.get(name, 0) + 1
+
+    def fresh(self, wish: str) -> str:
+        """A variable name like `wish` that is not taken."""
+        wish = re.sub(r"\W", "_", wish)
+        if not wish.isidentifier() or keyword.iskeyword(wish):
+            wish = f"v_{wish}"
+        name, count = wish, 1
+        while name in self._names:
+            count += 1
+            name = f"{wish}_{count}"
+        self._names.add(name)
+        return name
+
+    def hold(self, value: str, variable: str, layout: Layout) -> None:
+        """Say that `variable` holds `value`."""
+        self._names.add(variable)
+        self.held[value] = Held(variable, layout)
+
+    def line(self, code: str, note: str = "") -> None:
+        """One statement with its comment: beside it if it fits, else above."""
+        if not note:
+            self.lines.append(code)
+        elif len(code) + len(note) + 8 <= WIDTH:
+            self.lines.append(f"{code:<56}  # {note}")
+        else:
+            self.lines += [f"# {note}", code]
+
+    def operand(self, value: str, wanted: Layout) -> str:
+        """The variable that holds `value` in the layout `wanted`, written down if need be."""
+        tensor = self._type(value)
+        self._uses[value] -= 1
+        held = self._look_up(value)
+        steps = self._steps(value, tensor, held.layout, wanted)
+        if not steps:
+            return held.variable
+        key = (value, steps[-1].dst)
+        if key not in self._resharded:
+            self._resharded[key] = self._target(value, held.variable)
+            self.reshard(held.variable, self._resharded[key], steps, tensor)
+        return self._resharded[key]
+
+    def _steps(self, value: str, tensor: TensorType, src: Layout, dst: Layout) -> tuple[Step, ...]:
+        return self.printer.resharder.steps(
+            tensor, src, dst, self.printer.graph[value].requires_grad
+        )
+
+    def reshard(
+        self, variable: str, target: str, steps: tuple[Step, ...], tensor: TensorType
+    ) -> None:
+        """Write `target = steps(variable)`, one line a step."""
+        for step in steps:
+            axes = f'"{step.axes[0]}"' if len(step.axes) == 1 else repr(step.axes).replace("'", '"')
+            places = "".join(
+                f", {key}={at}"
+                for key, at in (("dim", step.dim), ("to_dim", step.to_dim))
+                if at is not None
+            )
+            code = f"{target} = mesh.{step.op}({variable}{places}, axis={axes})"
+            self.line(code, self.printer.step_note(step, tensor))
+            variable = target
+
+    def _target(self, value: str, variable: str) -> str:
+        """The name of a resharded value: its own again where nobody needs the old one."""
+        owners = [name for name, held in self.held.items() if held.variable == variable]
+        if variable.isidentifier() and not any(self._uses.get(name, 0) for name in owners):
+            return variable
+        stem = variable if variable.isidentifier() else self.printer.graph[value].name
+        return self.fresh(stem)
+
+    def _type(self, value: str) -> TensorType:
+        return self.printer.graph[value].type
+
+    def _look_up(self, value: str) -> Held:
+        if value not in self.held:
+            layout = self.printer.result(value)
+            self.held[value] = Held(self.leaf(value), layout)
+        return self.held[value]
+
+    def add(self, node: Node) -> None:
+        """Write one operator."""
+        if node.op == "autopar.share":
+            self._share(node)
+            return
+        planned = self.printer.planned(node.name)
+        self._cite(node.source)
+        if node.op == "getitem":
+            self._getitem(node)
+            return
+        operands = [
+            self.operand(value, layout)
+            for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
+        ]
+        layouts = tuple(layout for _, layout in planned.results)
+        code = self._random(node, operands, layouts) or expression(
+            localise(node, layouts, self.printer.plan.mesh), operands
+        )
+        note = "; ".join(
+            f"{tensor.dtype}{layout.format(tensor.shape)}"
+            for tensor, layout in zip(node.types, layouts, strict=True)
+        )
+        if not self._uses.get(node.name):
+            self.line(code, note)  # run for what it writes
+            return
+        variable = self.fresh(self._wish(node))
+        self.hold(node.name, variable, layouts[0])
+        self.line(f"{variable} = {code}", note)
+
+    def _share(self, node: Node) -> None:
+        """The identity: a variable of its own only where the layout changes."""
+        planned = self.printer.planned(node.name)
+        value, tensor = node.inputs[0], node.type
+        (_, into), (_, out) = planned.operands[0], planned.results[0]
+        before = self._look_up(value).variable
+        variable = self.operand(value, into)
+        steps = self._steps(value, tensor, into, out)
+        if variable == before and variable.isidentifier() and not steps:
+            self.held[node.name] = Held(variable, out)
+            return
+        if variable.isidentifier():
+            target = self._target(value, variable) if steps else variable
+        else:
+            target = self.fresh(self._wish(self.printer.graph[value]))
+        if steps:
+            self.reshard(variable, target, steps, tensor)
+        elif target != variable:
+            self.line(f"{target} = {variable}", f"{tensor.dtype}{out.format(tensor.shape)}")
+        self.hold(node.name, target, out)
+
+    def _getitem(self, node: Node) -> None:
+        """One of several results; it cannot be resharded before it is taken."""
+        value, index = node.inputs[0], node.args[1]
+        assert isinstance(index, int)
+        given = self.printer.result(value, index)
+        self._uses[value] -= 1
+        variable = self.fresh(self._wish(node))
+        code = expression(node, [self._look_up(value).variable])
+        self.line(f"{variable} = {code}", f"{node.type.dtype}{given.format(node.type.shape)}")
+        steps = self._steps(node.name, node.type, given, self.printer.result(node.name))
+        self.reshard(variable, variable, steps, node.type)
+        self.hold(node.name, variable, self.printer.result(node.name))
+
+    def _random(self, node: Node, operands: list[str], layouts: tuple[Layout, ...]) -> str | None:
+        """Dropout and attention that drops, whose masks must not depend on the mesh."""
+        if node.op == "aten.dropout" and node.args[2] is True:
+            text = layouts[0].format(node.type.shape)
+            return f'mesh.dropout({operands[0]}, {node.args[1]!r}, "{text}")'
+        if node.op != "aten.scaled_dot_product_attention":
+            return None
+        args = dict(enumerate(node.args))
+        if not args.get(4):
+            return None
+        query, keys = (self.printer.graph[name].type.shape for name in node.inputs[:2])
+        layout = replace(layouts[0], dims=(*layouts[0].dims[:-1], ()))
+        given = {
+            "mask": operands[3] if len(operands) > 3 else None,
+            "p": repr(args[4]),
+            "is_causal": "True" if args.get(5) else None,
+            "scale": None if node.keyword("scale") is None else repr(node.keyword("scale")),
+            "layout": f'"{layout.format((*query[:-1], keys[-2]))}"',
+        }
+        more = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
+        return f"mesh.attention({', '.join(operands[:3])}, {more})"
+
+    def _wish(self, node: Node) -> str:
+        """What a person would call a node's value."""
+        if node.is_leaf:
+            parts = [part for part in node.target.split(".") if not part.isdigit()]
+            start = node.keyword("start")
+            return "_".join(parts[-2:]) + (f"_{start}" if start is not None else "")
+        module = node.source.module.rpartition(".")[2]
+        if node.op in _NAMED_AFTER_MODULE and module.isidentifier():
+            return module
+        word = node.op.split(".")[1] if "." in node.op else node.op
+        return "attention" if word == "scaled_dot_product_attention" else word.strip("_")
+
+    def _cite(self, source: Source) -> None:
+        """The user's line, where it is another than the one before."""
+        place = (source.file, source.line)
+        if source.file and place != (self._source.file, self._source.line):
+            self.lines.append(f"# {source.file}:{source.line}  {source.text}"[: WIDTH - 4].rstrip())
+        self._source = source

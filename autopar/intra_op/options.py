@@ -1,0 +1,74 @@
+"""What one node may choose: layouts of its operands and results, and how a parameter is stored."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.intra_op.rule import Signature
+from autopar.intra_op.strategy import strategies
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice of one problem node: the layouts it gives each IR node it stands for."""
+
+    label: str
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    share: float
+    stored: Layout | None = None
+
+
+def operand_types(graph: Graph, node: Node) -> tuple[TensorType, ...]:
+    """Types of the tensors a node reads, in argument order."""
+    return tuple(graph[name].type for name in node.inputs)
+
+
+def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
+    """The only choice of an input, a buffer or an operator without a rule: whole everywhere."""
+    operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
+    results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
+    return (Option("whole", operands, results, 1.0),)
+
+
+def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Option]:
+    """Every "stored => used" of a parameter.
+
+    Along each axis it is stored whole and used whole or varying, or stored split and used split or
+    gathered.
+    """
+    dims = range(len(tensor.shape))
+    kinds: list[tuple[int | None, str]] = [(None, "R"), *((d, "S") for d in dims)]
+    if grad:
+        kinds += [(None, "V"), *((d, "V") for d in dims)]
+    axes = [axis.name for axis in mesh.axes if axis.size > 1]
+    for combination in itertools.product(kinds, repeat=len(axes)):
+        stored: list[tuple[str, ...]] = [()] * len(tensor.shape)
+        used: list[tuple[str, ...]] = [()] * len(tensor.shape)
+        varying = []
+        for axis, (dim, kind) in zip(axes, combination, strict=True):
+            if dim is not None:
+                stored[dim] = (*stored[dim], axis)
+                if kind == "S":
+                    used[dim] = (*used[dim], axis)
+            if kind == "V":
+                varying.append(axis)
+        keep, use = Layout(tuple(stored)), Layout(tuple(used), varying=tuple(varying))
+        counts = (math.prod(mesh.axis_size(a) for a in split) for split in stored)
+        if all(size % count == 0 for size, count in zip(tensor.shape, counts, strict=True)):
+            label = f"{keep.format(tensor.shape)} => {use.format(tensor.shape)}"
+            yield Option(label, (keep,), (use,), 1.0, stored=keep)
+
+
+def operator_options(signature: Signature, mesh: Mesh) -> tuple[Option, ...]:
+    """One choice for each strategy of an operator; running it whole comes first."""
+    return tuple(
+        Option(str(s), s.operands, s.results, s.share(signature.sizes, mesh))
+        for s in strategies(signature, mesh)
+    )

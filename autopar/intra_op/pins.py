@@ -1,0 +1,87 @@
+"""Pins: layouts that the user fixes before the rest is planned.
+
+    {"transformer.h.*.mlp.c_fc.weight": "[256@tensor, 64]", "transformer.h.*": "[8, 16@tensor, 64]"}
+
+A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes. A
+parameter's pin is the layout in which it is used, a module's that of the last value computed in it.
+A layout with a `-sum(...)` must agree in it, one without leaves it open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from autopar.errors import PlanError
+from autopar.intra_op.options import Option
+from autopar.ir.graph import Graph, Node
+from autopar.ir.tensor import Layout
+
+
+class Pins:
+    """The pins of one graph; `keep` filters options, `check` refuses pins that met nothing.
+
+    Raises:
+        LayoutError: a layout that cannot be read.
+    """
+
+    def __init__(self, graph: Graph, pins: Mapping[str, str]) -> None:
+        self.graph = graph
+        self.pins = {key: Layout.parse(text) for key, text in pins.items()}
+        self.unmet = set(pins)
+        last: dict[str, str] = {}
+        for node in graph.folded:
+            if not node.is_leaf and node.op != "autopar.share" and node.source.module:
+                words = node.source.module.split(".")
+                for count in range(1, len(words) + 1):
+                    last[".".join(words[:count])] = node.name
+        self.modules: dict[str, list[str]] = {}
+        for module, name in last.items():
+            self.modules.setdefault(name, []).append(module)
+
+    def keep(self, node: Node, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        """The options that agree with every pin on this node.
+
+        Raises:
+            PlanError: there are none.
+        """
+        for key, (shape, layout) in self.pins.items():
+            if not any(fnmatchcase(name, key) for name in self._names(node)):
+                continue
+            self.unmet.discard(key)
+            fitting = tuple(o for o in options if _agrees(o.results[0], layout))
+            if shape != node.type.shape or not fitting:
+                found = dict.fromkeys(o.results[0].format(node.type.shape) for o in options)
+                raise PlanError(
+                    f"the pin {key!r} = {layout.format(shape)!r} fits no choice of %{node.name}",
+                    where=str(node.source),
+                    why=f"its choices are {'; '.join(found)}",
+                )
+            options = fitting
+        return options
+
+    def _names(self, node: Node) -> list[str]:
+        """What a pin may call this node."""
+        names = [node.name, *self.modules.get(node.name, [])]
+        if node.op == "autopar.share":
+            source = self.graph[node.inputs[0]]
+            names += [source.target] if source.op == "param" else []
+        elif node.is_leaf:
+            names.append(node.target)
+        return names
+
+    def check(self) -> None:
+        """PlanError if a pin named nothing in the graph."""
+        if self.unmet:
+            raise PlanError(
+                f"pins that name nothing: {', '.join(sorted(self.unmet))}",
+                why="a pin names a parameter, an input, a module or a node",
+            )
+
+
+def _agrees(layout: Layout, pin: Layout) -> bool:
+    return (
+        layout.dims == pin.dims
+        and set(layout.partial) == set(pin.partial)
+        and (not pin.varying or set(layout.varying) == set(pin.varying))
+    )
