@@ -12,6 +12,12 @@ gradient is owed a sum; a result that lacks it is itself owed a sum.
     1        a dimension without a factor, always whole
     +n       an additive operand: under a split contraction it is a partial sum itself
 
+Next to its string a rule may say in which operands, taken together, the operator is `linear`: True
+for all of them (views, neg), ((0,), (1,)) for a product that is linear in each factor alone.
+Partial sums pass through such a group; the other operands are then needed whole and their
+gradients are owed a sum. Where there is any such group, gradients that are owed a sum may pass
+through as well.
+
 The notation is in the spirit of OpenXLA Shardy's factor rules and nnScaler's annotations.
 """
 
@@ -23,11 +29,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
-from autopar.ir.graph import Node
+from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import TensorType
 
 Spec = str | Callable[[Node, tuple[TensorType, ...]], str]
 Dims = tuple[tuple[str, ...], ...]
+Groups = tuple[tuple[int, ...], ...]
+Linear = bool | Groups | Callable[[Node], bool | Groups]
 
 
 @dataclass(frozen=True)
@@ -37,20 +45,65 @@ class OpRule:
     Attributes:
         op: operator name as in the graph, "aten.linear".
         spec: the factor string, or a function of (node, operand types) that writes it.
-        flops: sum of products, "2 m n k + m n"; empty means one per element of the result.
-        linear: whether the result is linear in its operands taken together, so that partial sums
-            and varying gradients may pass through.
+        flops: sum of products, "2 m n k + m n", or a function that writes it; `out` stands for the
+            number of elements of the first result, and empty means just that.
+        linear: groups of tensor operands, by position, in which the results are jointly linear;
+            True means all together, False none. May be a function of the node.
+        examples: argument lists in the graph's own notation, a type in the place of each tensor:
+            "f64[4, 6], (2, 12)". "f64[4]>0" asks for positive values, "i64[4]<8" for values from 0
+            up to 8. The rule is proved on them.
     """
 
     op: str
     spec: Spec
-    flops: str = ""
-    linear: bool = False
+    flops: Spec = ""
+    linear: Linear = False
+    examples: tuple[str, ...] = ()
 
 
-def rule(op: str, spec: Spec, *, flops: str = "", linear: bool = False) -> OpRule:
+def rule(
+    op: str,
+    spec: Spec,
+    *,
+    flops: Spec = "",
+    linear: Linear = False,
+    examples: tuple[str, ...] = (),
+) -> OpRule:
     """One rule; a plain value, collected by discovery."""
-    return OpRule(op, spec, flops, linear)
+    return OpRule(op, spec, flops, linear, examples)
+
+
+def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:
+    """An argument of `node`, given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.keyword(name, default)
+
+
+def dimensions(arg: Arg, rank: int) -> tuple[int, ...]:
+    """Dimension numbers from 0; None and the empty tuple name all of them."""
+    numbers = arg if isinstance(arg, tuple) else () if arg is None else (arg,)
+    return tuple(int(str(n)) % max(rank, 1) for n in numbers) or tuple(range(rank))
+
+
+def letters(rank: int) -> list[str]:
+    """One factor for each dimension: d0, d1, ..."""
+    return [f"d{i}" for i in range(rank)]
+
+
+def whole_along(node: Node, types: tuple[TensorType, ...], dims: tuple[int, ...]) -> str:
+    """The first operand and every result split alike, but for `dims`, which stay whole."""
+    names = letters(len(types[0].shape))
+    into = [f"{n}!" if i in dims else n for i, n in enumerate(names)]
+    out = [f"r{i}!" if i in dims else n for i, n in enumerate(names)]
+    return f"{' '.join(into)} -> {', '.join([' '.join(out)] * len(node.types))}"
+
+
+def all_whole(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Every operand and result whole on every device."""
+    terms = [
+        " ".join(f"t{k}_{i}!" for i in range(len(tensor.shape)))
+        for k, tensor in enumerate((*types, *node.types))
+    ]
+    return f"{', '.join(terms[: len(types)])} -> {', '.join(terms[len(types) :])}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +116,8 @@ class Signature:
         sizes: size of each factor.
         whole: factors that no axis may split.
         flops: floating-point operations of the whole operator, forwards.
-        linear: see OpRule.
+        linear: groups of operands through which partial sums may pass.
+        varying: whether gradients that are owed a sum may pass through the operator.
     """
 
     operands: tuple[Dims, ...]
@@ -72,7 +126,8 @@ class Signature:
     sizes: dict[str, int]
     whole: frozenset[str]
     flops: float
-    linear: bool
+    linear: Groups = ()
+    varying: bool = False
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -112,16 +167,29 @@ def resolve(
             solid = [f for f in dim if sizes[f] > 1]
             whole.update(solid[1:])
     count = len(operands)
-    result_dims = tuple(read[count:])
+    groups = _groups(rule, node, operands, results)
     return Signature(
         tuple(read[:count]),
-        result_dims,
+        tuple(read[count:]),
         tuple(term.startswith("+") for term in terms),
         sizes,
         frozenset(whole),
-        _flops(rule.flops, sizes, results),
-        rule.linear,
+        _flops(rule, node, operands, sizes, results),
+        groups,
+        bool(groups) and node.requires_grad,
     )
+
+
+def _groups(
+    rule: OpRule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
+) -> Groups:
+    """The linear groups that hold floating tensors only: nothing else is summed by parts."""
+    linear = rule.linear(node) if callable(rule.linear) else rule.linear
+    if isinstance(linear, bool):
+        linear = (tuple(range(len(operands))),) if linear and operands else ()
+    if not all(tensor.floating for tensor in results):
+        return ()
+    return tuple(group for group in linear if all(operands[i].floating for i in group))
 
 
 def _read(term: str, shape: tuple[int, ...], whole: set[str], where: str) -> Dims:
@@ -167,17 +235,25 @@ def _infer(read: list[Dims], tensors: list[TensorType], sizes: dict[str, int], w
             )
 
 
-def _flops(text: str, sizes: dict[str, int], results: tuple[TensorType, ...]) -> float:
-    if not text:
-        return float(results[0].numel)
-    total = 0.0
-    leading = math.prod(size for name, size in sizes.items() if name.startswith("..."))
-    for product in text.split("+"):
-        words = product.split()
-        total += math.prod(
-            leading if w == "..." else sizes[w] if w in sizes else float(w) for w in words
+def _flops(
+    rule: OpRule,
+    node: Node,
+    operands: tuple[TensorType, ...],
+    sizes: dict[str, int],
+    results: tuple[TensorType, ...],
+) -> float:
+    text = rule.flops if isinstance(rule.flops, str) else rule.flops(node, operands)
+    values: dict[str, float] = {**sizes, "out": results[0].numel}
+    values["..."] = math.prod(size for name, size in sizes.items() if name.startswith("..."))
+    try:
+        return math.fsum(
+            math.prod(values[w] if w in values else float(w) for w in product.split())
+            for product in (text or "out").split("+")
         )
-    return total
+    except ValueError as error:
+        raise RuleError(
+            f"cannot read the flops {text!r} of {rule.op}", why=f"{error}; factors are {sizes}"
+        ) from None
 
 
 def collect(rules: Iterable[OpRule]) -> dict[str, OpRule]:

@@ -1,9 +1,9 @@
 """Rule x node x mesh -> strategies: every way to split one operator, with the layouts it implies.
 
 A strategy gives each mesh axis one part: a factor of the rule to split; nothing (every device
-along the axis computes the same); or, for linear operators, to pass a partial sum (`+`) or a
-gradient that is owed a sum (`-`) through. Several axes may split one factor; they stack in mesh
-order, outermost first.
+along the axis computes the same); or, for linear operators, to pass a partial sum (`+`, or `+1` by
+the second of several linear groups of operands) or a gradient that is owed a sum (`-`) through.
+Several axes may split one factor; they stack in mesh order, outermost first.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Strategy:
 def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
     """All legal strategies of one operator on a mesh; running it whole is always the first."""
     choices = [NOTHING, *signature.splittable]
-    if signature.linear:
-        choices += [PARTIAL, VARYING]
+    choices += [f"{PARTIAL}{i or ''}" for i in range(len(signature.linear))]
+    choices += [VARYING] if signature.varying else []
     axes = [axis for axis in mesh.axes if axis.size > 1]
     return tuple(_build(signature, mesh, parts) for parts in _assignments(signature, axes, choices))
 
@@ -65,43 +65,42 @@ def _assignments(
 
 
 def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Strategy:
-    produced = {f for dims in signature.results for dim in dims for f in dim}
     operands = tuple(
-        _layout(dims, parts, signature, additive, produced, result=False)
-        for dims, additive in zip(signature.operands, signature.additive, strict=True)
+        _layout(dims, parts, signature, operand) for operand, dims in enumerate(signature.operands)
     )
-    results = tuple(
-        _layout(dims, parts, signature, False, produced, result=True) for dims in signature.results
-    )
+    results = tuple(_layout(dims, parts, signature, None) for dims in signature.results)
     return Strategy(parts, operands, results)
 
 
 def _layout(
-    dims: Dims,
-    parts: tuple[tuple[str, str], ...],
-    signature: Signature,
-    additive: bool,
-    produced: set[str],
-    *,
-    result: bool,
+    dims: Dims, parts: tuple[tuple[str, str], ...], signature: Signature, operand: int | None
 ) -> Layout:
+    """Layout of the operand with that number, or of a result."""
     split: list[tuple[str, ...]] = [()] * len(dims)
     partial, varying = [], []
     for axis, part in parts:
         if part == NOTHING:
             continue
         where = [i for i, dim in enumerate(dims) if _leads(part, dim, signature)]
-        if part == PARTIAL:
-            partial.append(axis)
-        elif part == VARYING:
-            varying.append(axis)
-        elif where:
+        if where:
             split[where[0]] = (*split[where[0]], axis)
-        elif result or (additive and part not in produced):
+        elif _summed(part, signature, operand):
             partial.append(axis)
         else:
             varying.append(axis)
     return Layout(tuple(split), tuple(partial), tuple(varying))
+
+
+def _summed(part: str, signature: Signature, operand: int | None) -> bool:
+    """Whether a tensor that lacks the factor `part` is a partial sum along its axis."""
+    if part == VARYING:
+        return False
+    if operand is None:
+        return True
+    if part.startswith(PARTIAL):
+        return operand in signature.linear[int(part.removeprefix(PARTIAL) or 0)]
+    produced = {f for dims in signature.results for dim in dims for f in dim}
+    return signature.additive[operand] and part not in produced
 
 
 def _leads(factor: str, dim: tuple[str, ...], signature: Signature) -> bool:

@@ -1,7 +1,81 @@
-"""Table look-ups: split by what is looked up or by the columns; the rows stay whole."""
+"""Look-ups: split by what is looked up or by what is beside it; the dimension that is searched
+stays whole."""
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import rule
+from autopar.intra_op.rule import all_whole, argument, dimensions, letters, rule
+from autopar.ir.graph import Node, Ref
+from autopar.ir.tensor import TensorType
 
-RULES = (rule("aten.embedding", "v! h, ... -> ... h"),)
+
+def _index(node: Node, types: tuple[TensorType, ...]) -> str:
+    """x[i, :, j]: the index tensors broadcast against one another.
+
+    Their common dimensions stand in the place of the first indexed one, or in front where the
+    indexed ones are not neighbours (NumPy, "Combining advanced and basic indexing").
+    """
+    indices = node.args[1]
+    assert isinstance(indices, tuple)
+    if any(tensor.dtype in ("bool", "u8") for tensor in types[1:]):
+        return all_whole(node, types)
+    names = letters(len(types[0].shape))
+    at = [i for i, index in enumerate(indices) if isinstance(index, Ref)]
+    rank = max(len(tensor.shape) for tensor in types[1:])
+    found = [f"i{k}" for k in range(rank)]
+    terms = [" ".join(f"{n}!" if i in at else n for i, n in enumerate(names))]
+    for tensor in types[1:]:
+        own = found[rank - len(tensor.shape) :]
+        terms.append(
+            " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
+        )
+    rest = [n for i, n in enumerate(names) if i not in at]
+    place = at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    return f"{', '.join(terms)} -> {' '.join([*rest[:place], *found, *rest[place:]])}"
+
+
+def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Beside `dim` an index only reaches its own position, or fewer than there are."""
+    into, index = types[0].shape, types[1].shape
+    (dim,) = dimensions(argument(node, 1, "dim"), len(index))
+    left, right = [], []
+    for i, name in enumerate(letters(len(index))):
+        if i == dim or into[i] != index[i]:
+            left.append(f"t{i}!")
+            right.append(name if i == dim else f"{name}!")
+        else:
+            left.append(name)
+            right.append(name)
+    return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(right)}"
+
+
+def _index_select(node: Node, types: tuple[TensorType, ...]) -> str:
+    names = letters(len(types[0].shape))
+    (dim,) = dimensions(argument(node, 1, "dim"), len(names))
+    left = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
+    right = ["k" if i == dim else n for i, n in enumerate(names)]
+    return f"{' '.join(left)}, k -> {' '.join(right)}"
+
+
+RULES = (
+    rule(
+        "aten.embedding",
+        "v! h, ... -> ... h",
+        examples=("f64[8, 6], i64[4, 6]<8", "f64[8, 6], i64[4]<8, 2"),
+    ),
+    rule(
+        "aten.index.Tensor",
+        _index,
+        examples=(
+            "f64[8, 6], (i64[4]<8,)",
+            "f64[4, 8, 6], (None, i64[4, 1]<8, i64[6]<6)",
+            "f64[8, 4, 3], (i64[6]<8, None, i64[6]<3)",
+            "i64[4, 6, 2], (None, None, i64[]<2)",
+        ),
+    ),
+    rule(
+        "aten.gather",
+        _gather,
+        examples=("f64[4, 6], 1, i64[4, 2]<6", "f64[6, 8], 0, i64[4, 6]<6"),
+    ),
+    rule("aten.index_select", _index_select, examples=("f64[4, 8], 1, i64[6]<8",)),
+)

@@ -1,17 +1,99 @@
-"""Matrix products: the contracted factor gives a partial sum.
-
-Capture writes a matmul of two batched operands as aten.bmm; aten.matmul has a plain matrix on the
-right.
-"""
+"""Matrix products: the contracted factor gives a partial sum."""
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import rule
+from autopar.intra_op.rule import all_whole, argument, rule
+from autopar.ir.graph import Node
+from autopar.ir.tensor import TensorType
+
+
+def _matmul(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Vectors, matrices, and stacks of matrices that broadcast against one another."""
+    left, right = (len(tensor.shape) for tensor in types)
+    terms = ["k" if left == 1 else "... m k", "k" if right == 1 else "... k n"]
+    out = ["..."] * (max(left, right) > 1) + ["m"] * (left > 1) + ["n"] * (right > 1)
+    return f"{', '.join(terms)} -> {' '.join(out)}"
+
+
+def _addmm(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"+{_broadcast(types[0], ['m', 'n'])}, m k, k n -> m n"
+
+
+def _baddbmm(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"+{_broadcast(types[0], ['b', 'm', 'n'])}, b m k, b k n -> b m n"
+
+
+def _broadcast(tensor: TensorType, names: list[str]) -> str:
+    own = names[len(names) - len(tensor.shape) :]
+    return " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
+
+
+def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
+    """The equation is the rule, where every index is a letter that stands once in each operand."""
+    equation = str(argument(node, 0, "equation")).replace(" ", "")
+    left, _, right = equation.partition("->")
+    terms = [*left.split(","), right]
+    plain = "->" in equation and "." not in equation
+    if not plain or any(len(set(term)) < len(term) for term in terms):
+        return all_whole(node, types)
+    return f"{', '.join(' '.join(term) for term in terms[:-1])} -> {' '.join(right)}"
+
+
+def _einsum_flops(node: Node, types: tuple[TensorType, ...]) -> str:
+    spec = _einsum(node, types).replace("!", "")
+    return "2 " + " ".join(sorted(set(spec.replace("->", " ").replace(",", " ").split())))
+
 
 RULES = (
-    rule("aten.linear", "... k, n k, +n -> ... n", flops="2 ... n k"),
-    rule("aten.mm", "m k, k n -> m n", flops="2 m k n"),
-    rule("aten.addmm", "+n, m k, k n -> m n", flops="2 m k n"),
-    rule("aten.bmm", "b m k, b k n -> b m n", flops="2 b m k n"),
-    rule("aten.matmul", "... k, k n -> ... n", flops="2 ... k n"),
+    rule(
+        "aten.linear",
+        "... k, n k, +n -> ... n",
+        flops="2 out k",
+        examples=("f64[4, 6, 8], f64[12, 8], f64[12]", "f64[4, 6], f64[8, 6]"),
+    ),
+    rule("aten.mm", "m k, k n -> m n", flops="2 out k", examples=("f64[4, 6], f64[6, 8]",)),
+    rule("aten.mv", "m k, k -> m", flops="2 out k", examples=("f64[4, 6], f64[6]",)),
+    rule("aten.dot", "k, k ->", flops="2 out k", examples=("f64[6], f64[6]",)),
+    rule(
+        "aten.addmm",
+        _addmm,
+        flops="2 out k",
+        examples=("f64[8], f64[4, 6], f64[6, 8]", "f64[4, 1], f64[4, 6], f64[6, 8], beta=2"),
+    ),
+    rule(
+        "aten.bmm",
+        "b m k, b k n -> b m n",
+        flops="2 out k",
+        examples=("f64[4, 4, 6], f64[4, 6, 2]",),
+    ),
+    rule(
+        "aten.baddbmm",
+        _baddbmm,
+        flops="2 out k",
+        examples=("f64[4, 1, 2], f64[4, 4, 6], f64[4, 6, 2]",),
+    ),
+    rule(
+        "aten.matmul",
+        _matmul,
+        flops="2 out k",
+        examples=(
+            "f64[4, 2, 6], f64[6, 8]",
+            "f64[2, 4, 2, 6], f64[4, 6, 2]",
+            "f64[4, 1, 2, 6], f64[2, 6, 4]",
+            "f64[4, 6], f64[6]",
+            "f64[6], f64[4, 6, 8]",
+            "f64[6], f64[6]",
+        ),
+    ),
+    rule("aten.outer", "m, n -> m n", examples=("f64[4], f64[6]",)),
+    rule(
+        "aten.einsum",
+        _einsum,
+        flops=_einsum_flops,
+        examples=(
+            "'bij,bjk->bik', (f64[2, 4, 6], f64[2, 6, 4])",
+            "'bhd,hdk->bk', (f64[4, 6, 2], f64[6, 2, 4])",
+            "'ij,jk', (f64[4, 6], f64[6, 4])",
+        ),
+    ),
 )

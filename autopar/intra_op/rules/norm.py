@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import rule
-from autopar.ir.graph import Node
+from autopar.intra_op.rule import argument, dimensions, rule, whole_along
+from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
 
 def _over_trailing(node: Node, types: tuple[TensorType, ...]) -> str:
     """layer_norm and rms_norm: `normalized_shape` trailing dimensions are whole."""
-    shape = node.args[1]
+    shape = argument(node, 1, "normalized_shape")
     count = len(shape) if isinstance(shape, tuple) else 1
     tail = " ".join(f"n{i}!" for i in range(count))
     return f"... {tail}, {tail}, {tail} -> ... {tail}"
 
 
 def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
-    """softmax and log_softmax: the dimension named by the second argument is whole."""
+    """softmax and log_softmax."""
+    return whole_along(node, types, dimensions(argument(node, 1, "dim"), len(types[0].shape)))
+
+
+def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Whole in training: its statistics are those of the whole batch, and it writes into the
+    running ones, which every device holds."""
     rank = len(types[0].shape)
-    dim = node.args[1]
-    at = dim % rank if isinstance(dim, int) else rank - 1
-    names = " ".join(f"d{i}!" if i == at else f"d{i}" for i in range(rank))
-    return f"{names} -> {names}"
+    if argument(node, 5, "training") is True:
+        tracked = isinstance(argument(node, 3, "running_mean"), Ref)
+        names = ["b!", "c!" if tracked else "c", *(f"s{i}!" for i in range(rank - 2))]
+    else:
+        names = ["b", "c", *(f"s{i}" for i in range(rank - 2))]
+    return f"{' '.join(names)}{', c' * (len(types) - 1)} -> {' '.join(names)}"
 
 
+def _group_norm(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Channels stay whole: a device's number of groups would be another."""
+    space = " ".join(f"s{i}!" for i in range(len(types[0].shape) - 2))
+    return f"b c! {space}, c, c -> b c {space}"
+
+
+_STATISTICS = "const f64[6], const f64[6]>0"
+_BATCH = "f64[4, 6, 2], f64[6], f64[6]"
 RULES = (
-    rule("aten.layer_norm", _over_trailing, flops="8 ... n0"),
-    rule("aten.rms_norm", _over_trailing, flops="6 ... n0"),
-    rule("aten.softmax.int", _over_one),
-    rule("aten.log_softmax.int", _over_one),
+    rule(
+        "aten.layer_norm",
+        _over_trailing,
+        flops="8 out",
+        examples=("f64[4, 6, 8], (8,), f64[8], f64[8]", "f64[4, 6, 8], (6, 8)"),
+    ),
+    rule("aten.rms_norm", _over_trailing, flops="6 out", examples=("f64[4, 6, 8], (8,), f64[8]",)),
+    rule("aten.softmax.int", _over_one, flops="5 out", examples=("f64[4, 6, 8], 1", "f64[6], -1")),
+    rule("aten.log_softmax.int", _over_one, flops="5 out", examples=("f64[4, 6, 8], -1",)),
+    rule(
+        "aten.batch_norm",
+        _batch_norm,
+        flops="8 out",
+        examples=(
+            f"{_BATCH}, {_STATISTICS}, False, 0.1, 1e-05, True",
+            f"{_BATCH}, {_STATISTICS}, True, 0.1, 1e-05, True",
+            f"{_BATCH}, None, None, True, 0.1, 1e-05, True",
+            f"f64[4, 6, 2, 3], None, None, {_STATISTICS}, False, 0.1, 1e-05, True",
+        ),
+    ),
+    rule(
+        "aten.group_norm",
+        _group_norm,
+        flops="8 out",
+        examples=("f64[4, 6, 2], 3, f64[6], f64[6]", "f64[6, 4, 2, 2], 2"),
+    ),
 )

@@ -1,108 +1,137 @@
-"""Views: dimensions move, split and merge; no arithmetic, so sums pass through."""
+"""Views and moves of elements: no arithmetic, so sums pass through."""
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
+from collections.abc import Sequence
 
-from autopar.intra_op.rule import rule
-from autopar.ir.graph import Node
+from autopar.intra_op.rule import (
+    Spec,
+    all_whole,
+    argument,
+    dimensions,
+    letters,
+    rule,
+    whole_along,
+)
+from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import TensorType
+
+Types = tuple[TensorType, ...]
 
 
 def reshape_spec(src: tuple[int, ...], dst: tuple[int, ...]) -> str:
     """The rule of a reshape: dimensions are cut into the coarsest factors both sides share.
 
-    Runs of dimensions with equal products are matched from the left; inside a run with one
-    dimension on one side, that dimension is the group of the other side's. Runs that share no such
-    structure stay whole.
+    A dimension spans from one number of elements to a multiple of it. Where the ends of both
+    sides' dimensions divide one another, they cut the elements into factors; between two common
+    ends where they do not, the dimensions stay whole.
     """
-    left: list[str] = []
-    right: list[str] = []
-    i = j = number = 0
-    while i < len(src) or j < len(dst):
-        a, b = i, j
-        product_a = src[i] if i < len(src) else 1
-        product_b = dst[j] if j < len(dst) else 1
-        i, j = min(i + 1, len(src)), min(j + 1, len(dst))
-        while product_a != product_b:
-            if product_a < product_b and i < len(src):
-                product_a, i = product_a * src[i], i + 1
-            elif j < len(dst):
-                product_b, j = product_b * dst[j], j + 1
-            else:
-                break
-        run_a, run_b = src[a:i], dst[b:j]
-        names = [f"f{number + k}" for k in range(max(len(run_a), len(run_b)))]
-        number += len(names)
-        left += _side(run_a, run_b, names)
-        right += _side(run_b, run_a, names)
-    return f"{' '.join(left)} -> {' '.join(right)}"
+    sides = [[1, *itertools.accumulate(shape, operator.mul)] for shape in (src, dst)]
+    cuts = sorted({*sides[0], *sides[1]})
+    common = sorted({*sides[0]} & {*sides[1]})
+    factors: dict[int, str] = {}  # number of elements before a factor -> its name
+    if 0 not in cuts:
+        for low, high in itertools.pairwise(common):
+            run = [cut for cut in cuts if low <= cut <= high]
+            if all(b % a == 0 for a, b in itertools.pairwise(run)):
+                factors.update((cut, f"f{cut}") for cut in run[:-1])
+    terms = []
+    for side, ends in zip("lr", sides, strict=True):
+        dims = []
+        for i, (low, high) in enumerate(itertools.pairwise(ends)):
+            names = [factors[cut] for cut in cuts if low <= cut < high and cut in factors]
+            dims.append("1" if low == high else f"({' '.join(names)})" if names else f"{side}{i}!")
+        terms.append(" ".join(dims))
+    return " -> ".join(terms)
 
 
-def _side(mine: tuple[int, ...], other: tuple[int, ...], names: list[str]) -> list[str]:
-    if math.prod(mine) == 1:
-        return ["1"] * len(mine)
-    if len(mine) == 1 and len(other) > 1:
-        return [f"({' '.join(n if s > 1 else '1' for n, s in zip(names, other, strict=True))})"]
-    if len(other) == 1 or len(mine) == 1:
-        return [n if s > 1 else "1" for n, s in zip(names, mine, strict=False)]
-    return [f"{n}{'l' if mine < other else 'r'}!" for n in names[: len(mine)]]
-
-
-def _reshape(node: Node, types: tuple[TensorType, ...]) -> str:
+def _reshape(node: Node, types: Types) -> str:
     return reshape_spec(types[0].shape, node.type.shape)
 
 
-def _letters(types: tuple[TensorType, ...]) -> list[str]:
-    return [f"d{i}" for i in range(len(types[0].shape))]
+def _moved(names: Sequence[str], order: Sequence[int]) -> str:
+    return f"{' '.join(names)} -> {' '.join(names[i] for i in order)}"
 
 
-def _transpose(node: Node, types: tuple[TensorType, ...]) -> str:
-    names = _letters(types)
-    moved = list(names)
-    a, b = (int(str(arg)) % len(names) for arg in node.args[1:3])
-    moved[a], moved[b] = names[b], names[a]
-    return f"{' '.join(names)} -> {' '.join(moved)}"
+def _transpose(node: Node, types: Types) -> str:
+    rank = len(types[0].shape)
+    order = list(range(rank))
+    a, b = dimensions(node.args[1:3], rank)
+    order[a], order[b] = order[b], order[a]
+    return _moved(letters(rank), order)
 
 
-def _permute(node: Node, types: tuple[TensorType, ...]) -> str:
-    names = _letters(types)
-    order = node.args[1]
-    assert isinstance(order, tuple)
-    return f"{' '.join(names)} -> {' '.join(names[int(str(i)) % len(names)] for i in order)}"
+def _reverse(node: Node, types: Types) -> str:
+    """t, numpy_T: the dimensions in reverse."""
+    rank = len(types[0].shape)
+    return _moved(letters(rank), range(rank)[::-1])
 
 
-def _unsqueeze(node: Node, types: tuple[TensorType, ...]) -> str:
-    names = _letters(types)
-    at = int(str(node.args[1])) % (len(names) + 1)
+def _permute(node: Node, types: Types) -> str:
+    rank = len(types[0].shape)
+    return _moved(letters(rank), dimensions(argument(node, 1, "dims"), rank))
+
+
+def _movedim(node: Node, types: Types) -> str:
+    rank = len(types[0].shape)
+    sources, targets = (dimensions(arg, rank) for arg in node.args[1:3])
+    goes = dict(zip(targets, sources, strict=True))
+    rest = iter([i for i in range(rank) if i not in sources])
+    return _moved(letters(rank), [goes[i] if i in goes else next(rest) for i in range(rank)])
+
+
+def _unsqueeze(node: Node, types: Types) -> str:
+    names = letters(len(types[0].shape))
+    (at,) = dimensions(argument(node, 1, "dim"), len(names) + 1)
     return f"{' '.join(names)} -> {' '.join([*names[:at], '1', *names[at:]])}"
 
 
-def _expand(node: Node, types: tuple[TensorType, ...]) -> str:
+def _squeeze(node: Node, types: Types) -> str:
+    """A dimension that is only dropped if it has size 1 must not get that size by a split."""
+    shape = types[0].shape
+    dims = dimensions(argument(node, 1, "dim"), len(shape))
+    names = [f"{n}!" if i in dims else n for i, n in enumerate(letters(len(shape)))]
+    right = [n for i, n in enumerate(names) if i not in dims or shape[i] > 1]
+    return f"{' '.join(names)} -> {' '.join(right)}"
+
+
+def _expand(node: Node, types: Types) -> str:
     """New and widened dimensions are factors that the operand lacks."""
     src, dst = types[0].shape, node.type.shape
-    padded = (1,) * (len(dst) - len(src)) + src
-    names = [f"d{i}" for i in range(len(dst))]
-    kept = [n if s > 1 else "1" for n, s in zip(names, padded, strict=True)][-len(src) :]
-    return f"{' '.join(kept if src else [])} -> {' '.join(names)}"
+    names = letters(len(dst))
+    own = names[len(dst) - len(src) :]
+    kept = [n if size > 1 else "1" for n, size in zip(own, src, strict=True)]
+    return f"{' '.join(kept)} -> {' '.join(names)}"
 
 
-def _along(node: Node, types: tuple[TensorType, ...]) -> str:
-    """slice, select: the dimension that is cut stays whole."""
-    names = _letters(types)
-    dim = int(str(node.args[1])) % len(names) if len(node.args) > 1 else 0
+def _cut(node: Node, types: Types) -> str:
+    """slice: a dimension that is cut stays whole, one that is taken from end to end does not."""
+    pairs = enumerate(zip(types[0].shape, node.type.shape, strict=True))
+    return whole_along(node, types, tuple(i for i, (before, after) in pairs if before != after))
+
+
+def _pad(node: Node, types: Types) -> str:
+    """Amounts before and after each dimension, the last dimension first."""
+    amounts = argument(node, 1, "pad")
+    assert isinstance(amounts, tuple)
+    rank = len(types[0].shape)
+    padded = [rank - 1 - i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])]
+    return whole_along(node, types, tuple(padded))
+
+
+def _select(node: Node, types: Types) -> str:
+    names = letters(len(types[0].shape))
+    (dim,) = dimensions(argument(node, 1, "dim"), len(names))
     left = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
-    if node.op == "aten.select.int":
-        right = [n for i, n in enumerate(names) if i != dim]
-    else:
-        right = ["cut!" if i == dim else n for i, n in enumerate(names)]
-    return f"{' '.join(left)} -> {' '.join(right)}"
+    return f"{' '.join(left)} -> {' '.join(n for i, n in enumerate(names) if i != dim)}"
 
 
-def _cat(node: Node, types: tuple[TensorType, ...]) -> str:
+def _cat(node: Node, types: Types) -> str:
     """The dimension that is joined stays whole."""
     rank = len(types[0].shape)
-    dim = int(str(node.args[1])) % rank if len(node.args) > 1 else 0
+    (dim,) = dimensions(argument(node, 1, "dim", 0), rank)
     terms = [
         " ".join(f"c{k}!" if i == dim else f"d{i}" for i in range(rank))
         for k in range(len(types) + 1)
@@ -110,16 +139,93 @@ def _cat(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"{', '.join(terms[:-1])} -> {terms[-1]}"
 
 
+def _stack(node: Node, types: Types) -> str:
+    names = letters(len(types[0].shape))
+    (at,) = dimensions(argument(node, 1, "dim", 0), len(names) + 1)
+    left = ", ".join([" ".join(names)] * len(types))
+    return f"{left} -> {' '.join([*names[:at], 'k!', *names[at:]])}"
+
+
+def _named(position: int, name: str) -> Spec:
+    """flip, roll, narrow: what argument number `position` names stays whole."""
+
+    def spec(node: Node, types: Types) -> str:
+        dims: Arg = argument(node, position, name)
+        return whole_along(node, types, dimensions(dims, len(types[0].shape)))
+
+    return spec
+
+
+def _triangle(node: Node, types: Types) -> str:
+    rank = len(types[0].shape)
+    return whole_along(node, types, (rank - 2, rank - 1))
+
+
+def _repeat(node: Node, types: Types) -> str:
+    """Copies stand side by side: what is repeated stays whole, and so do new dimensions."""
+    src, dst = types[0].shape, node.type.shape
+    new = len(dst) - len(src)
+    left, right = [], []
+    for i, name in enumerate(letters(len(src))):
+        same = src[i] == dst[new + i]
+        left.append(name if same else f"{name}!")
+        right.append(name if same else f"r{i}!")
+    return f"{' '.join(left)} -> {' '.join([*(f'n{i}!' for i in range(new)), *right])}"
+
+
+def _repeat_interleave(node: Node, types: Types) -> str:
+    """Each element is followed by its copies, so the repeated dimension can be split."""
+    dim = argument(node, 2, "dim")
+    if dim is None:
+        return all_whole(node, types)
+    names = letters(len(types[0].shape))
+    (at,) = dimensions(dim, len(names))
+    right = [f"({n} copies)" if i == at else n for i, n in enumerate(names)]
+    return f"{' '.join(names)} -> {' '.join(right)}"
+
+
+def _getitem(node: Node, types: Types) -> str:
+    """One of several results; the operand's type is that of the first, which may be another."""
+    if len(types[0].shape) != len(node.type.shape):
+        return all_whole(node, types)
+    return _cut(node, types)
+
+
+_X = "f64[4, 6, 8]"
+_VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
+    "view": (_reshape, (f"{_X}, (24, 8)", f"{_X}, (4, 6, 2, 4)", "f64[4, 6], (8, 3)")),
+    "reshape": (_reshape, (f"{_X}, (4, 48)", "f64[24], (4, 1, 6)", "f64[2, 6], (3, 4)")),
+    "flatten.using_ints": (_reshape, (f"{_X}, 1", f"{_X}, 0, 1")),
+    "transpose.int": (_transpose, (f"{_X}, 1, -1",)),
+    "swapaxes": (_transpose, (f"{_X}, 0, 1",)),
+    "t": (_reverse, ("f64[4, 6]", "f64[4]")),
+    "numpy_T": (_reverse, (_X,)),
+    "permute": (_permute, (f"{_X}, (2, 0, 1)",)),
+    "movedim.int": (_movedim, (f"{_X}, 0, -1",)),
+    "movedim.intlist": (_movedim, (f"{_X}, (0, 1), (2, 0)",)),
+    "unsqueeze": (_unsqueeze, ("f64[4, 6], 1", "f64[4, 6], -1")),
+    "squeeze": (_squeeze, ("f64[4, 1, 6]",)),
+    "squeeze.dim": (_squeeze, ("f64[4, 1, 6], 1", "f64[2, 6], 0")),
+    "squeeze.dims": (_squeeze, ("f64[2, 1, 6], (0, 1)",)),
+    "expand": (_expand, ("f64[4, 1], (6, 4, 8)", "f64[], (4, 6)", "f64[6], (4, -1)")),
+    "slice.Tensor": (_cut, (f"{_X}, 1, 2, 5", f"{_X}, 0, 0, 9223372036854775807")),
+    "narrow": (_named(1, "dim"), (f"{_X}, 1, 2, 4",)),
+    "select.int": (_select, (f"{_X}, 1, -1",)),
+    "cat": (_cat, ("(f64[4, 6], f64[4, 2]), 1", "(f64[4, 6], f64[4, 6], f64[2, 6])")),
+    "stack": (_stack, ("(f64[4, 6], f64[4, 6]), 1", "(f64[4, 6], f64[4, 6]), -1")),
+    "flip": (_named(1, "dims"), (f"{_X}, (1,)",)),
+    "roll": (_named(2, "dims"), (f"{_X}, (1,), (1,)", "f64[4, 6], (1,)")),
+    "tril": (_triangle, (_X, f"{_X}, -1")),
+    "triu": (_triangle, (f"{_X}, 1",)),
+    "repeat": (_repeat, ("f64[4, 6], (2, 1)", "f64[4, 6], (2, 1, 3)")),
+    "repeat_interleave.self_int": (_repeat_interleave, (f"{_X}, 2, 1", "f64[4, 6], 2")),
+}
+_MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
+    "pad": (_pad, (f"{_X}, (1, 2)", f"{_X}, (1, 1), 'reflect'", f"{_X}, (0, 0, 1, -1)")),
+    "constant_pad_nd": (_pad, ("i64[4, 6]<8, (0, 1), -100",)),
+}
 RULES = (
-    *(
-        rule(op, _reshape, linear=True)
-        for op in ("aten.view", "aten.reshape", "aten.flatten.using_ints", "aten.squeeze.dim")
-    ),
-    rule("aten.transpose.int", _transpose, linear=True),
-    rule("aten.permute", _permute, linear=True),
-    rule("aten.unsqueeze", _unsqueeze, linear=True),
-    rule("aten.expand", _expand, linear=True),
-    rule("aten.slice.Tensor", _along, linear=True),
-    rule("aten.select.int", _along, linear=True),
-    rule("aten.cat", _cat, linear=True),
+    *(rule(f"aten.{op}", spec, linear=True, examples=x) for op, (spec, x) in _VIEWS.items()),
+    *(rule(f"aten.{op}", spec, examples=x) for op, (spec, x) in _MOVED.items()),
+    rule("getitem", _getitem, linear=True, examples=("f64[4, 6], 0",)),
 )

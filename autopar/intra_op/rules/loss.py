@@ -1,0 +1,71 @@
+"""Losses: the class dimension stays whole; a sum over a split batch is a partial sum.
+
+A mean over a part is not a part of the mean, so a loss reduced to a mean stays whole (the passes
+write such a loss as a sum and a division by the global count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.intra_op.rule import all_whole, argument, rule
+from autopar.ir.graph import Node
+from autopar.ir.tensor import TensorType
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _by_class(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Scores (class), (batch, class) or (batch, class, ...); targets are classes or weights."""
+    reduction = argument(node, 3, "reduction", MEAN)
+    if reduction == MEAN:
+        return all_whole(node, types)
+    rank = len(types[0].shape)
+    samples = [f"b{i}" for i in range(rank - 1)]
+    scores = [*samples[:1], "c!", *samples[1:]]
+    targets = scores if len(types[1].shape) == rank else samples
+    result = samples if reduction == NONE else []
+    return f"{' '.join(scores)}, {' '.join(targets)}, c! -> {' '.join(result)}"
+
+
+def _elementwise(position: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
+    """A loss of each element, whose argument number `position` is the reduction."""
+
+    def spec(node: Node, types: tuple[TensorType, ...]) -> str:
+        reduction = argument(node, position, "reduction", MEAN)
+        if reduction == MEAN:
+            return all_whole(node, types)
+        return f"..., ..., ..., ... -> {'...' if reduction == NONE else ''}"
+
+    return spec
+
+
+_SCORES = "f64[4, 6]"
+_CLASSES = (
+    f"{_SCORES}, i64[4]<6, None, 2",
+    f"{_SCORES}, i64[4]<6, f64[6]>0, 2, 3",
+    "f64[4, 3, 6], i64[4, 6]<3, None, 0",
+    f"{_SCORES}, i64[4]<6",
+    "f64[6], i64[]<6, None, 2",
+)
+_PAIR = "f64[4, 6]<1, f64[4, 6]<1"
+_LOSSES = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "kl_div": 2,
+           "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}  # fmt: skip
+RULES = (
+    rule(
+        "aten.cross_entropy_loss",
+        _by_class,
+        flops=lambda node, types: f"5 {types[0].numel}",
+        examples=(*_CLASSES, f"{_SCORES}, f64[4, 6]>0, None, 2, -100, 0.1"),
+    ),
+    rule("aten.nll_loss_nd", _by_class, examples=_CLASSES),
+    rule("aten.nll_loss", _by_class, examples=_CLASSES[:2]),
+    *(
+        rule(
+            f"aten.{op}",
+            _elementwise(position),
+            examples=tuple(f"{_PAIR}, reduction={reduction}" for reduction in (NONE, MEAN, SUM)),
+        )
+        for op, position in _LOSSES.items()
+    ),
+)
