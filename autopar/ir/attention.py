@@ -1,0 +1,163 @@
+"""Passes on scaled dot product attention: masks that were written out, heads that were repeated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.interpret import execute
+from autopar.ir.rewrite import Editor, argument, rewrite, writes
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+# A mask of more elements than this is left as it was written: looking at it would cost gigabytes.
+_LARGEST_MASK = 2**31
+
+
+def causal_masks(graph: Graph) -> Graph:
+    """`graph` with attention masks that are causal as `is_causal=True`, and full ones left out.
+
+    A mask can be judged if it depends on no input, parameter, buffer or random number. It is then
+    computed, once for all equal subgraphs: bool, or float with 0 where to look and the dtype's
+    lowest value or less elsewhere. Any other mask stays.
+    """
+    numbers = _constants(graph)
+    kinds: dict[int, str] = {}
+
+    def replace_mask(node: Node, editor: Editor) -> Node | None:
+        mask = argument(node, 3, "attn_mask")
+        if node.op != _ATTENTION or not isinstance(mask, Ref):
+            return None
+        name = graph[node.name].inputs[3]
+        if name not in numbers or graph[name].type.numel > _LARGEST_MASK:
+            return None
+        if argument(node, 5, "is_causal") is True:
+            return None
+        key = numbers[name]
+        if key not in kinds:
+            kinds[key] = _kind(_evaluate(graph, name))
+        if not kinds[key]:
+            return None
+        dropout = argument(node, 4, "dropout_p", 0.0)
+        args: tuple[Arg, ...] = (*node.args[:3], None, dropout, kinds[key] == "causal")
+        while args[-1] in (None, False, 0.0):
+            args = args[:-1]
+        kept = ("scale", "enable_gqa")
+        return replace(node, args=args, kwargs=tuple(k for k in node.kwargs if k[0] in kept))
+
+    return rewrite(graph, replace_mask)
+
+
+def _constants(graph: Graph) -> dict[str, int]:
+    """For each value that depends on no leaf and no chance a number, equal for equal values."""
+    numbers: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.is_leaf or writes(node) or any(name not in numbers for name in node.inputs):
+            continue
+        if not _deterministic(node.op):
+            continue
+        plain = node.map_refs(lambda name: Ref(str(numbers[name])))
+        numbers[node.name] = seen.setdefault(repr((plain.op, plain.args, plain.kwargs)), len(seen))
+    return numbers
+
+
+def _deterministic(op: str) -> bool:
+    """Whether torch knows the operator and it draws no random numbers."""
+    if op in ("getitem", "autopar.detach", "autopar.share"):
+        return True
+    namespace, name, overload = (*op.split("."), "default")[:3]
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, overload, None)
+    return found is not None and torch.Tag.nondeterministic_seeded not in found.tags
+
+
+def _evaluate(graph: Graph, name: str) -> Tensor:
+    """The value `name`, computed on the CPU; what is not needed any more is let go on the way."""
+    needed = {name}
+    stack = [name]
+    while stack:
+        for read in graph[stack.pop()].inputs:
+            if read not in needed:
+                needed.add(read)
+                stack.append(read)
+    left = {n: sum(user in needed for user in graph.users[n]) for n in needed}
+    results: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        if node.name not in needed:
+            continue
+        results[node.name] = execute(node, results, torch.device("cpu"))
+        for read in dict.fromkeys(node.inputs):
+            left[read] -= 1
+            if not left[read]:
+                del results[read]
+    return results[name]
+
+
+def _kind(mask: Tensor) -> str:
+    """ "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
+    if mask.dtype != torch.bool:
+        if not mask.dtype.is_floating_point:
+            return ""
+        hidden = mask <= torch.finfo(mask.dtype).min
+        if not bool(((mask == 0) | hidden).all()):
+            return ""
+        mask = ~hidden
+    if bool(mask.all()):
+        return "full"
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return ""
+    size = mask.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool).tril()
+    return "causal" if bool((mask == causal).all()) else ""
+
+
+def group_heads(graph: Graph) -> Graph:
+    """`graph` with keys and values that are repeated for grouped queries read unrepeated.
+
+    Both must be repeated alike, each head n times in a row; attention then has enable_gqa=True.
+    """
+
+    def group(node: Node, editor: Editor) -> Node | None:
+        if node.op != _ATTENTION or node.keyword("enable_gqa") or len(node.args) < 3:
+            return None
+        query, key, value = node.args[:3]
+        sources = [_unrepeated(arg, editor) for arg in (key, value)]
+        if None in sources or not isinstance(query, Ref):
+            return None
+        heads = {editor[source.name].type.shape[-3] for source in sources if source is not None}
+        if len(heads) != 1 or editor[query.name].type.shape[-3] % heads.pop():
+            return None
+        args = (query, *sources, *node.args[3:])
+        return replace(node, args=args, kwargs=(*node.kwargs, ("enable_gqa", True)))
+
+    return rewrite(graph, group)
+
+
+def _unrepeated(arg: Arg, editor: Editor) -> Ref | None:
+    """[batch, heads, length, width] of which `arg` repeats each head in a row."""
+    if not isinstance(arg, Ref):
+        return None
+    node = editor[arg.name]
+    if node.op == "aten.repeat_interleave.self_int" and len(node.type.shape) == 4:
+        dim = argument(node, 2, "dim")
+        source = node.args[0]
+        return source if dim in (1, -3) and isinstance(source, Ref) else None
+    chain = ("aten.reshape", "aten.expand", "aten.unsqueeze")
+    nodes = []
+    for op in chain:
+        if node.op != op:
+            return None
+        nodes.append(node)
+        node = editor[node.inputs[0]]
+    batch, heads, *rest = node.type.shape
+    wide = nodes[1].type.shape
+    fits = (
+        len(rest) == 2
+        and nodes[2].type.shape == (batch, heads, 1, *rest)
+        and wide == (batch, heads, wide[2], *rest)
+        and nodes[0].type.shape == (batch, heads * wide[2], *rest)
+    )
+    return Ref(node.name) if fits else None

@@ -1,0 +1,104 @@
+"""A pass that writes means as sums over counts: a part of a batch then owes a part of a sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.rewrite import Editor, argument, number, rewrite
+from autopar.ir.tensor import TensorType
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+# Losses whose mean is over the elements of their broadcast operands -> position of `reduction`.
+_ELEMENTWISE = {
+    "aten.mse_loss": 2,
+    "aten.l1_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2,
+    "aten.kl_div": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}
+_LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
+
+
+def lower_means(graph: Graph) -> Graph:
+    """`graph` with means, and losses that are means, as a sum and a division by the count.
+
+    The count is a number, or, for labels of which some may be ignored, the sum of those that are
+    not. Class weights, whose sum would be the count, stay as they are, and so does float16, whose
+    sums overflow.
+    """
+
+    def lower(node: Node, editor: Editor) -> Node | Ref | None:
+        if node.is_leaf or len(node.types) != 1 or node.type.dtype == "f16":
+            return None
+        if node.op in ("aten.mean", "aten.mean.dim"):
+            return _mean(node, editor)
+        if node.op in _ELEMENTWISE:
+            return _elementwise(node, editor)
+        if node.op in _LABELLED:
+            return _labelled(node, editor)
+        return None
+
+    return rewrite(graph, lower)
+
+
+def _mean(node: Node, editor: Editor) -> Node | None:
+    whole = editor[node.inputs[0]].type
+    if node.type.numel == 0 or whole.numel == 0:
+        return None
+    op = "aten.sum" if node.op == "aten.mean" else "aten.sum.dim_IntList"
+    total = replace(node, name=editor.fresh(f"{node.name}_sum"), op=op)
+    return _divided(node, total, whole.numel // node.type.numel, editor)
+
+
+def _divided(node: Node, total: Node, count: Arg, editor: Editor) -> Node:
+    """`total / count` under the name of `node`."""
+    editor.put(total)
+    return replace(node, op="aten.div.Tensor", args=(Ref(total.name), count), kwargs=())
+
+
+def _summed(node: Node, position: int, editor: Editor) -> Node:
+    """The loss with its sum as result."""
+    head = (*node.args, *(None,) * position)[:position]
+    rest = node.args[position + 1 :]
+    kwargs = tuple(item for item in node.kwargs if item[0] != "reduction")
+    name = editor.fresh(f"{node.name}_sum")
+    return replace(node, name=name, args=(*head, _SUM, *rest), kwargs=kwargs)
+
+
+def _elementwise(node: Node, editor: Editor) -> Node | None:
+    position = _ELEMENTWISE[node.op]
+    if argument(node, position, "reduction", _MEAN) != _MEAN:
+        return None
+    # `weight` and `pos_weight` may be wider than the losses; they do not count.
+    shapes = [editor[name].type.shape for name in node.inputs[:2]]
+    count = TensorType(node.type.dtype, _broadcast(*shapes)).numel
+    return _divided(node, _summed(node, position, editor), count, editor) if count else None
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    rank = max(len(a), len(b))
+    a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
+    return tuple(m if n == 1 else n for m, n in zip(a, b, strict=True))
+
+
+def _labelled(node: Node, editor: Editor) -> Node | None:
+    weight = argument(node, 2, "weight")
+    if weight is not None or argument(node, 3, "reduction", _MEAN) != _MEAN:
+        return None
+    scores, labels = (editor[name] for name in node.inputs[:2])
+    shape = scores.type.shape
+    count: Arg
+    if labels.type.floating:  # probabilities: every position counts
+        count = scores.type.numel // shape[1 if len(shape) > 1 else 0] if scores.type.numel else 0
+        if not count:
+            return None
+    else:
+        ignored = number(argument(node, 4, "ignore_index"), -100)
+        kind = TensorType("bool", labels.type.shape)
+        counted = editor.new("counted", "aten.ne.Scalar", (Ref(labels.name), ignored), kind, node)
+        count = editor.new("count", "aten.sum", (counted,), TensorType("i64", ()), node)
+    return _divided(node, _summed(node, 3, editor), count, editor)

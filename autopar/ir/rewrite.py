@@ -1,0 +1,130 @@
+"""What a pass is written with: one walk over a graph in execution order, then dead code dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.tensor import TensorType
+
+
+class Editor:
+    """The graph that a walk has written so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._renamed: dict[str, str] = {}
+        self.fresh = Names(node.name for node in graph.nodes)
+
+    def __getitem__(self, name: str) -> Node:
+        return self.nodes[name]
+
+    def resolve(self, name: str) -> str:
+        """The value that now stands for the value `name` of the graph that is walked over."""
+        return self._renamed.get(name, name)
+
+    def new(self, hint: str, op: str, args: tuple[Arg, ...], kind: TensorType, like: Node) -> Ref:
+        """Append an operator with one result, named after `hint`; its source is that of `like`."""
+        node = Node(self.fresh(hint), op, args, (), (kind,), like.source)
+        flows = kind.floating and any(self.nodes[name].requires_grad for name in node.inputs)
+        node = replace(node, requires_grad=flows)
+        self.nodes[node.name] = node
+        return Ref(node.name)
+
+    def put(self, node: Node) -> None:
+        """Append `node` under its own name."""
+        self.nodes[node.name] = node
+
+    def substitute(self, name: str, value: str) -> None:
+        """Have later readers of `name` read `value`."""
+        self._renamed[name] = value
+
+
+class Names:
+    """Gives out names that are not taken: "x", "x_1", "x_2", ..."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, hint: str) -> str:
+        """A name that has not been given out, `hint` itself if possible."""
+        name = hint
+        while name in self._taken:
+            self._counts[hint] = self._counts.get(hint, 0) + 1
+            name = f"{hint}_{self._counts[hint]}"
+        self._taken.add(name)
+        return name
+
+
+Rule = Callable[[Node, Editor], Node | Ref | None]
+
+
+def rewrite(graph: Graph, rule: Rule) -> Graph:
+    """`graph` with `rule` applied to every node in execution order, dead operators dropped.
+
+    The rule gets a node that already reads the rewritten values, and may append operators to the
+    editor. It returns None to keep the node, another node to put in its place, or a reference to
+    the value that stands for it from now on. What autograd keeps and where repeats are is
+    forgotten: both are found again at the end of `prepare`.
+    """
+    editor = Editor(graph)
+    for node in graph.nodes:
+        if any(editor.resolve(name) != name for name in node.inputs):
+            node = node.map_refs(lambda name: Ref(editor.resolve(name)))
+        if node.alias is not None or node.saved or node.saved_types:
+            node = replace(node, alias=None, saved=(), saved_types=())
+        found = rule(node, editor)
+        if isinstance(found, Ref):
+            editor.substitute(node.name, found.name)
+        else:
+            editor.put(node if found is None else found)
+    nodes = sorted(editor.nodes.values(), key=lambda node: not node.is_leaf)
+    outputs = tuple((user, editor.resolve(name)) for user, name in graph.outputs)
+    loss = None if graph.loss is None else editor.resolve(graph.loss)
+    return eliminate_dead(Graph(graph.name, tuple(nodes), outputs, loss))
+
+
+def eliminate_dead(graph: Graph) -> Graph:
+    """`graph` without operators that reach no output; leaves and writes in place stay.
+
+    Unread parameters and buffers stay because they belong to the model's state, unread inputs
+    because they belong to its signature.
+    """
+    live = {name for _, name in graph.outputs} | {graph.loss}
+    for node in reversed(graph.nodes):
+        if node.name in live or writes(node):
+            live.add(node.name)
+            live.update(node.inputs)
+    nodes = tuple(node for node in graph.nodes if node.is_leaf or node.name in live)
+    if len(nodes) == len(graph.nodes):
+        return graph
+    return replace(graph, nodes=nodes, repeats=())
+
+
+def writes(node: Node) -> tuple[str, ...]:
+    """The values that an operator writes in place: `aten.add_`, a batch norm's running figures."""
+    if node.op == "aten.batch_norm" and argument(node, 5, "training") is True:
+        places = (argument(node, 3, "running_mean"), argument(node, 4, "running_var"))
+        return tuple(value.name for value in places if isinstance(value, Ref))
+    base = node.op.split(".")[1] if "." in node.op else ""
+    # aten.__and__ and its kin are operators of Python, not writes.
+    if base.endswith("_") and not base.endswith("__"):
+        return node.inputs[:1]
+    return ()
+
+
+def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:
+    """The argument at `position`, else the keyword `name`, else `default`."""
+    return node.args[position] if position < len(node.args) else node.keyword(name, default)
+
+
+def number(value: Arg, default: int) -> int:
+    """`value` if it is an integer, else `default`."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def dimension(value: Arg, rank: int, default: int = 0) -> int:
+    """A dimension argument counted from the front."""
+    return number(value, default) % max(rank, 1)

@@ -1,0 +1,184 @@
+"""Shares: the identity between a value and its readers, where it is resharded once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Graph, Node, Ref, Repeat
+from autopar.ir.rewrite import Names, writes
+
+_OUTSIDE = (-1, -1)
+Home = tuple[int, int]  # (run, block)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of equal blocks in a graph without shares. Places count operators, not leaves.
+
+    Attributes:
+        start: place of the first operator.
+        period: operators a block.
+        count: number of blocks.
+        entering: (place in the block, number of the operand) -> number of the carried value there.
+        ends: for each carried value the place in the block that makes it for the next one.
+        starts: for each carried value what enters the first block.
+        own: for each block the leaves that it alone reads, aligned.
+    """
+
+    start: int
+    period: int
+    count: int
+    entering: dict[tuple[int, int], int]
+    ends: tuple[int, ...]
+    starts: tuple[str, ...]
+    own: tuple[tuple[str, ...], ...]
+
+    @property
+    def stop(self) -> int:
+        """The place after the last operator."""
+        return self.start + self.covered
+
+    @property
+    def covered(self) -> int:
+        """Number of operators in all blocks."""
+        return self.period * self.count
+
+
+def insert_shares(graph: Graph, runs: Sequence[Run] = ()) -> Graph:
+    """`graph` with `autopar.share`s between values and their readers, and with `runs` as repeats.
+
+    A parameter that is read at all has one share, any other value if two operators or more read it.
+    Each block of a run reads a carried value by one share of its own, which begins the block. What
+    is read inside its own block is shared there, what all blocks read before the run. Outputs stay
+    the values themselves. A buffer that is written in place has no share, so that the order of
+    reads and writes is what it was.
+    """
+    return _Sharing(graph, runs).result()
+
+
+class _Sharing:
+    """The shares of a graph, by the reads that they stand for."""
+
+    def __init__(self, graph: Graph, runs: Sequence[Run]) -> None:
+        self.graph, self.runs = graph, runs
+        self.operators = [node for node in graph.nodes if not node.is_leaf]
+        self.fresh = Names(node.name for node in graph.nodes)
+        self.written = {name for node in self.operators for name in writes(node)}
+        self.home: dict[str, Home] = {}
+        for number, run in enumerate(runs):
+            for place in range(run.start, run.stop):
+                block = (place - run.start) // run.period
+                self.home[self.operators[place].name] = (number, block)
+            for block, leaves in enumerate(run.own):
+                self.home.update((leaf, (number, block)) for leaf in leaves)
+        self.entries: dict[tuple[int, int, int], Node] = {}
+        self.before: dict[str, list[Node]] = {}
+        self.after: dict[str, list[Node]] = {}
+        self.ahead: dict[int, list[Node]] = {}
+        self.behind: dict[int, list[Node]] = {}
+
+    def result(self) -> Graph:
+        """The graph with all shares."""
+        for number, run in enumerate(self.runs):
+            for block in range(run.count):
+                for carried, end in enumerate(run.ends):
+                    place = run.start + (block - 1) * run.period + end
+                    value = self.operators[place].name if block else run.starts[carried]
+                    self.entries[number, block, carried] = self._share(value)
+        shares = {group: self._place(group, readers) for group, readers in self._groups().items()}
+        nodes = [node for node in self.graph.nodes if node.is_leaf]
+        blocks: dict[Home, list[str]] = {}
+        for number, run in enumerate(self.runs):
+            for block, leaves in enumerate(run.own):
+                blocks[number, block] = list(leaves)
+        for place, node in enumerate(self.operators):
+            home = self.home.get(node.name, _OUTSIDE)
+            if home != _OUTSIDE:
+                run = self.runs[home[0]]
+                if place == run.start:
+                    nodes += self.ahead.get(home[0], [])
+                if (place - run.start) % run.period == 0:
+                    made = [self.entries[(*home, carried)] for carried in range(len(run.ends))]
+                    blocks[home] += [share.name for share in made]
+                    nodes += made
+            read = self._reading(place, node, shares)
+            made = [*self.before.get(node.name, []), read, *self.after.get(node.name, [])]
+            nodes += made
+            if home != _OUTSIDE:
+                blocks[home] += [item.name for item in made]
+                if place == self.runs[home[0]].stop - 1:
+                    nodes += self.behind.get(home[0], [])
+        return replace(self.graph, nodes=tuple(nodes), repeats=tuple(self._repeats(blocks)))
+
+    def _repeats(self, blocks: dict[Home, list[str]]) -> Iterator[Repeat]:
+        for number, run in enumerate(self.runs):
+            iterations = tuple(tuple(blocks[number, block]) for block in range(run.count))
+            ends = [self.operators[run.start + end].name for end in run.ends]
+            yield Repeat(iterations, tuple(zip(run.starts, ends, strict=True)))
+
+    def _share(self, value: str) -> Node:
+        node = self.graph[value]
+        return replace(
+            node, name=self.fresh(f"{value}_share"), op="autopar.share", args=(Ref(value),),
+            kwargs=(), alias=value, saved=(), saved_types=(),
+        )  # fmt: skip
+
+    def _entry(self, place: int, node: Node, slot: int) -> tuple[int, int, int] | None:
+        """The carried value that an operand is: (run, block, number)."""
+        number, block = self.home.get(node.name, _OUTSIDE)
+        if number < 0:
+            return None
+        run = self.runs[number]
+        carried = run.entering.get(((place - run.start) % run.period, slot))
+        return None if carried is None else (number, block, carried)
+
+    def _group(self, value: str, reader: str) -> tuple[str, Home]:
+        """Reads in the value's own block belong together, and so do all others."""
+        home = self.home.get(value, _OUTSIDE)
+        return value, home if self.home.get(reader, _OUTSIDE) == home else _OUTSIDE
+
+    def _groups(self) -> dict[tuple[str, Home], list[str]]:
+        """The groups of reads that want a share, with their readers."""
+        groups: dict[tuple[str, Home], dict[str, None]] = {}
+        for place, node in enumerate(self.operators):
+            for slot, value in enumerate(node.inputs):
+                if self._entry(place, node, slot) is None:
+                    groups.setdefault(self._group(value, node.name), {})[node.name] = None
+        return {
+            (value, home): list(readers)
+            for (value, home), readers in groups.items()
+            if (len(readers) > 1 or self.graph[value].op == "param")
+            and len(self.graph[value].types) == 1
+            and value not in self.written
+        }
+
+    def _place(self, group: tuple[str, Home], readers: list[str]) -> str:
+        """Make a share and put it right after its value, or a leaf's before its first reader."""
+        (value, home), first = group, readers[0]
+        share = self._share(value)
+        made_in = self.home.get(value, _OUTSIDE)
+        if not self.graph[value].is_leaf:
+            if home == made_in:
+                self.after.setdefault(value, []).append(share)
+            else:
+                self.behind.setdefault(made_in[0], []).append(share)
+        elif home == self.home.get(first, _OUTSIDE):
+            self.before.setdefault(first, []).append(share)
+        else:
+            self.ahead.setdefault(self.home[first][0], []).append(share)
+        return share.name
+
+    def _reading(self, place: int, node: Node, shares: dict[tuple[str, Home], str]) -> Node:
+        """`node` with its reads led through shares."""
+        reads = []
+        for slot, value in enumerate(node.inputs):
+            entry = self._entry(place, node, slot)
+            if entry is not None:
+                reads.append(self.entries[entry].name)
+            else:
+                reads.append(shares.get(self._group(value, node.name), value))
+        following = iter(reads)
+        return (
+            node.map_refs(lambda _: Ref(next(following))) if tuple(reads) != node.inputs else node
+        )
