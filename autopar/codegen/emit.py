@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.scope import Held, Printer, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
@@ -28,9 +29,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         price: seconds of one collective, for the comments and the choice of steps.
 
     Returns:
-        Python text that defines MESH, OUTPUTS, `parameters()` and `forward(mesh, p, batch)`, where
-        `p` holds the local parameters and buffers by `Parameter.key` and `batch` the whole inputs
-        by name. `forward` returns the graph's outputs by name in the layouts of OUTPUTS.
+        Python text that defines MESH, INPUTS and OUTPUTS (name -> type or layout), LOSS, RANDOM,
+        `parameters()` and `forward(mesh, p, batch)`, where `p` holds the local parameters and
+        buffers by `Parameter.key` and `batch` the whole inputs by name. `forward` returns the
+        graph's outputs by name in the layouts of OUTPUTS.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -43,6 +45,9 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         f'    "{name}": "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
         for name, node in graph.outputs
     )
+    inputs = "".join(f'    "{leaf.target}": "{leaf.type}",\n' for leaf in graph.leaves("input"))
+    loss = next((name for name, node in graph.outputs if node == graph.loss), None)
+    random = any(draws_random_numbers(node) for node in graph.folded)
     table = _parameters(printer, blocks)
     functions = [block.source for block in blocks] + [body]
     code = "\n\n\n".join([table, *functions])
@@ -56,7 +61,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     return (
         f"{_header(graph, plan)}\n"
         + "\n".join(_sorted_imports(imports))
-        + f'\n\n{constants}MESH = "{plan.mesh}"\nOUTPUTS = {{\n{outputs}}}\n\n\n{code}\n'
+        + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
+        + f"OUTPUTS = {{\n{outputs}}}\n"
+        + (f'LOSS = "{loss}"\n' if loss else "LOSS = None\n")
+        + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 
 
@@ -226,11 +234,7 @@ def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
 
 def _common_module(graph: Graph, repeat: Repeat) -> str:
     """The last word of the module path that the parameters of the first block share."""
-    paths = [
-        graph[name].source.module.split(".")
-        for name in repeat.iterations[0]
-        if graph[name].source.module
-    ]
+    paths = [graph[name].target.split(".") for name in repeat.iterations[0] if graph[name].is_leaf]
     common: list[str] = []
     for words in zip(*paths, strict=False):
         if len(set(words)) > 1:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType
+from typing import Any
 
 import torch
 
 from autopar.ir.graph import Arg, Name, Node, Ref
+from autopar.ir.interpret import TORCH_DTYPES
 
-_DTYPES = {
-    "bool": "bool", "u8": "uint8", "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
-    "f8e4": "float8_e4m3fn", "f8e5": "float8_e5m2", "f16": "float16", "bf16": "bfloat16",
-    "f32": "float32", "f64": "float64", "c64": "complex64", "c128": "complex128",
-}  # fmt: skip
 _INFIX = {
     "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
     "__and__.Tensor": "&", "__or__.Tensor": "|", "pow.Tensor_Scalar": "**", "matmul": "@",
@@ -74,7 +71,7 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
     if isinstance(arg, Ref):
         return next(names)
     if isinstance(arg, Name):
-        return f"torch.{_DTYPES.get(arg.text, arg.text)}"
+        return str(TORCH_DTYPES.get(arg.text, f"torch.{arg.text}"))
     if isinstance(arg, tuple):
         items = [_text(item, names) for item in arg]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
@@ -111,12 +108,24 @@ def _function(op: str) -> str:
     return op
 
 
-def _takes_device(op: str) -> bool:
-    found = torch.ops
+def _overload(op: str) -> Any:
+    found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part)
-    overload = found if hasattr(found, "_schema") else found.default
-    return any(argument.name == "device" for argument in overload._schema.arguments)
+    return found if hasattr(found, "_schema") else found.default
+
+
+def _takes_device(op: str) -> bool:
+    return any(argument.name == "device" for argument in _overload(op)._schema.arguments)
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """Whether an operator's result depends on a generator's state."""
+    if node.is_leaf or not node.op.startswith("aten."):
+        return False
+    if node.op == "aten.scaled_dot_product_attention":
+        return bool(dict(enumerate(node.args)).get(4))
+    return torch.Tag.nondeterministic_seeded in _overload(node.op).tags
 
 
 def _linear(node: Node, args: list[str], keywords: Keywords) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 from collections.abc import Callable, Iterable
@@ -17,7 +18,26 @@ from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import NodePlan, Plan
 
 WIDTH = 100
-RESERVED = ("torch", "F", "aten", "mesh", "p", "batch", "i", "names", "stored", "Piece")
+RESERVED = (
+    *dir(builtins),
+    "torch",
+    "F",
+    "aten",
+    "mesh",
+    "p",
+    "batch",
+    "i",
+    "names",
+    "stored",
+    "Piece",
+)
+_WORDS = {
+    "scaled_dot_product_attention": "attention",
+    "cross_entropy_loss": "cross_entropy",
+    "slice": "part",
+    "sum": "total",
+    "pow": "power",
+}
 # Operators after which their module is named in the user's code: their result bears that name.
 _NAMED_AFTER_MODULE = (
     "aten.linear", "aten.layer_norm", "aten.rms_norm", "aten.embedding", "aten.gelu", "aten.silu",
@@ -119,12 +139,16 @@ class Scope:
 
     def line(self, code: str, note: str = "") -> None:
         """One statement with its comment: beside it if it fits, else above."""
-        if not note:
-            self.lines.append(code)
-        elif len(code) + len(note) + 8 <= WIDTH:
+        if note and len(code) + len(note) + 8 <= WIDTH:
             self.lines.append(f"{code:<56}  # {note}")
+            return
+        if note:
+            self.lines.append(f"# {note}")
+        if len(code) + 4 > WIDTH and code.endswith(")"):
+            call, _, arguments = code.partition("(")
+            self.lines += [f"{call}(", f"    {arguments[:-1]}", ")"]
         else:
-            self.lines += [f"# {note}", code]
+            self.lines.append(code)
 
     def operand(self, value: str, wanted: Layout) -> str:
         """The variable that holds `value` in the layout `wanted`, written down if need be."""
@@ -272,7 +296,7 @@ class Scope:
         if node.op in _NAMED_AFTER_MODULE and module.isidentifier():
             return module
         word = node.op.split(".")[1] if "." in node.op else node.op
-        return "attention" if word == "scaled_dot_product_attention" else word.strip("_")
+        return _WORDS.get(word, word).strip("_")
 
     def _cite(self, source: Source) -> None:
         """The user's line, where it is another than the one before."""

@@ -18,14 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.codegen.collectives import Communicator
 from autopar.errors import StateError
+from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.tensor import Layout
-
-_DTYPES = {
-    "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
-    "i32": torch.int32, "i64": torch.int64, "f8e4": torch.float8_e4m3fn,
-    "f8e5": torch.float8_e5m2, "f16": torch.float16, "bf16": torch.bfloat16,
-    "f32": torch.float32, "f64": torch.float64, "c64": torch.complex64, "c128": torch.complex128,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,6 +135,17 @@ class State:
                 shards[number] = self._shard(full, self.parameters[number], device)
         return [shard for shard in shards if shard is not None]
 
+    def empty(self, device: torch.device | str = "cpu") -> list[Tensor]:
+        """Local tensors of the right shapes and dtypes, to be loaded later."""
+        return [
+            torch.empty(
+                Layout(p.layout.dims).local_shape(p.shape, self.comm.mesh),
+                dtype=TORCH_DTYPES[p.dtype],
+                device=device,
+            )
+            for p in self.parameters
+        ]
+
     def _find(self, state_dict: Mapping[str, Tensor], name: str) -> Tensor:
         """The tensor called `name` or by one of its tied names."""
         names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
@@ -160,7 +165,7 @@ class State:
             piece = parameter.piece
             part = part.narrow(piece.dim, piece.start, piece.length)
         local = self.comm.shard(part, Layout(parameter.layout.dims))
-        return local.to(device, _DTYPES[parameter.dtype], copy=True)
+        return local.to(device, TORCH_DTYPES[parameter.dtype], copy=True)
 
     def _check(self, state_dict: Mapping[str, Tensor]) -> None:
         present = {self.tied.get(name, name) for name in state_dict}

@@ -18,16 +18,10 @@ import numpy as np
 
 from autopar.cost.model import CostModel, Work
 from autopar.errors import InfeasibleError, UnknownOperatorError
-from autopar.intra_op.options import (
-    Option,
-    operand_types,
-    operator_options,
-    parameter_options,
-    whole_options,
-)
+from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
-from autopar.intra_op.rule import OpRule, Signature, resolve
+from autopar.intra_op.rule import OpRule
 from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
@@ -119,11 +113,8 @@ class Builder:
 
     def add(self, node: Node) -> None:
         """One operator, input or buffer."""
-        signature: Signature | None = None
-        rule = self.table.get(node.op)
-        if node.is_leaf:
-            options = whole_options(self.graph, node)
-        elif rule is None:
+        options, signature = node_options(self.graph, node, self.mesh, self.table)
+        if signature is None and not node.is_leaf:
             if self.unknown_ops == "error":
                 raise UnknownOperatorError(
                     f"{node.op} has no sharding rule",
@@ -131,10 +122,6 @@ class Builder:
                     todo='add a rule, or pass unknown_ops="replicate" to run it whole',
                 )
             self.replicated.append(node.name)
-            options = whole_options(self.graph, node)
-        else:
-            signature = resolve(rule, node, operand_types(self.graph, node), node.types)
-            options = operator_options(signature, self.mesh)
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
         flops = signature.flops if signature else float(node.type.numel)

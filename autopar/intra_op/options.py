@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.intra_op.rule import Signature
+from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
@@ -66,9 +66,20 @@ def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Op
             yield Option(label, (keep,), (use,), 1.0, stored=keep)
 
 
-def operator_options(signature: Signature, mesh: Mesh) -> tuple[Option, ...]:
-    """One choice for each strategy of an operator; running it whole comes first."""
-    return tuple(
+def node_options(
+    graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule]
+) -> tuple[tuple[Option, ...], Signature | None]:
+    """The choices of one node that is no parameter, and its signature where it has a rule.
+
+    Running it whole comes first. It is the only choice of inputs, buffers and operators without a
+    rule.
+    """
+    rule = table.get(node.op)
+    if node.is_leaf or rule is None:
+        return whole_options(graph, node), None
+    signature = resolve(rule, node, operand_types(graph, node), node.types)
+    options = tuple(
         Option(str(s), s.operands, s.results, s.share(signature.sizes, mesh))
         for s in strategies(signature, mesh)
     )
+    return options, signature

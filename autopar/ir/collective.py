@@ -84,6 +84,7 @@ class Resharder:
         self.mesh = mesh
         self.price = price
         self._prices: dict[Collective, float] = {}
+        self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
         self._trees: dict[
             tuple[TensorType, Layout, bool], dict[Layout, tuple[float, Layout | None, Step | None]]
         ] = {}
@@ -156,11 +157,22 @@ class Resharder:
             if layout in done:
                 continue
             done[layout] = (cost, previous, step)
-            for move in moves(layout, tensor, self.mesh, grad):
+            for price, move in self._priced_moves(layout, tensor, grad):
                 if move.dst not in done:
-                    total = cost + sum(self._price(c) for c in move.collectives)
-                    heapq.heappush(heap, (total, length + 1, next(ticket), move.dst, layout, move))
+                    entry = (cost + price, length + 1, next(ticket), move.dst, layout, move)
+                    heapq.heappush(heap, entry)
         return done
+
+    def _priced_moves(
+        self, layout: Layout, tensor: TensorType, grad: bool
+    ) -> list[tuple[float, Step]]:
+        key = (tensor, layout, grad)
+        if key not in self._moves:
+            self._moves[key] = [
+                (sum(self._price(c) for c in move.collectives), move)
+                for move in moves(layout, tensor, self.mesh, grad)
+            ]
+        return self._moves[key]
 
     def _price(self, collective: Collective) -> float:
         if collective not in self._prices:
