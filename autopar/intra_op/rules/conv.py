@@ -40,10 +40,13 @@ def _trailing(space: int) -> str:
 
 
 _CONV_EXAMPLES = {
-    1: ("f64[4, 4, 5], f64[6, 4, 2], f64[6]", "f64[2, 4, 5], f64[4, 2, 2], f64[4], 1, 0, 1, 2"),
+    1: (
+        "f64[4, 4, 5], f64[6, 4, 2], f64[6]",
+        "f64[2, 4, 5], f64[4, 2, 2], f64[4], (1,), (0,), (1,), 2",
+    ),
     2: (
         "f64[2, 4, 4, 3], f64[6, 4, 2, 2], f64[6], (2, 1), (1, 0)",
-        "f64[2, 4, 4, 3], f64[4, 2, 2, 2], None, 1, 0, 1, 2",
+        "f64[2, 4, 4, 3], f64[4, 2, 2, 2], None, (1, 1), (0, 0), (1, 1), 2",
     ),
     3: ("f64[2, 4, 2, 3, 2], f64[6, 4, 1, 2, 2], f64[6]",),
 }
@@ -55,7 +58,7 @@ _TRANSPOSED_EXAMPLES = {
 
 def _convolutions() -> tuple[OpRule, ...]:
     plain = [(f"aten.conv{n}d", n, 6, _CONV_EXAMPLES[n]) for n in (1, 2, 3)]
-    same = ("f64[2, 4, 3, 3], f64[6, 4, 2, 2], f64[6], 1, 'same'",)
+    same = ("f64[2, 4, 3, 3], f64[6, 4, 3, 1], f64[6], (1, 1), 'same'",)
     plain.append(("aten.conv2d.padding", 2, 6, same))
     plain += [
         (f"aten.conv_transpose{kind}", int(kind[0]), 6, examples)

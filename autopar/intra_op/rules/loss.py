@@ -43,7 +43,7 @@ def _elementwise(position: int) -> Callable[[Node, tuple[TensorType, ...]], str]
 _SCORES = "f64[4, 6]"
 _CLASSES = (
     f"{_SCORES}, i64[4]<6, None, 2",
-    f"{_SCORES}, i64[4]<6, f64[6]>0, 2, 3",
+    f"{_SCORES}, i64[4]<6, const f64[6]>0, 2, 3",
     "f64[4, 3, 6], i64[4, 6]<3, None, 0",
     f"{_SCORES}, i64[4]<6",
     "f64[6], i64[]<6, None, 2",

@@ -199,7 +199,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "transpose.int": (_transpose, (f"{_X}, 1, -1",)),
     "swapaxes": (_transpose, (f"{_X}, 0, 1",)),
     "t": (_reverse, ("f64[4, 6]", "f64[4]")),
-    "numpy_T": (_reverse, (_X,)),
+    "numpy_T": (_reverse, ("f64[4, 6]",)),
     "permute": (_permute, (f"{_X}, (2, 0, 1)",)),
     "movedim.int": (_movedim, (f"{_X}, 0, -1",)),
     "movedim.intlist": (_movedim, (f"{_X}, (0, 1), (2, 0)",)),

@@ -1,0 +1,335 @@
+"""Proofs of rules: shard the operands, run the operator on every rank, recombine, compare.
+
+A rule claims that its layouts are right in both directions. Here the claim is put to the test with
+no process group: on every example of the rule and every strategy of small meshes the operator runs
+once whole and once for each rank, on the parts that the layouts deal out. What is owed a sum is
+dealt out as random parts of that sum. Forwards the ranks' results must recombine to the whole one;
+backwards, from a gradient dealt out likewise, the gradients of the operands must.
+
+    kind    value on a rank          gradient on a rank
+    S       its slice                its slice
+    R       the whole                the whole
+    V       the whole                a part of the sum
+    P       a part of the sum        the whole
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError, RuleError
+from autopar.intra_op.rule import OpRule, Signature, resolve
+from autopar.intra_op.strategy import Strategy, strategies
+from autopar.ir.graph import Node
+from autopar.ir.interpret import TORCH_DTYPES, execute, tensor_type
+from autopar.ir.localise import localise
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.text import parse_graph
+
+_OPERAND = re.compile(r"(const )?((?:bool|[fiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
+_UNDETERMINED = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty")
+_TOLERANCE = 1e-9  # of float64, relative to the largest element
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A strategy that is wrong.
+
+    Attributes:
+        op, example, mesh, strategy: where, as text.
+        rank: the first rank that differs.
+        value: what differs: "result 0", "gradient of operand 1", or the error that was raised.
+        difference: the largest difference, infinite where there is nothing to compare.
+    """
+
+    op: str
+    example: str
+    mesh: str
+    strategy: str
+    rank: int
+    value: str
+    difference: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}({self.example}) under {self.strategy!r} of {self.mesh}: "
+            f"{self.value} differs by {self.difference:.3g} on rank {self.rank}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one rule.
+
+    Attributes:
+        op: operator name.
+        strategies: number of strategies that were run.
+        failures: every strategy that was wrong.
+    """
+
+    op: str
+    strategies: int
+    failures: tuple[Failure, ...]
+
+    @property
+    def proved(self) -> bool:
+        """Whether something was run and nothing was wrong."""
+        return self.strategies > 0 and not self.failures
+
+    def __str__(self) -> str:
+        verdict = "\n".join(map(str, self.failures)) or "proved"
+        return f"{self.op}: {self.strategies} strategies, {verdict}"
+
+
+def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
+    """Run a rule's examples under every strategy, on one axis of each size and on two axes.
+
+    Operators that draw random numbers, or leave memory as it is, are compared by shape only.
+
+    Raises:
+        RuleError: an example cannot be read or run, or the rule does not fit it.
+    """
+    meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
+    meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
+    count = 0
+    failures: list[Failure] = []
+    with torch.random.fork_rng(devices=[]):
+        for example in rule.examples:
+            case = _case(rule, example)
+            for mesh in meshes:
+                found = strategies(case.signature, mesh)
+                count += len(found)
+                failures += [f for s in found if (f := case.failure(s, mesh)) is not None]
+    return Report(rule.op, count, tuple(failures))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One example of a rule, and what it gives when it is run whole.
+
+    Attributes:
+        rule, example: what is proved.
+        node: the operator, typed.
+        operands: their values; those that take a gradient ask for one.
+        results: of the whole run.
+        cotangents: a random gradient of every result.
+        gradients: of every operand, None where there is none.
+        random: whether only shapes can be compared.
+        generator: of random parts.
+    """
+
+    rule: OpRule
+    example: str
+    node: Node
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    cotangents: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+    random: bool
+    generator: torch.Generator
+
+    @cached_property
+    def signature(self) -> Signature:
+        types = tuple(tensor_type(value) for value in self.operands)
+        return resolve(self.rule, self.node, types, self.node.types)
+
+    def failure(self, strategy: Strategy, mesh: Mesh) -> Failure | None:
+        """What is wrong with one strategy; the worst difference, if there is any."""
+        try:
+            differences = list(self._differences(strategy, mesh))
+        except (AutoparError, RuntimeError, IndexError) as error:
+            differences = [(math.inf, 0, f"{type(error).__name__}: {str(error).splitlines()[0]};")]
+        difference, rank, value = max(differences, default=(0.0, 0, ""))
+        if difference <= _TOLERANCE:
+            return None
+        where = (self.rule.op, self.example, str(mesh), str(strategy))
+        return Failure(*where, rank, value, difference)
+
+    def _differences(self, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[float, int, str]]:
+        """(difference, rank, what differs) of every result and gradient."""
+        layouts = (strategy.operands, strategy.results)
+        inputs = [
+            self._deal(value.detach(), layout, layout.partial, mesh)
+            for value, layout in zip(self.operands, layouts[0], strict=True)
+        ]
+        owed = [
+            self._deal(value, layout, layout.varying, mesh)
+            for value, layout in zip(self.cotangents, layouts[1], strict=True)
+        ]
+        node = localise(self.node, strategy.results, mesh)
+        wants = [value.requires_grad for value in self.operands]
+        runs = []
+        for rank in range(mesh.size):
+            local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
+            runs.append(_run(node, local, [part[rank] for part in owed], self.random))
+        for i, (whole, layout) in enumerate(zip(self.results, layouts[1], strict=True)):
+            parts = [results[i] for results, _ in runs]
+            worst = _worst(whole, parts, layout, layout.partial, mesh, self.random)
+            yield *worst, f"result {i}"
+        for i, (gradient, layout) in enumerate(zip(self.gradients, layouts[0], strict=True)):
+            if gradient is not None and not self.random:
+                found = [gradients[i] for _, gradients in runs]
+                worst = _worst(gradient, found, layout, layout.varying, mesh, False)
+                yield *worst, f"gradient of operand {i}"
+
+    def _deal(
+        self, value: Tensor, layout: Layout, owed: tuple[str, ...], mesh: Mesh
+    ) -> list[Tensor]:
+        """Every rank's own copy of its part: random parts of a sum along `owed`, and slices."""
+        groups = mesh.groups(owed)
+        parts = [_noise(value, self.generator) for _ in groups[0][1:]]
+        parts.insert(0, value - sum(parts) if parts else value)
+        return [
+            _slice(part, layout, rank, mesh).clone(memory_format=torch.contiguous_format)
+            for rank, part in sorted(
+                pair for group in groups for pair in zip(group, parts, strict=True)
+            )
+        ]
+
+
+def _case(rule: OpRule, example: str) -> _Case:
+    """Read and run one example.
+
+    Raises:
+        RuleError: it cannot be read, torch refuses it, or the rule does not fit it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    operands: list[Tensor] = []
+
+    def operand(match: re.Match[str]) -> str:
+        operands.append(_draw(match, generator))
+        return f"%x{len(operands) - 1}"
+
+    text = f"graph 'example'\n%y = {rule.op}({_OPERAND.sub(operand, example)}) : ()"
+    try:
+        node = parse_graph(text).nodes[0]
+        torch.manual_seed(0)
+        results, _ = _run(node, operands, [], forward_only=True)
+        torch.manual_seed(1)
+        again, _ = _run(node, operands, [], forward_only=True)
+        cotangents = [_noise(result, generator) for result in results]
+        _, gradients = _run(node, operands, cotangents)
+    except (AutoparError, RuntimeError, TypeError) as error:
+        raise RuleError(
+            f"cannot run an example of {rule.op}", where=example, why=str(error)
+        ) from error
+    random = rule.op in _UNDETERMINED or any(map(_difference, results, again))
+    node = replace(
+        node,
+        types=tuple(tensor_type(result) for result in results),
+        requires_grad=any(result.requires_grad for result in results),
+    )
+    detached = tuple(result.detach() for result in results)
+    return _Case(
+        rule, example, node, tuple(operands), detached, tuple(cotangents), tuple(gradients),
+        random, generator,
+    )  # fmt: skip
+
+
+def _draw(match: re.Match[str], generator: torch.Generator) -> Tensor:
+    """A random operand: "f64[4]", positive "f64[4]>0", from 0 up to 8 "i64[4]<8"; "const" takes
+    no gradient."""
+    constant, text, relation, bound = match.groups()
+    kind = TensorType.parse(text)
+    dtype = TORCH_DTYPES[kind.dtype]
+    if not kind.floating:
+        low, high = (1, 9) if relation == ">" else (0, int(bound or 2))
+        return torch.randint(low, high, kind.shape, generator=generator).to(dtype)
+    if relation is None:
+        value = torch.randn(kind.shape, dtype=dtype, generator=generator)
+    else:
+        value = torch.rand(kind.shape, dtype=dtype, generator=generator) * 0.9 + 0.05
+        value = value + 0.5 if relation == ">" else value * int(bound)
+    return value.requires_grad_(not constant)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers of the shape and dtype of `like`."""
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=like.dtype, generator=generator)
+    return torch.randint(0, 9, like.shape, generator=generator).to(like.dtype)
+
+
+def _run(
+    node: Node, operands: Sequence[Tensor], cotangents: Sequence[Tensor], forward_only: bool = False
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The results of `node`, and the gradients of the operands that ask for one.
+
+    In-place operators work on copies.
+    """
+    copies = [value.detach().clone().requires_grad_(value.requires_grad) for value in operands]
+    values: dict[str, Any] = dict(zip(node.inputs, copies, strict=True))
+    if node.op == "getitem":
+        values = {name: (value,) for name, value in values.items()}
+    value = execute(node, values, torch.device("cpu"))
+    results = [value] if isinstance(value, Tensor) else list(value)
+    gradients: list[Tensor | None] = [None] * len(copies)
+    if forward_only:
+        return results, gradients
+    pairs = zip(results, cotangents, strict=True)
+    flows = [(result, cotangent) for result, cotangent in pairs if result.requires_grad]
+    wanted = [i for i, copy in enumerate(copies) if copy.requires_grad]
+    if flows and wanted:
+        found = torch.autograd.grad(
+            [result for result, _ in flows],
+            [copies[i] for i in wanted],
+            [cotangent for _, cotangent in flows],
+            allow_unused=True,
+        )
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient
+    return results, gradients
+
+
+def _slice(value: Tensor, layout: Layout, rank: int, mesh: Mesh) -> Tensor:
+    """The part of `value` that a rank holds of its split dimensions."""
+    position = mesh.coordinate(rank)
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            length = value.shape[dim] // mesh.axis_size(axis)
+            value = value.narrow(dim, position[axis] * length, length)
+    return value
+
+
+def _worst(
+    whole: Tensor,
+    parts: Sequence[Tensor | None],
+    layout: Layout,
+    owed: tuple[str, ...],
+    mesh: Mesh,
+    shape_only: bool,
+) -> tuple[float, int]:
+    """Largest difference over ranks, and its rank, once what is owed is summed along `owed`."""
+    worst = (0.0, 0)
+    for group in mesh.groups(owed):
+        held = [part.detach() for part in map(parts.__getitem__, group) if part is not None]
+        for rank in group:
+            expected = _slice(whole, layout, rank, mesh)
+            if len(held) < len(group) or any(part.shape != expected.shape for part in held):
+                difference = math.inf
+            elif shape_only:
+                difference = 0.0
+            else:
+                total = held[0] if len(held) == 1 else torch.stack(held).sum(0)
+                difference = _difference(total, expected)
+            worst = max(worst, (difference, rank))
+    return worst
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Largest difference of two tensors of one shape, relative where the elements are large."""
+    a, b = one.detach().double().flatten(), other.detach().double().flatten()
+    unequal = (a != b) & ~(a.isnan() & b.isnan())
+    if not unequal.any():
+        return 0.0
+    difference = (a - b)[unequal].abs().max().item() / max(1.0, b.abs().max().item())
+    return math.inf if math.isnan(difference) else difference
