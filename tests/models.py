@@ -7,6 +7,7 @@ in float64.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -136,9 +137,7 @@ class Mlp(nn.Module):
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         *hidden, last = self.layers
