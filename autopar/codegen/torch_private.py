@@ -10,6 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+# `torch.distributed.Store` is public, but its type stubs live here only.
+from torch._C._distributed_c10d import Store as Store
+from torch.distributed import distributed_c10d
+
 # torch 2.13 renamed the two; older releases know the older names only.
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,3 +21,14 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def own_store() -> Store:
+    """A connection of the caller's own to the store that all processes share.
+
+    A connection serves one call at a time: on a shared one, a call would wait behind another
+    thread's that blocks.
+    """
+    store: Any = distributed_c10d._get_default_store()
+    connection: Store = store.clone()
+    return connection
