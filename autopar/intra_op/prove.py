@@ -15,6 +15,7 @@ backwards, from a gradient dealt out likewise, the gradients of the operands mus
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, RuleError
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import Strategy, strategies
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.interpret import TORCH_DTYPES, execute, tensor_type
 from autopar.ir.localise import localise
 from autopar.ir.mesh import Mesh
@@ -98,18 +99,44 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
     """
+    with torch.random.fork_rng(devices=[]):
+        return _report(rule, [_example(rule, text) for text in rule.examples], mesh_sizes)
+
+
+def prove_node(
+    rule: OpRule, graph: Graph, node: Node, mesh_sizes: tuple[int, ...] = (2,)
+) -> Report:
+    """The same for one node of a graph, on random operands of the shapes it has there.
+
+    Floating operands become float64, integers are 0 or 1 and so valid as indices.
+
+    Raises:
+        RuleError: torch refuses the node, or the rule does not fit it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    operands = []
+    for source in map(graph.__getitem__, node.inputs):
+        kind = replace(source.type, dtype="f64") if source.type.floating else source.type
+        grad = source.requires_grad and node.requires_grad
+        operands.append(_draw(kind, None, 0, generator).requires_grad_(grad and kind.floating))
+    numbers = itertools.count()
+    node = node.map_refs(lambda _: Ref(f"x{next(numbers)}"))
+    with torch.random.fork_rng(devices=[]):
+        case = _case(rule, node, operands, str(node.source), generator)
+        return _report(rule, [case], mesh_sizes)
+
+
+def _report(rule: OpRule, cases: Sequence[_Case], mesh_sizes: tuple[int, ...]) -> Report:
     meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
     meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
-    count = 0
-    failures: list[Failure] = []
-    with torch.random.fork_rng(devices=[]):
-        for example in rule.examples:
-            case = _case(rule, example)
-            for mesh in meshes:
-                found = strategies(case.signature, mesh)
-                count += len(found)
-                failures += [f for s in found if (f := case.failure(s, mesh)) is not None]
-    return Report(rule.op, count, tuple(failures))
+    runs = [
+        (case, strategy, mesh)
+        for case in cases
+        for mesh in meshes
+        for strategy in strategies(case.signature, mesh)
+    ]
+    found = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
+    return Report(rule.op, len(runs), tuple(failure for failure in found if failure is not None))
 
 
 @dataclass(frozen=True)
@@ -196,8 +223,8 @@ class _Case:
         ]
 
 
-def _case(rule: OpRule, example: str) -> _Case:
-    """Read and run one example.
+def _example(rule: OpRule, example: str) -> _Case:
+    """Read one example and run it.
 
     Raises:
         RuleError: it cannot be read, torch refuses it, or the rule does not fit it.
@@ -206,12 +233,26 @@ def _case(rule: OpRule, example: str) -> _Case:
     operands: list[Tensor] = []
 
     def operand(match: re.Match[str]) -> str:
-        operands.append(_draw(match, generator))
+        constant, text, relation, bound = match.groups()
+        value = _draw(TensorType.parse(text), relation, int(bound or 0), generator)
+        operands.append(value.requires_grad_(value.is_floating_point() and not constant))
         return f"%x{len(operands) - 1}"
 
     text = f"graph 'example'\n%y = {rule.op}({_OPERAND.sub(operand, example)}) : ()"
     try:
         node = parse_graph(text).nodes[0]
+    except AutoparError as error:
+        raise RuleError(
+            f"cannot read an example of {rule.op}", where=example, why=error.why
+        ) from error
+    return _case(rule, node, operands, example, generator)
+
+
+def _case(
+    rule: OpRule, node: Node, operands: list[Tensor], text: str, generator: torch.Generator
+) -> _Case:
+    """Run a node whole, twice with other random numbers, and backwards."""
+    try:
         torch.manual_seed(0)
         results, _ = _run(node, operands, [], forward_only=True)
         torch.manual_seed(1)
@@ -219,9 +260,7 @@ def _case(rule: OpRule, example: str) -> _Case:
         cotangents = [_noise(result, generator) for result in results]
         _, gradients = _run(node, operands, cotangents)
     except (AutoparError, RuntimeError, TypeError) as error:
-        raise RuleError(
-            f"cannot run an example of {rule.op}", where=example, why=str(error)
-        ) from error
+        raise RuleError(f"cannot run {rule.op}", where=text, why=str(error)) from error
     random = rule.op in _UNDETERMINED or any(map(_difference, results, again))
     node = replace(
         node,
@@ -230,26 +269,21 @@ def _case(rule: OpRule, example: str) -> _Case:
     )
     detached = tuple(result.detach() for result in results)
     return _Case(
-        rule, example, node, tuple(operands), detached, tuple(cotangents), tuple(gradients),
+        rule, text, node, tuple(operands), detached, tuple(cotangents), tuple(gradients),
         random, generator,
     )  # fmt: skip
 
 
-def _draw(match: re.Match[str], generator: torch.Generator) -> Tensor:
-    """A random operand: "f64[4]", positive "f64[4]>0", from 0 up to 8 "i64[4]<8"; "const" takes
-    no gradient."""
-    constant, text, relation, bound = match.groups()
-    kind = TensorType.parse(text)
+def _draw(kind: TensorType, relation: str | None, bound: int, generator: torch.Generator) -> Tensor:
+    """A random operand: any numbers, positive ones (">"), or from 0 up to `bound` ("<")."""
     dtype = TORCH_DTYPES[kind.dtype]
     if not kind.floating:
-        low, high = (1, 9) if relation == ">" else (0, int(bound or 2))
+        low, high = (1, 9) if relation == ">" else (0, bound or 2)
         return torch.randint(low, high, kind.shape, generator=generator).to(dtype)
     if relation is None:
-        value = torch.randn(kind.shape, dtype=dtype, generator=generator)
-    else:
-        value = torch.rand(kind.shape, dtype=dtype, generator=generator) * 0.9 + 0.05
-        value = value + 0.5 if relation == ">" else value * int(bound)
-    return value.requires_grad_(not constant)
+        return torch.randn(kind.shape, dtype=dtype, generator=generator)
+    value = torch.rand(kind.shape, dtype=dtype, generator=generator) * 0.9 + 0.05
+    return value + 0.5 if relation == ">" else value * bound
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:

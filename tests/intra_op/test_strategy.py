@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from autopar.errors import RuleError
-from autopar.intra_op.rule import OpRule, collect, resolve, rule
+from autopar.intra_op.rule import OpRule, Signature, collect, resolve, rule
+from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
-from autopar.ir.graph import Node
+from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 
@@ -99,6 +100,71 @@ def test_an_operand_that_lacks_a_split_factor_varies() -> None:
     assert column_parallel.operands[0].varying == ("gpu",)
 
 
+def resolved(op: str, shapes: list[tuple[int, ...]], result: tuple[int, ...]) -> Signature:
+    """The rule of `op` for tensors of these shapes whose result takes a gradient."""
+    types = tuple(TensorType("f64", shape) for shape in shapes)
+    refs = tuple(Ref(f"x{i}") for i in range(len(shapes)))
+    node = Node("y", op, refs, (), (TensorType("f64", result),), requires_grad=True)
+    return resolve(rules()[op], node, types, node.types)
+
+
+def layouts(op: str, shapes: list[tuple[int, ...]], result: tuple[int, ...]) -> set[str]:
+    """Every strategy on one axis, as "operand layouts -> result layout"."""
+    found = strategies(resolved(op, shapes, result), Mesh.parse("cpu: gpu=2"))
+    return {
+        " ".join(lay.format(shape) for lay, shape in zip(s.operands, shapes, strict=True))
+        + f" -> {s.results[0].format(result)}"
+        for s in found
+    }
+
+
+def test_the_strategies_of_a_linear_layer() -> None:
+    """Data parallelism by batch or sequence; Megatron-LM's columns and rows (arXiv:1909.08053).
+
+    x [b, s, k], weight [n, k], bias [n]. Columns split n: the result is split, and the gradient
+    of x owed a sum. Rows split k: the result is owed a sum, and so the bias is a part of it.
+    """
+    assert layouts("aten.linear", [(4, 8, 6), (12, 6), (12,)], (4, 8, 12)) == {
+        "[4, 8, 6] [12, 6] [12] -> [4, 8, 12]",
+        "[4@gpu, 8, 6] [12, 6] -sum(gpu) [12] -sum(gpu) -> [4@gpu, 8, 12]",
+        "[4, 8@gpu, 6] [12, 6] -sum(gpu) [12] -sum(gpu) -> [4, 8@gpu, 12]",
+        "[4, 8, 6] -sum(gpu) [12@gpu, 6] [12@gpu] -> [4, 8, 12@gpu]",
+        "[4, 8, 6@gpu] [12, 6@gpu] [12] +sum(gpu) -> [4, 8, 12] +sum(gpu)",
+    }
+
+
+def test_sums_pass_through_both_terms_or_one_factor() -> None:
+    whole_and_split = {
+        "[4] [4] -> [4]",
+        "[4@gpu] [4@gpu] -> [4@gpu]",
+        "[4] -sum(gpu) [4] -sum(gpu) -> [4] -sum(gpu)",
+    }
+    both = "[4] +sum(gpu) [4] +sum(gpu) -> [4] +sum(gpu)"
+    first = "[4] +sum(gpu) [4] -sum(gpu) -> [4] +sum(gpu)"
+    second = "[4] -sum(gpu) [4] +sum(gpu) -> [4] +sum(gpu)"
+    for op, sums in {
+        "aten.add.Tensor": {both},
+        "aten.mul.Tensor": {first, second},
+        "aten.div.Tensor": {first},
+    }.items():
+        assert layouts(op, [(4,), (4,)], (4,)) == whole_and_split | sums, op
+
+
+def test_a_number_that_is_added_keeps_sums_out() -> None:
+    assert not any("+sum" in text for text in layouts("aten.add.Tensor", [(4,)], (4,)))
+    assert "[4] +sum(gpu) -> [4] +sum(gpu)" in layouts("aten.mul.Tensor", [(4,)], (4,))
+
+
+def test_without_a_gradient_nothing_varies_and_without_floats_nothing_is_owed() -> None:
+    share = rules()["autopar.share"]
+    for dtype, expected in {"f64": {(), ("gpu",)}, "i64": {()}}.items():
+        kind = TensorType(dtype, (4,))
+        node = Node("y", share.op, (Ref("x"),), (), (kind,))
+        found = strategies(resolve(share, node, (kind,), (kind,)), Mesh.parse("cpu: gpu=2"))
+        assert {s.results[0].partial for s in found} == expected
+        assert {s.results[0].varying for s in found} == {()}
+
+
 def test_flops_and_shares() -> None:
     linear, shapes, _ = CASES[0]
     types = tuple(TensorType("f64", shape) for shape in shapes)
@@ -120,6 +186,12 @@ def test_the_count_is_all_divisible_assignments() -> None:
         if not (node_part == gpu_part and node_part)  # 2 and 6 do not divide by 4
     ]
     assert len(found) == len(legal)
+
+
+def test_flops_that_name_no_factor_are_refused() -> None:
+    node = Node("y", "op", (), (), (TensorType("f64", (4, 4)),))
+    with pytest.raises(RuleError, match="flops"):
+        resolve(rule("op", "a b -> a b", flops="2 a c"), node, node.types, node.types)
 
 
 @pytest.mark.parametrize("spec", ["a b", "a -> a", "-> a b", "(a b) c -> a b c"])

@@ -1,0 +1,152 @@
+"""Every rule is proved on its examples and on the nodes of whole models; wrong rules are caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.errors import RuleError
+from autopar.intra_op.prove import prove, prove_node
+from autopar.intra_op.rule import OpRule, Signature, rule
+from autopar.intra_op.rules import rules
+from autopar.intra_op.strategy import Strategy, strategies
+from autopar.ir.capture import capture
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import prepare
+from tests.models import MODELS, conv_net
+
+RULES = rules()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_every_rule_is_proved_on_its_examples(op: str) -> None:
+    report = prove(RULES[op])
+    assert report.proved, str(report)
+
+
+LINEAR = "f64[4, 6], f64[8, 6], f64[8]"
+WRONG = {
+    "exp is not linear": rule("aten.exp", "... -> ...", linear=True, examples=("f64[4, 6]",)),
+    "x + 1 adds the 1 on every rank": rule(
+        "aten.add.Tensor", "... -> ...", linear=True, examples=("f64[4, 6], 1",)
+    ),
+    "a product is not linear in both factors together": rule(
+        "aten.mul.Tensor", "..., ... -> ...", linear=((0, 1),), examples=("f64[4], f64[4]",)
+    ),
+    "a quotient is not linear in its divisor": rule(
+        "aten.div.Tensor", "..., ... -> ...", linear=((1,),), examples=("f64[4], f64[4]>0",)
+    ),
+    "the bias is added on every rank": rule(
+        "aten.linear", "... k, n k, n -> ... n", examples=(LINEAR,)
+    ),
+    "columns taken for the contraction": rule(
+        "aten.linear", "... n, k n, +k -> ... n", examples=("f64[6, 6], f64[6, 6], f64[6]",)
+    ),
+    "a maximum is no sum": rule("aten.amax", "a b -> b", examples=("f64[4, 6], (0,)",)),
+    "softmax needs its whole row": rule(
+        "aten.softmax.int", "a b -> a b", examples=("f64[4, 6], 1",)
+    ),
+    "layer_norm needs its whole row": rule(
+        "aten.layer_norm", "a b -> a b", examples=("f64[4, 6], (6,)",)
+    ),
+    "a mean over a part": rule("aten.mean", "a b ->", examples=("f64[4, 6]",)),
+    "a running sum": rule("aten.cumsum", "a b -> a b", examples=("f64[4, 6], 0",)),
+    "neighbours across a cut": rule(
+        "aten.conv1d",
+        "b i s, o i k! -> b o s",
+        examples=("f64[2, 2, 6], f64[2, 2, 3], None, (1,), (1,)",),
+    ),
+    "the inner dimension of a merge": rule(
+        "aten.reshape", "a b -> (b a)", examples=("f64[4, 6], (24,)",)
+    ),
+    "the wrong dimensions swapped": rule(
+        "aten.transpose.int", "a b c -> a c b", examples=("f64[6, 6, 6], 0, 1",)
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
+def test_a_wrong_rule_is_caught_by_name(wrong: OpRule) -> None:
+    report = prove(wrong)
+    assert not report.proved
+    assert all(failure.op == wrong.op for failure in report.failures)
+    assert all(failure.difference > 1e-3 for failure in report.failures)
+    assert all(failure.strategy != "whole" for failure in report.failures)
+    assert wrong.examples[0] in str(report)
+
+
+def test_a_layout_that_is_wrong_backwards_only_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calling a varying operand replicated changes nothing forwards, but forgets an all_reduce."""
+
+    def forgetful(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
+        found = strategies(signature, mesh)
+        return tuple(
+            replace(s, operands=tuple(replace(layout, varying=()) for layout in s.operands))
+            for s in found
+        )
+
+    monkeypatch.setattr("autopar.intra_op.prove.strategies", forgetful)
+    report = prove(RULES["aten.linear"])
+    assert {f.value for f in report.failures} >= {f"gradient of operand {i}" for i in range(3)}
+    assert all(failure.value.startswith("gradient") for failure in report.failures)
+
+
+def test_random_operators_are_compared_by_shape() -> None:
+    """Two dropouts never agree, yet their parts have shapes that can be wrong."""
+    report = prove(RULES["aten.dropout"])
+    assert report.proved
+    merged = rule("aten.dropout", "a b -> b a", examples=("f64[6, 6], 0.5, True",))
+    assert {failure.difference for failure in prove(merged).failures} == {math.inf}
+
+
+@pytest.mark.parametrize("example", ["f64[4", "f64[4, 6], f64[5, 5]", "f64[4, 6], f64[6, 4, 2]"])
+def test_an_example_that_cannot_be_run_is_named(example: str) -> None:
+    with pytest.raises(RuleError, match=r"aten\.mm"):
+        prove(replace(RULES["aten.mm"], examples=(example,)))
+
+
+def prepared(name: str, training: bool = True) -> Graph:
+    """A small model's graph as the planner reads it."""
+    sizes = {"batch": 4, "seq": 4, "layers": 1} if name in MODELS else {"batch": 4}
+    model, batch = ({**MODELS, "conv_net": conv_net})[name](**sizes)
+    return prepare(capture(model.train(training), kwargs=batch).graph)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "conv_net"])
+def test_every_node_of_a_model_is_proved(name: str) -> None:
+    graph = prepared(name)
+    seen = set()
+    for node in graph.folded:
+        key = (node.op, node.types, str(node.map_refs(lambda name: str(graph[name].type)).args))
+        if not node.is_leaf and key not in seen:
+            seen.add(key)
+            report = prove_node(RULES[node.op], graph, node)
+            assert report.proved, str(report)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "conv_net"])
+def test_every_operator_of_a_model_in_evaluation_has_a_rule(name: str) -> None:
+    operators = {node.op for node in prepared(name, training=False).nodes if not node.is_leaf}
+    assert operators <= set(RULES)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_every_operator_of_a_model_with_dropout_has_a_rule(name: str) -> None:
+    model, batch = MODELS[name](layers=1, dropout=0.1)
+    operators = {n.op for n in prepare(capture(model, kwargs=batch).graph).nodes if not n.is_leaf}
+    assert "aten.dropout" in operators
+    assert operators <= set(RULES)
