@@ -1,0 +1,181 @@
+"""Runs a generated program on one device: its parameters, its optimizer, one step at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.codegen.failure import Watch
+from autopar.codegen.random import synchronised
+from autopar.codegen.runtime import Runtime
+from autopar.codegen.state import State
+from autopar.errors import BatchError, ProgramError, StateError
+from autopar.ir.interpret import tensor_type
+from autopar.ir.tensor import Layout
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+# Their update of one element depends on others: on a shard it would not be the whole tensor's.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+# Batches are compared between ranks in the first steps only: it waits for the device.
+_COMPARED_STEPS = 10
+
+
+class Executor:
+    """One device's part of a program.
+
+    Args:
+        program: the loaded module.
+        runtime: the mesh.
+        values: every parameter and buffer by name, whole; the first rank's count.
+        optimizer: makes an optimizer of the local parameters.
+        tied: further names of parameters.
+        clip_norm: bound of the gradients' global norm, None for no bound.
+
+    Raises:
+        StateError: `values` does not fit the program.
+        ProgramError: the optimizer cannot work on shards.
+    """
+
+    def __init__(
+        self,
+        program: ModuleType,
+        runtime: Runtime,
+        values: Mapping[str, Tensor],
+        optimizer: OptimizerFactory,
+        *,
+        tied: Mapping[str, str] | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.program, self.runtime, self.clip_norm = program, runtime, clip_norm
+        self.state = State(runtime, program.parameters(), tied)
+        self.loaded = not any(value.is_meta for value in values.values())
+        if self.loaded:
+            shards = self.state.load(values, runtime.device, broadcast=True)
+        else:
+            shards = self.state.empty(runtime.device)
+        self.tensors = [
+            nn.Parameter(shard) if parameter.trainable else shard
+            for parameter, shard in zip(self.state.parameters, shards, strict=True)
+        ]
+        self.named = {
+            parameter.key: tensor
+            for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
+        }
+        self.optimizer = optimizer([t for t in self.tensors if isinstance(t, nn.Parameter)])
+        self._refuse_what_shards_break()
+        self.grad_norm: Tensor | None = None
+        self.watch = Watch.over(runtime.ranks)
+        self._calls = 0
+
+    def _refuse_what_shards_break(self) -> None:
+        kind = type(self.optimizer).__name__
+        cut = [p.name for p in self.state.parameters if p.layout.sharded_axes or p.piece]
+        if kind in _NOT_ELEMENTWISE and cut:
+            raise ProgramError(
+                f"{kind} cannot train a sharded parameter",
+                why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
+                todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
+                "parameters whole",
+            )
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward, backward and optimizer step on a batch that all ranks hold whole.
+
+        Returns:
+            The loss, a scalar, the same on every rank. `grad_norm` is the gradients' norm before
+            clipping, where `clip_norm` is set.
+
+        Raises:
+            BatchError: the batch is not like the captured one, or not the same on every rank.
+            ProgramError: the program has no loss.
+            RankFailedError: another rank failed.
+        """
+        if self.program.LOSS is None:
+            raise ProgramError(
+                "the program has no loss to train on",
+                todo="return a scalar loss from the model, or pass loss_fn",
+            )
+        with self.watch:
+            inputs = self._prepare(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss: Tensor = self._forward(inputs)[self.program.LOSS]
+            torch.autograd.backward(loss)
+            if self.clip_norm is not None:
+                gradients = [t.grad if t.requires_grad else None for t in self.tensors]
+                self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
+            self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs by name, whole and on every rank; raises what `step` raises."""
+        with self.watch:
+            outputs = self._forward(self._prepare(batch))
+            layouts = {name: Layout.parse(text)[1] for name, text in self.program.OUTPUTS.items()}
+            return {
+                name: self.runtime.unshard(value, layouts[name]) for name, value in outputs.items()
+            }
+
+    def _forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self.program.RANDOM:
+            return dict(self.program.forward(self.runtime, self.named, batch))
+        with synchronised(self.runtime):
+            return dict(self.program.forward(self.runtime, self.named, batch))
+
+    def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch on this device, after checks."""
+        if not self.loaded:
+            raise StateError(
+                "the program has no weights",
+                why="it was compiled from a model on the meta device",
+                todo="call program.load_state_dict(...) first",
+            )
+        found = {name: str(tensor_type(value)) for name, value in batch.items()}
+        for name in {**self.program.INPUTS, **found}:
+            wanted, given = self.program.INPUTS.get(name), found.get(name)
+            if wanted != given:
+                raise BatchError(
+                    f"the input {name!r} is {given or 'missing'}",
+                    why=f"the program was compiled for {wanted or 'no such input'}",
+                    todo="pass batches of one shape, or compile again for this one",
+                )
+        if self._calls < _COMPARED_STEPS:
+            self._compare(batch)
+        self._calls += 1
+        return {name: value.to(self.runtime.device) for name, value in batch.items()}
+
+    def _compare(self, batch: Mapping[str, Tensor]) -> None:
+        """BatchError unless every rank holds the same batch: each takes its own part of it."""
+        group = self.runtime.group(self.runtime.mesh.names)
+        if group.size == 1:
+            return
+        total = 0
+        for name in sorted(batch):
+            whole = batch[name].detach().cpu().contiguous().reshape(-1)
+            total = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), total)
+        span = torch.tensor([total, -total], dtype=torch.int64, device=self.runtime.device)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group.process_group)
+        if int(span[0]) != -int(span[1]):
+            raise BatchError(
+                "the ranks hold different batches",
+                why="every rank takes its part of one global batch",
+                todo="give every rank the same whole batch (the same seed, no DistributedSampler)",
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank."""
+        return self.state.state_dict(self.tensors)
+
+    @torch.no_grad()
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
+        shards = self.state.load(values, self.runtime.device)
+        for tensor, shard in zip(self.tensors, shards, strict=True):
+            tensor.copy_(shard)
+        self.loaded = True

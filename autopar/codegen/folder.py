@@ -1,0 +1,191 @@
+"""A program as a folder that runs by itself: `torchrun --nproc-per-node 4 out/program.py`.
+
+program.py           the generated source and a loop to edit
+plan.toml, graph.txt what it was made from
+program.toml         tied names, optimizer, clipping
+weights.safetensors  parameters and buffers, whole
+batch.safetensors    an example batch
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from autopar.codegen.executor import Executor, OptimizerFactory
+from autopar.codegen.load import load
+from autopar.codegen.runtime import Runtime
+from autopar.errors import ProgramError
+from autopar.ir.mesh import Mesh
+
+MAIN = '''
+
+def batches(example):
+    """Batches to train on: whole and alike on every rank. Put your own data here."""
+    for _ in range(10):
+        yield example
+
+
+if __name__ == "__main__":
+    with open_program(__file__) as program:
+        for number, batch in enumerate(batches(program.example), 1):
+            loss = program.step(batch)
+            if program.rank == 0:
+                print(f"step {number:3}  loss {loss.item():.6f}")
+'''
+_IMPORT = "from autopar.codegen.runtime import"
+
+
+def standalone(source: str) -> str:
+    """The source with a training loop that runs it."""
+    lines = source.replace(
+        _IMPORT, f"from autopar.codegen.folder import open_program\n{_IMPORT}", 1
+    )
+    return lines.rstrip() + "\n" + MAIN
+
+
+def describe_optimizer(factory: OptimizerFactory) -> dict[str, Any]:
+    """Name and keywords of a torch optimizer, as data; empty if it is anything else."""
+    base = factory.func if isinstance(factory, functools.partial) else factory
+    keywords = dict(factory.keywords) if isinstance(factory, functools.partial) else {}
+    name = getattr(base, "__name__", "")
+    plain = all(_plain(value) for value in keywords.values())
+    if getattr(torch.optim, name, None) is not base or not plain:
+        return {}
+    return {"name": name, "keywords": keywords}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def write(
+    folder: str | Path,
+    files: Mapping[str, str],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> Path:
+    """Write a folder whole or not at all.
+
+    Args:
+        folder: where; files of the same names in it are replaced.
+        files: name -> text.
+        tensors: name -> tensors of a safetensors file.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        for name, text in files.items():
+            (part / name).write_text(text, encoding="utf-8")
+        for name, values in tensors.items():
+            # Tied tensors share storage, which safetensors refuses.
+            save_file({k: v.detach().cpu().clone() for k, v in values.items()}, part / name)
+        folder.mkdir(exist_ok=True)
+        for file in part.iterdir():
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def settings(tied: Mapping[str, str], optimizer: OptimizerFactory, clip_norm: float | None) -> str:
+    """The text of program.toml."""
+    document = tomlkit.document()
+    if clip_norm is not None:
+        document["clip_norm"] = clip_norm
+    described = describe_optimizer(optimizer)
+    if not described:
+        document.add(tomlkit.comment("the optimizer was none of torch.optim with plain arguments"))
+    document["optimizer"] = described or {"name": "AdamW", "keywords": {}}
+    document["tied"] = dict(tied)
+    return tomlkit.dumps(document)
+
+
+class OpenProgram:
+    """A saved program on this device.
+
+    Attributes:
+        rank: this process's.
+        example: the example batch.
+        executor: what runs it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        settings = tomllib.loads((folder / "program.toml").read_text(encoding="utf-8"))
+        source = (folder / "program.py").read_text(encoding="utf-8")
+        program = load(source, str(folder / "program.py"))
+        cuda = dist.is_initialized() and dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        runtime = Runtime(Mesh.parse(program.MESH), device)
+        self.rank = runtime.rank
+        self.example = _read(folder / "batch.safetensors")
+        chosen = settings["optimizer"]
+        kind = getattr(torch.optim, chosen["name"], None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
+        self.executor = Executor(
+            program,
+            runtime,
+            _read(folder / "weights.safetensors"),
+            functools.partial(kind, **chosen["keywords"]),
+            tied=settings.get("tied", {}),
+            clip_norm=settings.get("clip_norm"),
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One training step; the loss."""
+        return self.executor.step(batch)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise ProgramError(
+            f"{path} is missing",
+            why="a program emitted from a plan alone has neither weights nor data",
+            todo="save them there with safetensors, under the names in program.py",
+        )
+    return dict(load_file(path))
+
+
+@contextmanager
+def open_program(file: str) -> Iterator[OpenProgram]:
+    """The program that `file` belongs to, in the process group that torchrun describes.
+
+    Raises:
+        ProgramError: a file of the folder is missing or damaged.
+        MeshError: there are more or fewer processes than the mesh has devices.
+    """
+    mine = not dist.is_initialized() and dist.is_torchelastic_launched()
+    if mine:
+        join_process_group()
+    try:
+        yield OpenProgram(Path(file).parent)
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def join_process_group() -> None:
+    """Join the processes that torchrun started: nccl with one device each, or gloo on the CPU."""
+    if torch.cuda.is_available():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_node_local_rank())
+    else:
+        dist.init_process_group("gloo")

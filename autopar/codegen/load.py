@@ -1,0 +1,36 @@
+"""Source text -> a module whose tracebacks show the generated lines."""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+from types import ModuleType
+
+from autopar.errors import ProgramError
+
+
+def load(source: str, filename: str) -> ModuleType:
+    """The module that `source` defines.
+
+    Args:
+        source: a program that `emit` wrote, edited or not.
+        filename: what tracebacks call it; need not exist, the lines are kept with it.
+
+    Raises:
+        ProgramError: the source is no Python, fails, or lacks what a program defines.
+    """
+    module = ModuleType(Path(filename).stem)
+    module.__file__ = filename
+    # An entry without a modification time is never checked against the disk.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    try:
+        exec(compile(source, filename, "exec"), module.__dict__)
+    except Exception as error:
+        raise ProgramError(
+            f"the program {filename} does not load", why=f"{type(error).__name__}: {error}"
+        ) from error
+    wanted = ("MESH", "INPUTS", "OUTPUTS", "LOSS", "RANDOM", "parameters", "forward")
+    missing = [name for name in wanted if not hasattr(module, name)]
+    if missing:
+        raise ProgramError(f"the program {filename} does not define {', '.join(missing)}")
+    return module

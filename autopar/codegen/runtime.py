@@ -1,0 +1,90 @@
+"""What a generated program is written against: one `mesh` that communicates, drops and knows where.
+
+h = mesh.dropout(h, 0.1, "[8@data, 1024, 2048]")
+y = mesh.all_reduce(y, axis="gpu")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.codegen.collectives import Communicator
+from autopar.codegen.random import Random
+from autopar.codegen.state import Parameter, Piece
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+
+class Runtime(Communicator):
+    """One device of the mesh, for `forward(mesh, p, batch)` of a generated program.
+
+    Args:
+        mesh: the grid.
+        device: where this process computes.
+        ranks: global ranks of the grid's devices, row-major; by default 0, 1, ...
+        seed: of random masks on other devices than the CPU.
+
+    Raises:
+        MeshError: the mesh and the number of ranks differ in size.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(mesh, ranks)
+        self.device = device
+        self.random = Random(self, seed)
+
+    def barrier(self) -> None:
+        """Wait for all devices of the mesh."""
+        group = self.group(self.mesh.names)
+        if group.process_group is not None:
+            dist.barrier(group.process_group)
+
+    def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
+        """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
+        return self.random.dropout(x, p, layout)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        p: float = 0.0,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        layout: str,
+    ) -> Tensor:
+        """Attention that drops weights; `layout` is that of the weights; see `codegen.random`."""
+        return self.random.attention(
+            q, k, v, mask, p, is_causal=is_causal, scale=scale, layout=layout
+        )
+
+
+def stored(
+    name: str, text: str, *, piece: Piece | None = None, trainable: bool = True
+) -> Parameter:
+    """One line of a program's table of parameters.
+
+    Args:
+        name: its name in the model's state_dict.
+        text: dtype, global shape and layout, "f32[768, 3072@gpu]".
+        piece: the part of the tensor called `name` that it is.
+        trainable: whether it has a gradient.
+
+    Raises:
+        LayoutError: `text` is no layout.
+    """
+    dtype, bracket, rest = text.partition("[")
+    shape, layout = Layout.parse(bracket + rest)
+    return Parameter(name, shape, dtype, layout, piece, trainable)

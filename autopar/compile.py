@@ -1,0 +1,414 @@
+"""The story on one page: capture -> plan -> emit -> load.
+
+program = autopar.compile(model, mesh)
+loss = program.step(**batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.codegen import folder
+from autopar.codegen.collectives import mesh_of
+from autopar.codegen.emit import emit
+from autopar.codegen.executor import Executor, OptimizerFactory
+from autopar.codegen.load import load
+from autopar.codegen.runtime import Runtime
+from autopar.cost.device import device
+from autopar.cost.model import AnalyticModel
+from autopar.errors import MeshError, ProgramError
+from autopar.intra_op import legal
+from autopar.intra_op.build import build, layouts
+from autopar.intra_op.problem import evaluate
+from autopar.intra_op.rules import rules
+from autopar.intra_op.solvers import solve
+from autopar.ir.capture import Captured, capture
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import prepare
+from autopar.ir.text import fingerprint, format_graph
+from autopar.plan import Plan
+
+MeshLike = Mesh | DeviceMesh | str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may say beyond model and mesh; see `compile`."""
+
+    loss_fn: Callable[..., Tensor] | None = None
+    memory: float | None = None
+    unknown_ops: str = "replicate"
+    trace: str | Path | None = None
+    pins: Mapping[str, str] | None = None
+    solver: str = "ilp"
+
+
+class Trace:
+    """Writes every value on the way as a numbered file, or nothing if there is no folder."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.count = 0
+
+    def __call__(self, name: str, text: Callable[[], str]) -> None:
+        """Keep one value, headed by what made it."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.count += 1
+        file = self.folder / f"{self.count:02}_{name}"
+        head = "" if file.suffix == ".json" else f"# Constructed by {file.stem[3:]}\n"
+        file.write_text(head + text(), encoding="utf-8")
+
+
+def capture_graph(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, trace: Trace
+) -> Captured:
+    """The model's forward on a batch, normalised, annotated and with its repeated blocks.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+        BatchError: the model does not take the batch.
+    """
+    captured = capture(model, args, kwargs, loss_fn=options.loss_fn)
+    trace("capture.txt", lambda: format_graph(captured.graph))
+    graph = prepare(
+        captured.graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph))
+    )
+    return replace(captured, graph=graph)
+
+
+def make_plan(
+    graph: Graph, mesh: Mesh, options: Options, trace: Trace, state_bytes: float = 2.0
+) -> Plan:
+    """The cheapest plan within memory.
+
+    Raises:
+        InfeasibleError: no plan fits into the memory.
+        UnknownOperatorError: an operator without a rule is refused.
+        UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
+        PlanError: a pin names nothing or fits no choice.
+    """
+    limit = device(mesh).memory if options.memory is None else options.memory
+    built = build(
+        graph,
+        mesh,
+        AnalyticModel(mesh),
+        rules(),
+        memory_limit=limit,
+        state_bytes=state_bytes,
+        unknown_ops=options.unknown_ops,
+        pins=options.pins,
+    )
+    trace("problem.json", built.problem.to_json)
+    solution = solve(built.problem, solver=options.solver)
+    # The judge is not the party: a plan that breaks the limit must never be used.
+    judged = evaluate(built.problem, solution)
+    if not judged.feasible:
+        raise ProgramError(
+            f"the solver {options.solver} returned a plan that is not feasible",
+            why=f"peak {judged.peak:.4g} bytes, limit {limit:.4g}",
+        )
+    nodes = layouts(built, graph, solution.choice)
+    made = Plan(fingerprint(graph), mesh, nodes, built.figures(solution.choice))
+    trace("plan.toml", made.to_toml)
+    return made
+
+
+def plan(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    memory: float | None = None,
+    unknown_ops: str = "replicate",
+    trace: str | Path | None = None,
+    pins: Mapping[str, str] | None = None,
+) -> Plan:
+    """Plan without a process group, a GPU or weights; arguments as of `compile`."""
+    options = Options(loss_fn, memory, unknown_ops, trace, pins)
+    tracer = Trace(trace)
+    args, kwargs = split_inputs(example_inputs)
+    graph = capture_graph(model, args, kwargs, options, tracer).graph
+    return make_plan(graph, as_mesh(mesh), options, tracer, state_bytes(optimizer))
+
+
+def compile(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    plan: Plan | None = None,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    memory: float | None = None,
+    unknown_ops: str = "replicate",
+    trace: str | Path | None = None,
+    pins: Mapping[str, str] | None = None,
+    clip_norm: float | None = None,
+) -> Program:
+    """A program that trains `model` in parallel on `mesh`.
+
+    Every process calls it alike. The model is not changed; the first rank's weights count.
+
+    Args:
+        model: any module that torch.export can trace.
+        mesh: a DeviceMesh, a Mesh or its text, "H100: node=2, gpu=8".
+        optimizer: makes a torch optimizer of parameters; it sees local shards.
+        plan: a plan to use instead of searching for one.
+        example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
+            arguments, or one tensor. Without it the first batch decides.
+        loss_fn: the loss of the model's output and of those arguments of a batch that the model
+            does not take. Without it the model returns its loss.
+        memory: bytes per device, a hard limit; by default the device's memory.
+        unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
+        trace: a folder to which every intermediate value is written.
+        pins: layouts that are fixed beforehand; see `autopar/intra_op/pins.py`.
+        clip_norm: bound of the global norm of the gradients.
+
+    Raises:
+        MeshError: the mesh does not fit the processes.
+        CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
+        PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
+            example_inputs at once, otherwise at the first batch.
+    """
+    options = Options(loss_fn, memory, unknown_ops, trace, pins)
+    program = Program(model, as_mesh(mesh), optimizer, plan, options, clip_norm)
+    if example_inputs is not None:
+        program.prepare(*split_inputs(example_inputs))
+    return program
+
+
+class Program:
+    """A model that trains in parallel; made by `compile`.
+
+    Attributes:
+        mesh: the devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: OptimizerFactory,
+        plan: Plan | None,
+        options: Options,
+        clip_norm: float | None,
+    ) -> None:
+        check_processes(mesh)
+        device(mesh)
+        self.mesh = mesh
+        self._model, self._factory, self._options = model, optimizer, options
+        self._plan, self._clip_norm = plan, clip_norm
+        self._captured: Captured | None = None
+        self._executor: Executor | None = None
+        self._source = ""
+        self._example: dict[str, Tensor] = {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture, plan, emit and load for batches like this one; the first step does it too."""
+        if self._executor is not None:
+            return
+        trace = Trace(self._options.trace)
+        captured = capture_graph(self._model, args, kwargs, self._options, trace)
+        graph = captured.graph
+        if self._plan is None:
+            state = state_bytes(self._factory)
+            self._plan = make_plan(graph, self.mesh, self._options, trace, state)
+        else:
+            wanted = {node.name for node in graph.folded}
+            self._plan.check(fingerprint(graph), wanted, self.mesh)
+            legal.check(graph, self._plan, rules())
+            self._plan = replace(self._plan, mesh=self.mesh)
+        self._source = emit(graph, self._plan, AnalyticModel(self.mesh).collective)
+        trace("program.py", lambda: self._source)
+        runtime = Runtime(self.mesh, local_device())
+        name = f"<autopar {graph.name} on {self.mesh}>"
+        self._executor = Executor(
+            load(self._source, name),
+            runtime,
+            {**_parameters(self._model, captured), **captured.buffers},
+            self._factory,
+            tied={k: v for k, v in captured.parameter_names.items() if k != v},
+            clip_norm=self._clip_norm,
+        )
+        self._captured = captured
+        self._example = captured.inputs.flatten(args, kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+
+        Returns:
+            The loss, a scalar, the same on every rank.
+
+        Raises:
+            BatchError: the batch does not fit the captured shapes, or differs between ranks.
+            RankFailedError: another rank failed.
+        """
+        self.prepare(args, kwargs)
+        captured, executor = self._ready()
+        return executor.step(captured.inputs.flatten(args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for a batch, as whole tensors on every rank; no gradients."""
+        self.prepare(args, kwargs)
+        captured, executor = self._ready()
+        return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
+
+    def _ready(self) -> tuple[Captured, Executor]:
+        if self._captured is None or self._executor is None:
+            raise ProgramError(
+                "the program is not there yet",
+                why="its shapes come from the first batch",
+                todo="run a step first, or pass example_inputs to compile",
+            )
+        return self._captured, self._executor
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; ProgramError before the first batch."""
+        self._ready()
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph; ProgramError before the first batch."""
+        return self._ready()[0].graph
+
+    @property
+    def source(self) -> str:
+        """The generated Python; ProgramError before the first batch."""
+        self._ready()
+        return self._source
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's shards, for learning-rate schedules."""
+        return self._ready()[1].optimizer
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
+        return self._ready()[1].grad_norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state_dict, whole tensors on every rank."""
+        full = self._ready()[1].state_dict()
+        return {name: full[name] for name in self._model.state_dict() if name in full}
+
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
+        captured, executor = self._ready()
+        # Constants are no part of a state_dict; they stay as they are.
+        names = set(self._model.state_dict())
+        constants = {k: v for k, v in captured.buffers.items() if k not in names}
+        executor.load_state_dict({**constants, **values})
+
+    def save(self, path: str | Path) -> Path:
+        """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
+
+        Raises:
+            ProgramError: before the first batch.
+        """
+        captured, executor = self._ready()
+        full = executor.state_dict()
+        tied = {k: v for k, v in captured.parameter_names.items() if k != v}
+        if executor.runtime.rank == 0:
+            files = {
+                "program.py": folder.standalone(self._source),
+                "plan.toml": self.plan.to_toml(),
+                "graph.txt": format_graph(captured.graph),
+                "program.toml": folder.settings(tied, self._factory, self._clip_norm),
+            }
+            weights = {name: value for name, value in full.items() if name not in tied}
+            tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
+            folder.write(path, files, tensors)
+        executor.runtime.barrier()
+        return Path(path)
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """A mesh from any of its three forms.
+
+    Raises:
+        MeshError: text that is no mesh, or a DeviceMesh without axis names.
+        UnknownDeviceError: the DeviceMesh's device is not in devices.toml.
+    """
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if isinstance(mesh, DeviceMesh):
+        return mesh_of(mesh, device_name(mesh.device_type))
+    return mesh
+
+
+def device_name(kind: str) -> str:
+    """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
+    return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+
+
+def local_device() -> torch.device:
+    """Where this process computes: its GPU under nccl, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Join torchrun's process group if there is none; MeshError unless it has the mesh's size."""
+    if not dist.is_initialized() and mesh.size > 1:
+        if not dist.is_torchelastic_launched():
+            raise MeshError(
+                f"mesh {str(mesh)!r} has {mesh.size} devices",
+                why="this is one process without a process group",
+                todo=f"start it with `torchrun --nproc-per-node {mesh.size}`; "
+                "autopar.plan needs no processes",
+            )
+        folder.join_process_group()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.size:
+        raise MeshError(
+            f"mesh {str(mesh)!r} has {mesh.size} devices",
+            why=f"there are {world} processes",
+            todo=f"start {mesh.size} processes or write a mesh of {world}",
+        )
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an example batch."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def state_bytes(optimizer: OptimizerFactory) -> float:
+    """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements."""
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    made = optimizer([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    held = made.state[parameter].values()
+    total = sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.ndim)
+    return total / (parameter.numel() * parameter.element_size())
+
+
+def _parameters(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """The model's parameters by the names of the graph's leaves."""
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if captured.parameter_names[name] == name
+    }
