@@ -89,6 +89,12 @@ def letters(rank: int) -> list[str]:
     return [f"d{i}" for i in range(rank)]
 
 
+def broadcast(names: list[str], tensor: TensorType) -> str:
+    """The term of an operand whose dimensions run over the last of `names`, or have size 1."""
+    own = names[len(names) - len(tensor.shape) :]
+    return " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
+
+
 def whole_along(node: Node, types: tuple[TensorType, ...], dims: tuple[int, ...]) -> str:
     """The first operand and every result split alike, but for `dims`, which stay whole."""
     names = letters(len(types[0].shape))

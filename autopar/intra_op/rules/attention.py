@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import argument, rule
+import math
+
+from autopar.intra_op.rule import argument, broadcast, rule
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
 
@@ -16,25 +18,20 @@ def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
     positional = argument(node, 5, "is_causal") is True or argument(node, 4, "dropout_p", 0.0) != 0
     s = "s!" if positional else "s"
     rank = len(types[0].shape)
-    heads = ["(g r)"] if rank > 2 else []
     lead = [f"b{i}" for i in range(rank - 3)]
-    query = [*lead, *heads, s]
-    key = [*lead, *(["g"] if heads else []), "t!"]
-    terms = [[*query, "d!"], [*key, "d!"], [*key, "e!"]]
-    if len(types) > 3:
-        full = [*query, "t!"]
-        mask = types[3].shape
-        terms.append(
-            [n if size > 1 else "1" for n, size in zip(full[-len(mask) :], mask, strict=True)]
-        )
-    return f"{', '.join(map(' '.join, terms))} -> {' '.join([*query, 'e!'])}"
+    grouped = rank > 2 and 1 < max(t.shape[-3] for t in types[1:3]) < types[0].shape[-3]
+    query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else []), s]
+    key = [*lead, *(["g"] if rank > 2 else []), "t!"]
+    terms = [[*query, "d!"], [*key, "d!"], [*key, "e!"], [*query, "t!"]]
+    operands = ", ".join(map(broadcast, terms, types))
+    return f"{operands} -> {' '.join([*query, 'e!'])}"
 
 
 def _flops(node: Node, types: tuple[TensorType, ...]) -> str:
     """Two products, q k^T and its weights times v; a causal mask leaves out half of each."""
-    weights = f"{types[0].numel // types[0].shape[-1]} t"
-    factor = 1 if argument(node, 5, "is_causal") is True else 2
-    return f"{factor} {weights} d + {factor} {weights} e"
+    query, key, value = (tensor.shape for tensor in types[:3])
+    passes = 1 if argument(node, 5, "is_causal") is True else 2
+    return f"{passes * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])}"
 
 
 _HEADS = "f64[2, 4, 4, 3], f64[2, 4, 6, 3], f64[2, 4, 6, 2]"
@@ -46,6 +43,7 @@ RULES = (
         examples=(
             _HEADS,
             f"{_HEADS}, f64[2, 1, 4, 6]",
+            "f64[2, 4, 4, 3], f64[1, 1, 6, 3], f64[2, 1, 6, 2], bool[6]",
             "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], None, 0.0, True",
             "f64[1, 12, 4, 2], f64[1, 6, 4, 2], f64[1, 6, 4, 2], enable_gqa=True",
             "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], None, 0.5",

@@ -3,7 +3,7 @@ stays whole."""
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import all_whole, argument, dimensions, letters, rule
+from autopar.intra_op.rule import all_whole, argument, broadcast, dimensions, letters, rule
 from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -23,11 +23,7 @@ def _index(node: Node, types: tuple[TensorType, ...]) -> str:
     rank = max(len(tensor.shape) for tensor in types[1:])
     found = [f"i{k}" for k in range(rank)]
     terms = [" ".join(f"{n}!" if i in at else n for i, n in enumerate(names))]
-    for tensor in types[1:]:
-        own = found[rank - len(tensor.shape) :]
-        terms.append(
-            " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
-        )
+    terms += [broadcast(found, tensor) for tensor in types[1:]]
     rest = [n for i, n in enumerate(names) if i not in at]
     place = at[0] if at[-1] - at[0] == len(at) - 1 else 0
     return f"{', '.join(terms)} -> {' '.join([*rest[:place], *found, *rest[place:]])}"

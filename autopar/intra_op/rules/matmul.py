@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import all_whole, argument, rule
+import re
+
+from autopar.intra_op.rule import all_whole, argument, broadcast, rule
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
 
@@ -16,32 +18,27 @@ def _matmul(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _addmm(node: Node, types: tuple[TensorType, ...]) -> str:
-    return f"+{_broadcast(types[0], ['m', 'n'])}, m k, k n -> m n"
+    return f"+{broadcast(['m', 'n'], types[0])}, m k, k n -> m n"
 
 
 def _baddbmm(node: Node, types: tuple[TensorType, ...]) -> str:
-    return f"+{_broadcast(types[0], ['b', 'm', 'n'])}, b m k, b k n -> b m n"
-
-
-def _broadcast(tensor: TensorType, names: list[str]) -> str:
-    own = names[len(names) - len(tensor.shape) :]
-    return " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
+    return f"+{broadcast(['b', 'm', 'n'], types[0])}, b m k, b k n -> b m n"
 
 
 def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
     """The equation is the rule, where every index is a letter that stands once in each operand."""
     equation = str(argument(node, 0, "equation")).replace(" ", "")
-    left, _, right = equation.partition("->")
-    terms = [*left.split(","), right]
+    inputs, _, right = equation.partition("->")
+    terms = [*inputs.split(","), right]
     plain = "->" in equation and "." not in equation
     if not plain or any(len(set(term)) < len(term) for term in terms):
         return all_whole(node, types)
-    return f"{', '.join(' '.join(term) for term in terms[:-1])} -> {' '.join(right)}"
+    left = ", ".join(broadcast(list(term), t) for term, t in zip(terms, types, strict=False))
+    return f"{left} -> {' '.join(right)}"
 
 
 def _einsum_flops(node: Node, types: tuple[TensorType, ...]) -> str:
-    spec = _einsum(node, types).replace("!", "")
-    return "2 " + " ".join(sorted(set(spec.replace("->", " ").replace(",", " ").split())))
+    return "2 " + " ".join(sorted(set(re.findall(r"[A-Za-z]\w*", _einsum(node, types)))))
 
 
 RULES = (
@@ -93,6 +90,7 @@ RULES = (
         examples=(
             "'bij,bjk->bik', (f64[2, 4, 6], f64[2, 6, 4])",
             "'bhd,hdk->bk', (f64[4, 6, 2], f64[6, 2, 4])",
+            "'bij,bjk->ik', (f64[4, 2, 6], f64[1, 6, 2])",
             "'ij,jk', (f64[4, 6], f64[6, 4])",
         ),
     ),

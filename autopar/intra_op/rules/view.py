@@ -10,6 +10,7 @@ from autopar.intra_op.rule import (
     Spec,
     all_whole,
     argument,
+    broadcast,
     dimensions,
     letters,
     rule,
@@ -99,11 +100,8 @@ def _squeeze(node: Node, types: Types) -> str:
 
 def _expand(node: Node, types: Types) -> str:
     """New and widened dimensions are factors that the operand lacks."""
-    src, dst = types[0].shape, node.type.shape
-    names = letters(len(dst))
-    own = names[len(dst) - len(src) :]
-    kept = [n if size > 1 else "1" for n, size in zip(own, src, strict=True)]
-    return f"{' '.join(kept)} -> {' '.join(names)}"
+    names = letters(len(node.type.shape))
+    return f"{broadcast(names, types[0])} -> {' '.join(names)}"
 
 
 def _cut(node: Node, types: Types) -> str:
