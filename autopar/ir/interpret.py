@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+# There is no public way to run operators on shapes and strides as the CPU's kernels would: the meta
+# device, the public one, chooses other kernels for attention, which keep other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import GraphError
@@ -121,37 +124,52 @@ def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = execute(local, results, torch.device("cpu"))
-    results[node.name] = value
-    tensors = [value] if isinstance(value, Tensor) else list(value)
+        value = results[node.name] = _execute_fake(local, results)
+    tensors = _tensors(value)
     # A reader of several values of one storage is told apart by offset and strides.
     near = {name: results[own] for name, own in zip(node.inputs, local.inputs, strict=True)}
     candidates = [(name, t) for name, value in near.items() for t in _tensors(value)]
-    saved, saved_types = [], []
+    saved: dict[str, None] = {}
+    others: dict[UntypedStorage, Tensor] = {}  # storage: an operator may keep it twice
     for tensor in kept:
         name = _find(tensor, [*candidates, *((node.name, t) for t in tensors)])
         if name is None:
-            saved_types.append(tensor_type(tensor))
+            others.setdefault(tensor.untyped_storage(), tensor)
         else:
-            saved.append(name)
+            saved[name] = None
     return replace(
         node,
-        types=tuple(tensor_type(tensor) for tensor in tensors),
+        types=tuple(map(tensor_type, tensors)),
         requires_grad=any(tensor.requires_grad for tensor in tensors),
         alias=_find(tensors[0], candidates) if tensors else None,
-        saved=tuple(dict.fromkeys(saved)),
-        saved_types=tuple(saved_types),
+        saved=tuple(saved),
+        saved_types=tuple(map(tensor_type, others.values())),
     )
 
 
+def _execute_fake(node: Node, results: Mapping[str, Any]) -> Any:
+    """The value of a node in fake tensors; as captured, if there is no such kernel for the CPU."""
+    try:
+        return execute(node, results, torch.device("cpu"))
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
+        if node.requires_grad or not node.types:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise GraphError(
+                f"%{node.name} ({node.op}) cannot run", where=str(node.source), why=reason
+            ) from error
+    made = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in node.types]
+    return made[0] if len(made) == 1 else made
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def _find(tensor: Tensor, candidates: Iterable[tuple[str, Tensor]]) -> str | None:
     """The value that shares `tensor`'s storage, the most alike first."""
-    storage = tensor.untyped_storage()._cdata
-    same = [(name, t) for name, t in candidates if t.untyped_storage()._cdata == storage]
+    storage = tensor.untyped_storage()
+    same = [(name, t) for name, t in candidates if t.untyped_storage() is storage]
     if not same:
         return None
 

@@ -201,12 +201,20 @@ class Lowering:
         """What `node` writes into, then what that is a view of, up to the owner of the storage."""
         first = self._first(node)
         assert first is not None  # `is_write` makes sure of it
-        chain, storage = [first], first.meta["val"].untyped_storage()
+        sharing = self._sharing[first.meta["val"].untyped_storage()]
+        chain = [first]
         while first not in self._leaves:
             first = self._first(first)
-            if first is None or first not in self._sharing[storage]:
+            if first not in sharing:
                 break
-            chain.append(first)
+            if isinstance(first.meta["val"], Tensor):  # else an operator with several results
+                chain.append(first)
+        owner = next(member for member in sharing if isinstance(member.meta["val"], Tensor))
+        if chain[-1] is not owner:
+            raise CaptureError(
+                f"{node.target} writes into a tensor that shares memory in an unknown way",
+                todo="write into a copy, x.clone()",
+            )
         return chain
 
     def _functional(
