@@ -1,4 +1,4 @@
-"""Passes on scaled dot product attention: masks that were written out, heads that were repeated."""
+"""Passes on attention: masks that were written out at length, heads that were repeated."""
 
 from __future__ import annotations
 
@@ -14,6 +14,56 @@ from autopar.ir.rewrite import Editor, argument, rewrite, writes
 _ATTENTION = "aten.scaled_dot_product_attention"
 # A mask of more elements than this is left as it was written: looking at it would cost gigabytes.
 _LARGEST_MASK = 2**31
+
+
+_ANDS = {"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and"}
+
+
+def simplify_masks(graph: Graph) -> Graph:
+    """`graph` with masks of padding in short: what is known to select everything goes.
+
+    A look-up `x[i, j]` whose indices are all of each dimension, in order, is a reshape of x, and
+    an `and` with a constant that is true everywhere is its other operand.
+    """
+    numbers = _constants(graph)
+
+    def simplify(node: Node, editor: Editor) -> Node | Ref | None:
+        constants = [name for name in graph[node.name].inputs if name in numbers]
+        if node.name in numbers or not constants or len(node.inputs) < 2:
+            return None
+        if any(graph[name].type.numel > _LARGEST_MASK for name in constants):
+            return None
+        if node.op == "aten.index.Tensor" and len(constants) == len(node.inputs) - 1:
+            indices = [_evaluate(graph, name) for name in graph[node.name].inputs[1:]]
+            if _everything(editor[node.inputs[0]].type.shape, indices):
+                shape = node.type.shape
+                return replace(node, op="aten.reshape", args=(node.args[0], shape), kwargs=())
+        if node.op in _ANDS and _kind(_evaluate(graph, constants[0])) == "full":
+            place = graph[node.name].inputs.index(constants[0])
+            other = Ref(node.inputs[1 - place])
+            if editor[other.name].types == node.types:
+                return other
+            if editor[other.name].type.dtype == node.type.dtype:
+                return replace(node, op="aten.expand", args=(other, node.type.shape), kwargs=())
+        return None
+
+    return rewrite(graph, simplify)
+
+
+def _everything(shape: tuple[int, ...], indices: list[Tensor]) -> bool:
+    """Whether `x[indices]` is a reshape of x: each index counts up along a later dimension."""
+    rank = max(index.dim() for index in indices)
+    if len(indices) != len(shape):
+        return False
+    before = -1
+    for size, index in zip(shape, indices, strict=True):
+        if index.numel() != size or not torch.equal(index.flatten(), torch.arange(size)):
+            return False
+        wide = [rank - index.dim() + at for at, n in enumerate(index.shape) if n > 1]
+        if len(wide) > 1 or (wide and wide[0] <= before):
+            return False
+        before = wide[0] if wide else before
+    return True
 
 
 def causal_masks(graph: Graph) -> Graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.ir.attention import causal_masks, group_heads
+from autopar.ir.attention import causal_masks, group_heads, simplify_masks
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import annotate
 from autopar.ir.linear import lower_linears, split_fused
@@ -21,6 +21,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     split_fused,
     lower_means,
     causal_masks,
+    simplify_masks,
     group_heads,
     eliminate_dead,
     find_repeats,

@@ -16,6 +16,7 @@ alike in all blocks, and nothing but carried values may leave a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,21 +131,19 @@ def _search(row: _Row) -> list[Run]:
 
 def _best(row: _Row) -> Run | None:
     """The run that covers the most unused operators, of those with the smallest period."""
-    size = len(row.nodes)
     candidates = []
-    for period in range(1, size // 2 + 1):
+    for period in range(1, len(row.nodes) // 2 + 1):
         counts = _counts(row, period)
-        most = int(counts.max(initial=0))
-        if most > 1:
-            candidates.append((-most * period, period, counts))
+        starts = np.flatnonzero(counts > 1)
+        for region in np.split(starts, np.flatnonzero(np.diff(starts) > 1) + 1):
+            if len(region):
+                candidates.append((-int(counts[region].max()) * period, period, region, counts))
     best: Run | None = None
-    for covered, period, counts in sorted(candidates, key=lambda item: item[:2]):
+    for covered, period, region, counts in sorted(candidates, key=lambda item: item[:2]):
         if best is not None and -covered <= best.covered:
             break
-        found = _of_period(row, period, counts)
-        if found is not None and (
-            best is None or found.stop - found.start > best.stop - best.start
-        ):
+        found = _of_region(row, period, region, counts[region])
+        if found is not None and (best is None or found.covered > best.covered):
             best = found
     return best
 
@@ -156,6 +155,8 @@ def _counts(row: _Row, period: int) -> Ints:
     # A value that is read two periods later, or a result, can at most be in the last block.
     alike &= row.last[:-period] < np.arange(size - period) + 2 * period
     alike &= ~row.used[:-period] & ~row.used[period:]
+    if np.count_nonzero(alike) < period:
+        return np.zeros(0, dtype=np.int64)
     looks_until = _until(alike)
     spans = looks_until - np.arange(size - period) >= period
     if not spans.any():
@@ -180,19 +181,25 @@ def _until(holds: NDArray[np.bool_]) -> Ints:
     return np.minimum.accumulate(ends[::-1])[::-1]
 
 
-def _of_period(row: _Row, period: int, counts: Ints) -> Run | None:
-    """The best run of one period: most blocks, then fewest carried values, then the first."""
-    most = int(counts.max())
-    starts = np.flatnonzero(counts == most)
-    order = starts[np.lexsort((starts, row.crossing[starts + period]))][:_CUTS]
-    # The first block may differ in what it reads, the last in what leaves it.
-    for skip, count in ((0, most), (1, most - 1), (0, most - 1), (1, most - 2)):
-        if count > 1:
-            cuts = (_check(row, int(t) + skip * period, period, count) for t in order)
-            runs = [run for run in cuts if run is not None]
-            if runs:
-                return min(runs, key=lambda run: len(run.ends))
+def _of_region(row: _Row, period: int, starts: Ints, counts: Ints) -> Run | None:
+    """The best run that begins at one of `starts`: most blocks, fewest carried values, first."""
+    order = np.lexsort((starts, row.crossing[starts + period]))
+    for count in _descending(int(counts.max())):
+        cuts = starts[order][counts[order] >= count][:_CUTS]
+        runs = [run for t in cuts if (run := _check(row, int(t), period, count)) is not None]
+        if runs:
+            return min(runs, key=lambda run: len(run.ends))
     return None
+
+
+def _descending(most: int) -> Iterator[int]:
+    """Numbers of blocks to try: the first or last may differ, or one somewhere between."""
+    yield from range(most, max(most - 3, 1), -1)
+    half = most // 2
+    while half > 1:
+        if half < most - 2:
+            yield half
+        half //= 2
 
 
 @dataclass(frozen=True)
