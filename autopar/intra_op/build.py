@@ -10,7 +10,7 @@ of the forward: parameters, gradients, optimizer state and saved activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,9 +63,10 @@ class Built:
             parameter = options[index].stored is not None
             totals["parameter_seconds" if parameter else "compute_seconds"] += node.cost[index]
             totals["parameter_bytes" if parameter else "activation_bytes"] += node.memory[index]
-        totals["reshard_seconds"] = float(
-            sum(edge.cost[choice[edge.a], choice[edge.b]] for edge in self.problem.edges)
-        )
+        for edge in self.problem.edges:
+            parameter = self.options[edge.a][choice[edge.a]].stored is not None
+            cause = "parameter_seconds" if parameter else "reshard_seconds"
+            totals[cause] += float(edge.cost[choice[edge.a], choice[edge.b]])
         step = sum(value for name, value in totals.items() if name.endswith("seconds"))
         peak = sum(value for name, value in totals.items() if name.endswith("bytes"))
         return {"step_seconds": step, "peak_bytes": peak, **totals}
@@ -271,6 +272,7 @@ def build(
     state_bytes: float = 2.0,
     unknown_ops: str = "replicate",
     pins: Mapping[str, str] | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
 
@@ -283,12 +285,14 @@ def build(
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         unknown_ops: "replicate" or "error".
         pins: layouts that are fixed; see pins.py.
+        progress: told of each stage as it begins.
 
     Raises:
         UnknownOperatorError: an operator has no rule and `unknown_ops` is "error".
         PlanError: a pin names nothing or fits no choice.
         InfeasibleError: no plan at all can meet the memory limit.
     """
+    progress("strategies")
     fixed = Pins(graph, pins or {})
     builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed)
     for node in graph.folded:
@@ -302,6 +306,7 @@ def build(
     choices = tuple(builder.choices)
     if memory_limit is not None:
         _check_memory(choices, memory_limit)
+    progress("reshardings")
     problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
     return Built(problem, tuple(builder.names), tuple(builder.options), tuple(builder.replicated))
 
