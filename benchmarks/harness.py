@@ -1,0 +1,76 @@
+"""What every benchmark shares: child processes, rows of CSV, and where and when they were made."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance() -> dict[str, str]:
+    """Machine, commit, versions and date; the last columns of every row."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "machine": f"{_processor()} x{torch.get_num_threads()}",
+        "commit": commit or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows to results/NAME.csv, replacing it; returns the path."""
+    made = [{**row, **provenance()} for row in rows]
+    path = RESULTS / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(made[0]))
+        writer.writeheader()
+        writer.writerows(made)
+    return path
+
+
+def child(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark script in a process of its own; the JSON of its last line.
+
+    Raises:
+        RuntimeError: the child failed; with the end of its output.
+    """
+    run = subprocess.run(
+        [sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    if run.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{run.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return result
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
