@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,21 +23,30 @@ class Structure:
         name: a tensor's dotted name, such as "batch.x" or "hidden_states.0".
         children: the container's (key, structure), in order.
         constant: the value of a leaf that is no tensor.
+        fixed: whether such a leaf must have that value in every batch.
     """
 
     kind: type | None
     name: str = ""
     children: tuple[tuple[Any, Structure], ...] = ()
     constant: Any = None
+    fixed: bool = True
 
     @classmethod
     def of(cls, value: Any, name: str, *, constants: bool) -> Structure:
-        """The structure of `value`; other leaves than tensors become None unless `constants`."""
+        """The structure of `value`.
+
+        Args:
+            value: a tensor, a constant, or a mapping, sequence or dataclass of such values.
+            name: what its tensors' names begin with.
+            constants: whether leaves that are no tensors are part of the structure; otherwise
+                they are left out, and None stands in their places.
+        """
         if isinstance(value, Tensor):
             return cls(Tensor, name)
         items = _items(value)
         if items is None:
-            return cls(None, name, constant=value if constants else None)
+            return cls(None, name, (), value if constants else None, fixed=constants)
         children = tuple(
             (key, cls.of(item, f"{name}.{key}" if name else str(key), constants=constants))
             for key, item in items
@@ -51,12 +61,17 @@ class Structure:
         """
         if self.kind is Tensor:
             if not isinstance(value, Tensor):
-                raise BatchError(f"{self.name} is {type(value).__name__}", why="captured a tensor")
+                raise BatchError(
+                    f"{self.name} is a {type(value).__name__}",
+                    why="the model was captured with a tensor",
+                    todo="pass a tensor, or compile again",
+                )
             return {self.name: value}
         if self.kind is None:
-            if isinstance(value, Tensor) or (self.constant is not None and value != self.constant):
+            if self.fixed and not _equal(value, self.constant):
+                shown = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise BatchError(
-                    f"{self.name} is {value!r}",
+                    f"{self.name} is {shown}",
                     why=f"captured with {self.constant!r}, which the program holds as a constant",
                     todo="compile again for the other value",
                 )
@@ -65,7 +80,8 @@ class Structure:
         if set(items) != {key for key, _ in self.children}:
             raise BatchError(
                 f"{self.name or 'the batch'} has {', '.join(map(str, items)) or 'nothing'}",
-                why=f"captured with {', '.join(str(key) for key, _ in self.children)}",
+                why=f"captured with {', '.join(str(key) for key, _ in self.children) or 'nothing'}",
+                todo="pass the same keys, or compile again",
             )
         found: dict[str, Any] = {}
         for key, child in self.children:
@@ -81,6 +97,8 @@ class Structure:
         parts = {key: child.rebuild(values) for key, child in self.children}
         if dataclasses.is_dataclass(self.kind):
             return self.kind(**parts)
+        if issubclass(self.kind, defaultdict):
+            return parts
         if issubclass(self.kind, Mapping):
             return self.kind(parts)  # type: ignore[call-arg]
         if hasattr(self.kind, "_fields"):
@@ -107,7 +125,12 @@ class Inputs:
         cls, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Inputs:
         """The inputs of one call; BatchError if the signature does not take it."""
-        return cls(signature, Structure.of(_bind(signature, args, kwargs), "", constants=True))
+        structure = Structure.of(_bind(signature, args, kwargs), "", constants=True)
+        names = structure.names
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BatchError(f"two tensors of the batch are called {twice!r}", todo="rename a key")
+        return cls(signature, structure)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,7 +162,11 @@ def _bind(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise BatchError("the model does not take this batch", why=str(error)) from None
+        raise BatchError(
+            "the model does not take this batch",
+            why=str(error),
+            todo=f"pass what its forward takes, {signature}",
+        ) from None
     arguments = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD and name in arguments:
@@ -155,5 +182,18 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
         keys = getattr(value, "_fields", range(len(value)))
         return list(zip(keys, value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return [(name, getattr(value, name)) for name in fields]
     return None
+
+
+def _equal(value: Any, constant: Any) -> bool:
+    """Whether two leaves are the same constant; what cannot be compared is not."""
+    if value is constant:
+        return True
+    if isinstance(value, Tensor) or type(value) is not type(constant):
+        return False
+    try:
+        return bool(value == constant)
+    except (TypeError, ValueError, RuntimeError):
+        return False
