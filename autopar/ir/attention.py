@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +14,9 @@ from autopar.ir.interpret import execute
 from autopar.ir.rewrite import Editor, argument, rewrite, writes
 
 _ATTENTION = "aten.scaled_dot_product_attention"
-# A mask of more elements than this is left as it was written: looking at it would cost gigabytes.
-_LARGEST_MASK = 2**31
+# A constant of more elements than this, repetitions not counted, is left as it was written: looking
+# at it would cost gigabytes.
+_LARGEST = 2**28
 
 
 _ANDS = {"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and"}
@@ -30,8 +33,6 @@ def simplify_masks(graph: Graph) -> Graph:
     def simplify(node: Node, editor: Editor) -> Node | Ref | None:
         constants = [name for name in graph[node.name].inputs if name in numbers]
         if node.name in numbers or not constants or len(node.inputs) < 2:
-            return None
-        if any(graph[name].type.numel > _LARGEST_MASK for name in constants):
             return None
         if node.op == "aten.index.Tensor" and len(constants) == len(node.inputs) - 1:
             indices = [_evaluate(graph, name) for name in graph[node.name].inputs[1:]]
@@ -50,13 +51,14 @@ def simplify_masks(graph: Graph) -> Graph:
     return rewrite(graph, simplify)
 
 
-def _everything(shape: tuple[int, ...], indices: list[Tensor]) -> bool:
+def _everything(shape: tuple[int, ...], indices: list[Tensor | None]) -> bool:
     """Whether `x[indices]` is a reshape of x: each index counts up along a later dimension."""
-    rank = max(index.dim() for index in indices)
-    if len(indices) != len(shape):
+    known = [index for index in indices if index is not None]
+    if len(known) != len(shape) or len(known) != len(indices):
         return False
+    rank = max(index.dim() for index in known)
     before = -1
-    for size, index in zip(shape, indices, strict=True):
+    for size, index in zip(shape, known, strict=True):
         if index.numel() != size or not torch.equal(index.flatten(), torch.arange(size)):
             return False
         wide = [rank - index.dim() + at for at, n in enumerate(index.shape) if n > 1]
@@ -81,7 +83,7 @@ def causal_masks(graph: Graph) -> Graph:
         if node.op != _ATTENTION or not isinstance(mask, Ref):
             return None
         name = graph[node.name].inputs[3]
-        if name not in numbers or graph[name].type.numel > _LARGEST_MASK:
+        if name not in numbers:
             return None
         if argument(node, 5, "is_causal") is True:
             return None
@@ -118,14 +120,32 @@ def _deterministic(op: str) -> bool:
     """Whether torch knows the operator and it draws no random numbers."""
     if op in ("getitem", "autopar.detach", "autopar.share"):
         return True
-    namespace, name, overload = (*op.split("."), "default")[:3]
+    return _overload(op) is not None and not _has_tag(op, torch.Tag.nondeterministic_seeded)
+
+
+def _overload(op: str) -> Any:
+    """torch's operator of that name, None if it has none."""
+    namespace, name, overload = (*op.split("."), "default", "default")[:3]
     packet = getattr(getattr(torch.ops, namespace), name, None)
-    found = getattr(packet, overload, None)
-    return found is not None and torch.Tag.nondeterministic_seeded not in found.tags
+    return getattr(packet, overload, None)
 
 
-def _evaluate(graph: Graph, name: str) -> Tensor:
-    """The value `name`, computed on the CPU; what is not needed any more is let go on the way."""
+def _has_tag(op: str, tag: torch.Tag) -> bool:
+    return tag in getattr(_overload(op), "tags", ())
+
+
+def _views(op: str) -> bool:
+    """Whether the result shares its operand's storage."""
+    schema = getattr(_overload(op), "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def _evaluate(graph: Graph, name: str) -> Tensor | None:
+    """The value `name`, computed on the CPU; None if that would take too much memory.
+
+    What a mask repeats for every sequence of the batch is computed once: elementwise operators see
+    one element of every dimension that only repeats it.
+    """
     needed = {name}
     stack = [name]
     while stack:
@@ -138,7 +158,17 @@ def _evaluate(graph: Graph, name: str) -> Tensor:
     for node in graph.nodes:
         if node.name not in needed:
             continue
-        results[node.name] = execute(node, results, torch.device("cpu"))
+        reads = {read: results[read] for read in node.inputs}
+        elementwise = _has_tag(node.op, torch.Tag.pointwise) and bool(reads)
+        if elementwise:
+            reads = {read: _unexpanded(value) for read, value in reads.items()}
+        size = node.type.numel
+        if elementwise:
+            size = math.prod(torch.broadcast_shapes(*(value.shape for value in reads.values())))
+        if size > _LARGEST and (elementwise or not _views(node.op)):
+            return None
+        value = execute(node, reads, torch.device("cpu"))
+        results[node.name] = (value if elementwise else _repeating(value)).expand(node.type.shape)
         for read in dict.fromkeys(node.inputs):
             left[read] -= 1
             if not left[read]:
@@ -146,8 +176,29 @@ def _evaluate(graph: Graph, name: str) -> Tensor:
     return results[name]
 
 
-def _kind(mask: Tensor) -> str:
+def _unexpanded(value: Tensor) -> Tensor:
+    """`value` with one element along each dimension that repeats it."""
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _repeating(value: Tensor) -> Tensor:
+    """`value` with one element along each dimension whose elements are all equal."""
+    value = _unexpanded(value)
+    for dim, size in enumerate(value.shape):
+        first = value.narrow(dim, 0, min(size, 1))
+        if size > 1 and bool((value == first).all()):
+            value = first
+    return value
+
+
+def _kind(mask: Tensor | None) -> str:
     """ "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
+    if mask is None:
+        return ""
+    mask = _unexpanded(mask)
     if mask.dtype != torch.bool:
         if not mask.dtype.is_floating_point:
             return ""
