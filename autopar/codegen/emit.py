@@ -204,7 +204,7 @@ def _block(printer: Printer, repeat: Repeat, number: int) -> _Block:
         scope.hold(name, variable, printer.planned(shares[name]).operands[0][1])
         arguments.append(variable)
     for name in outside:
-        variable = scope.fresh(name)
+        variable = scope.fresh(scope.wish(graph[name]))
         scope.hold(name, variable, printer.result(name))
         arguments.append(variable)
     for node in nodes:

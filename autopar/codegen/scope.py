@@ -117,6 +117,8 @@ class Scope:
         self._names = set(RESERVED)
         self._uses: dict[str, int] = {}
         self._source = Source()
+        nodes = tuple(nodes)
+        self._assigned = _assigned([node for node in nodes if node.op != "autopar.share"])
         for name in (*(n for node in nodes for n in node.inputs), *results):
             self._uses[name] = self._uses.get(name, 0) + 1
 
@@ -226,7 +228,7 @@ class Scope:
         if not self._uses.get(node.name):
             self.line(code, note)  # run for what it writes
             return
-        variable = self.fresh(self._wish(node))
+        variable = self.fresh(self.wish(node))
         self.hold(node.name, variable, layouts[0])
         self.line(f"{variable} = {code}", note)
 
@@ -244,7 +246,7 @@ class Scope:
         if variable.isidentifier():
             target = self._target(value, variable) if steps else variable
         else:
-            target = self.fresh(self._wish(self.printer.graph[value]))
+            target = self.fresh(self.wish(self.printer.graph[value]))
         if steps:
             self.reshard(variable, target, steps, tensor)
         elif target != variable:
@@ -257,7 +259,7 @@ class Scope:
         assert isinstance(index, int)
         given = self.printer.result(value, index)
         self._uses[value] -= 1
-        variable = self.fresh(self._wish(node))
+        variable = self.fresh(self.wish(node))
         code = expression(node, [self._look_up(value).variable])
         self.line(f"{variable} = {code}", f"{node.type.dtype}{given.format(node.type.shape)}")
         steps = self._steps(node.name, node.type, given, self.printer.result(node.name))
@@ -286,15 +288,19 @@ class Scope:
         more = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
         return f"mesh.attention({', '.join(operands[:3])}, {more})"
 
-    def _wish(self, node: Node) -> str:
+    def wish(self, node: Node) -> str:
         """What a person would call a node's value."""
         if node.is_leaf:
             parts = [part for part in node.target.split(".") if not part.isdigit()]
             start = node.keyword("start")
             return "_".join(parts[-2:]) + (f"_{start}" if start is not None else "")
+        if node.op == "autopar.share":
+            return self.wish(self.printer.graph[node.inputs[0]])
         module = node.source.module.rpartition(".")[2]
         if node.op in _NAMED_AFTER_MODULE and module.isidentifier():
             return module
+        if node.name in self._assigned:
+            return self._assigned[node.name]
         word = node.op.split(".")[1] if "." in node.op else node.op
         return _WORDS.get(word, word).strip("_")
 
@@ -304,3 +310,14 @@ class Scope:
         if source.file and place != (self._source.file, self._source.line):
             self.lines.append(f"# {source.file}:{source.line}  {source.text}"[: WIDTH - 4].rstrip())
         self._source = source
+
+
+def _assigned(nodes: list[Node]) -> dict[str, str]:
+    """The last node of a line `name = ...` of the user's code -> that name."""
+    names: dict[str, str] = {}
+    for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+        last = after is None or after.source != node.source
+        match = re.match(r"([A-Za-z_]\w*)\s*[-+*/]?=(?!=)", node.source.text)
+        if last and match:
+            names[node.name] = match[1]
+    return names
