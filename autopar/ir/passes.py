@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.attention import causal_masks, group_heads, simplify_masks
+from autopar.ir.fused import split_fused
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import annotate
-from autopar.ir.linear import lower_linears, split_fused
+from autopar.ir.linear import lower_linears
 from autopar.ir.losses import lower_means
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import eliminate_dead

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.ir.attention import causal_masks, group_heads, simplify_masks
+from autopar.ir.fused import split_fused
 from autopar.ir.graph import Graph
-from autopar.ir.linear import lower_linears, split_fused
+from autopar.ir.linear import lower_linears
 from autopar.ir.losses import lower_means
 from autopar.ir.passes import PASSES, prepare
 from autopar.ir.rewrite import eliminate_dead
@@ -298,6 +299,41 @@ def test_a_projection_with_another_reader_or_a_gap_stays_fused(change: tuple[str
     lines = sorted(text.strip().splitlines()[1:], key=lambda line: line.startswith("output"))
     before = "\n".join(["graph 'g'", *lines])
     assert ops(checked(split_fused, before)).count("aten.linear") == 1
+
+
+PACKED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], int]] = {
+    "by axis": (lambda y: y.reshape(2, 3, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0), 3),
+    "by moved axis": (
+        lambda y: (
+            y.unflatten(-1, (3, 8)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous().unbind(0)
+        ),
+        3,
+    ),
+    "by heads": (lambda y: y.view(2, 3, 6, 4).transpose(1, 2).split([4, 1, 1], 1), 3),
+    "of one head": (lambda y: y[:, None].split([16, 4, 4], -1), 3),
+    "inside heads": (lambda y: y.view(2, 3, 2, 3, 4).unbind(3), 1),
+    "rotated": (lambda y: y.view(2, 3, 6, 4).chunk(2, -1), 1),
+    "of the batch": (lambda y: y.chunk(2, 0), 1),
+    "step by step": (lambda y: y.split(1, -1), 1),
+}  # fmt: skip
+
+
+class Packed(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.qkv, self.name = nn.Linear(5, 24), name
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.sin() for part in PACKED[self.name][0](self.qkv(x)))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_projections_are_split_through_views(name: str) -> None:
+    torch.manual_seed(0)
+    graph, values = captured_double(Packed(name), {"x": torch.randn(2, 3, 5)})
+    after = verify(split_fused(lower_splits(drop_identities(graph))))
+    assert ops(after).count("aten.linear") == PACKED[name][1]
+    assert_equal_runs(graph, after, values)
 
 
 @pytest.mark.parametrize(
