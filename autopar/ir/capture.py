@@ -156,7 +156,8 @@ class _Flat(nn.Module):
     ) -> None:
         super().__init__()
         self.training = model.training
-        self.model, self.loss_fn, self.inputs = model, loss_fn, inputs
+        self.model, self.inputs = model, inputs
+        self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
         self.seen = _Seen(Structure(None))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -174,6 +175,17 @@ class _Flat(nn.Module):
         self.seen.output, self.seen.labels = output, tuple(named)
         self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))
         return tuple(named.values())
+
+
+class _Loss(nn.Module):
+    """A function as a module, so that its operators are known to come from it."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
 
 
 def _loss_name(named: dict[str, Tensor], positional: bool) -> str | None:

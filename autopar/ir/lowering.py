@@ -125,19 +125,21 @@ class Lowering:
     def _region(self, node: fx.Node, op: str) -> None:
         """Inline a region that runs with gradients on or off, or with autocast off."""
         args: Any = node.args
-        grad = True
+        grad, autocast = True, False
         if "wrap_with_set_grad_enabled" in op:
             grad, body, *operands = args
-        elif "wrap_with_autocast" in op and args[2] is False:
-            body, *operands = args[4:]
         elif "wrap_with_autocast" in op:
-            raise CaptureError(
-                "the model switches autocast on",
-                todo="cast the model and its inputs instead, e.g. model.to(torch.bfloat16)",
-            )
+            _, _, autocast, _, body, *operands = args
         else:
             raise _no_place(op)
         inner = getattr(node.graph.owning_module, body.target).graph
+        if autocast:
+            inside = next(item for item in inner.nodes if item.op == "call_function")
+            raise CaptureError(
+                "the model switches autocast on",
+                where=str(source_of(inside)),
+                todo="cast the model and its inputs instead, e.g. model.to(torch.bfloat16)",
+            )
         placeholders = (item for item in inner.nodes if item.op == "placeholder")
         for item, operand in zip(placeholders, operands, strict=True):
             self._same[item] = self._same.get(operand, operand)

@@ -115,10 +115,17 @@ class Structure:
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a call of the model, positional and keyword, maps to named tensors."""
+    """How a call of the model maps to named tensors.
+
+    Attributes:
+        signature: of the model's forward.
+        structure: the arguments by name, those in `**keywords` among them.
+        positional: how many of them were given without a name.
+    """
 
     signature: inspect.Signature
     structure: Structure
+    positional: int
 
     @classmethod
     def of(
@@ -130,7 +137,7 @@ class Inputs:
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise BatchError(f"two tensors of the batch are called {twice!r}", todo="rename a key")
-        return cls(signature, structure)
+        return cls(signature, structure, len(args))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,18 +149,14 @@ class Inputs:
         return self.structure.flatten(_bind(self.signature, args, kwargs))
 
     def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with `values` in the places of the tensors."""
-        arguments = self.structure.rebuild(values)
-        bound = self.signature.bind_partial()
-        variable = next(
-            (n for n, p in self.signature.parameters.items() if p.kind is p.VAR_KEYWORD), None
-        )
-        named = {k: v for k, v in arguments.items() if k in self.signature.parameters}
-        extra = {k: v for k, v in arguments.items() if k not in self.signature.parameters}
-        bound.arguments.update(named)
-        if variable is not None and extra:
-            bound.arguments[variable] = extra
-        return bound.args, bound.kwargs
+        """Positional and keyword arguments as first spelled, `values` in place of the tensors."""
+        keywords = self.structure.rebuild(values)
+        args: list[Any] = []
+        for name, parameter in self.signature.parameters.items():
+            if len(args) < self.positional and name in keywords:
+                value = keywords.pop(name)
+                args += value if parameter.kind is parameter.VAR_POSITIONAL else [value]
+        return tuple(args), keywords
 
 
 def _bind(
