@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -95,14 +94,19 @@ class Builder:
         self.replicated: list[str] = []
         self.savers = self._first_savers()
 
-    def _first_savers(self) -> dict[tuple[str, str], bool]:
-        """(saver, value) pairs that pay for a saved value: one payer for each piece of storage."""
+    def _first_savers(self) -> dict[tuple[str, int], int]:
+        """(saver, place in its `saved`) -> how many of its blocks pay for that value.
+
+        Each piece of storage has one payer in the whole graph: what all blocks save is paid once,
+        and what leaves one block is what enters the next.
+        """
         paid: set[str] = set()
-        payers: dict[tuple[str, str], bool] = {}
-        for node in self.graph.folded:
-            for value in node.saved:
-                root = self._storage(value)
-                payers[node.name, value] = root not in paid and self.graph[root].op != "param"
+        payers: dict[tuple[str, int], int] = {}
+        for node in self.graph.nodes:
+            for place, value in enumerate(node.saved):
+                key, root = (self.graph.template[node.name], place), self._storage(value)
+                pays = root not in paid and self.graph[root].op != "param"
+                payers[key] = payers.get(key, 0) + pays
                 paid.add(root)
         return payers
 
@@ -130,7 +134,7 @@ class Builder:
             count * self._seconds(node, option, flops) + self._loss_seconds(node, option)
             for option in options
         )
-        memory = tuple(count * self._saved_bytes(node, option) for option in options)
+        memory = tuple(self._saved_bytes(node, option) for option in options)
         self._append(node.name, options, cost, memory)
 
     def add_parameter(self, node: Node, share: Node) -> None:
@@ -192,68 +196,68 @@ class Builder:
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)
 
     def _saved_bytes(self, node: Node, option: Option) -> float:
-        """Bytes that stay alive for this operator's backward and that nobody else pays for."""
+        """Bytes that stay alive for this operator's backward, in all blocks.
+
+        What another operator pays for is left out.
+        """
         total = 0.0
-        for value in node.saved:
-            if not self.savers[node.name, value]:
+        for place, value in enumerate(node.saved):
+            copies = self.savers[node.name, place]
+            if not copies:
                 continue
             if value == node.name:
                 layout = option.results[0]
             else:
                 layout = option.operands[node.inputs.index(value)]
-            total += layout.local_bytes(self.graph[value].type, self.mesh)
-        return total + option.share * sum(t.nbytes for t in node.saved_types)
+            total += copies * layout.local_bytes(self.graph[value].type, self.mesh)
+        extra = sum(tensor.nbytes for tensor in node.saved_types)
+        return total + self.graph.multiplicity[node.name] * option.share * extra
 
     def edges(self) -> Iterator[Edge]:
-        """One resharding matrix per use of a value."""
-        carried = {
-            outside: repeat.iterations[0]
+        """One resharding matrix per use of a value.
+
+        A block's function takes a carried value in the layout in which its share reads it, and
+        returns it in that layout from every block. So the value enters once, is resharded at the
+        end of each block, and whoever reads it after the last one finds it in that layout.
+        """
+        held = self._held_after_blocks()
+        leaving = {
+            (entry, name): (leaves, repeat.count)
             for repeat in self.graph.repeats
-            for outside, _ in repeat.carried
+            for entry, leaves in repeat.carried
+            for name in repeat.iterations[0]
         }
-        back = {
-            entry: (leaving, repeat.count)
-            for repeat in self.graph.repeats
-            for entry, leaving in repeat.carried
-        }
-        leaving_share = self._leaving_shares()
         for node in self.graph.folded:
             if node.op == "param":
                 continue
             for index, value in enumerate(node.inputs):
-                source = self.graph.template[value]
+                source = held.get(value, self.graph.template[value])
                 if self.position[source] == self.position[node.name]:
                     continue
-                outside = node.name not in self._inside and source in leaving_share
-                if outside:
-                    yield self._edge(leaving_share[source], node, index, 1, entering=True)
-                    continue
-                inside_entry = value in carried and node.name in carried[value]
-                count = 1 if inside_entry else self.graph.multiplicity[node.name]
-                yield self._edge(source, node, index, count)
-                if inside_entry:
-                    leaving, times = back[value]
-                    yield self._edge(leaving, node, index, times)
+                enters = (value, node.name) in leaving
+                count = 1 if enters else self.graph.multiplicity[node.name]
+                yield self._edge(source, count, node, index, held=value in held)
+                if enters:
+                    yield self._edge(*leaving[value, node.name], node, index)
 
-    @cached_property
-    def _inside(self) -> frozenset[str]:
-        return frozenset(n for repeat in self.graph.repeats for n in repeat.iterations[0])
-
-    def _leaving_shares(self) -> dict[str, str]:
-        """Value carried out of the last block -> the share in whose layout it is held."""
+    def _held_after_blocks(self) -> dict[str, str]:
+        """Value that leaves the last block of a run -> the share in whose layout it is held."""
         found: dict[str, str] = {}
         for repeat in self.graph.repeats:
-            for entry, leaving in repeat.carried:
-                readers = [n for n in self.graph.users[entry] if n in repeat.iterations[0]]
-                found[leaving] = readers[0]
+            last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+            for entry, leaves in repeat.carried:
+                readers = (n for n in self.graph.users[entry] if n in repeat.iterations[0])
+                found[last[leaves]] = next(readers)
         return found
 
-    def _edge(
-        self, source: str, node: Node, index: int, count: int, *, entering: bool = False
-    ) -> Edge:
+    def _edge(self, source: str, count: int, node: Node, index: int, *, held: bool = False) -> Edge:
+        """`count` reshardings of an operand of `node`, from what `source` gives.
+
+        Where the value is `held` by a share, from the layout in which that share reads it.
+        """
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
-        rows = [(o.operands if entering else o.results)[0] for o in self.options[a]]
+        rows = [(o.operands if held else o.results)[0] for o in self.options[a]]
         columns = [option.operands[index] for option in self.options[b]]
         price: dict[tuple[Layout, Layout], float] = {}
         for pair in itertools.product(dict.fromkeys(rows), dict.fromkeys(columns)):
