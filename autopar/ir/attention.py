@@ -134,6 +134,11 @@ def _has_tag(op: str, tag: torch.Tag) -> bool:
     return tag in getattr(_overload(op), "tags", ())
 
 
+def _elementwise(op: str) -> bool:
+    """Whether each element of the result depends on the operands' elements in its place only."""
+    return _has_tag(op, torch.Tag.pointwise) or op in _ANDS or op.startswith("aten.to.")
+
+
 def _views(op: str) -> bool:
     """Whether the result shares its operand's storage."""
     schema = getattr(_overload(op), "_schema", None)
@@ -159,7 +164,7 @@ def _evaluate(graph: Graph, name: str) -> Tensor | None:
         if node.name not in needed:
             continue
         reads = {read: results[read] for read in node.inputs}
-        elementwise = _has_tag(node.op, torch.Tag.pointwise) and bool(reads)
+        elementwise = bool(reads) and _elementwise(node.op)
         if elementwise:
             reads = {read: _unexpanded(value) for read, value in reads.items()}
         size = node.type.numel
@@ -229,7 +234,8 @@ def group_heads(graph: Graph) -> Graph:
         if None in sources or not isinstance(query, Ref):
             return None
         heads = {editor[source.name].type.shape[-3] for source in sources if source is not None}
-        if len(heads) != 1 or editor[query.name].type.shape[-3] % heads.pop():
+        wide = {editor[name].type.shape[-3] for name in node.inputs[:3]}
+        if len(heads) != 1 or len(wide) != 1:
             return None
         args = (query, *sources, *node.args[3:])
         return replace(node, args=args, kwargs=(*node.kwargs, ("enable_gqa", True)))

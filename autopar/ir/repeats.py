@@ -23,10 +23,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.shares import Run, insert_shares
 
-_NONE = np.iinfo(np.int64).min  # no operand
+_NONE = -(2**62)  # no operand
 # Cuts tried for one period and number of blocks, those that few values cross first.
 _CUTS = 32
 
@@ -109,11 +109,17 @@ def _numbered(looks: list[object]) -> Ints:
 
 def _looks(node: Node, graph: Graph) -> object:
     """All of an operator that must be equal in every block, references aside."""
-    plain = node.map_refs(lambda _: Ref(""))
     operands = tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs)
-    # repr, because True == 1 and nan != nan.
-    literals = repr((plain.args, plain.kwargs))
+    literals = (_literals(node.args), tuple((key, _literals(arg)) for key, arg in node.kwargs))
     return (node.op, literals, node.types, node.requires_grad, node.saved_types, operands)
+
+
+def _literals(arg: Arg) -> object:
+    """An argument without its references."""
+    if isinstance(arg, tuple):
+        return tuple(map(_literals, arg))
+    # repr, because True == 1 and nan != nan.
+    return None if isinstance(arg, Ref) else repr(arg)
 
 
 def _leaf_looks(node: Node) -> object:
@@ -215,7 +221,7 @@ class _Slots:
 def _check(row: _Row, start: int, period: int, count: int) -> Run | None:
     """The run of `count` blocks of `period` operators from `start` on, if it is one."""
     stop = start + period * count
-    blocks = row.operands[start:stop].reshape(count, period, -1)
+    blocks = row.operands[start:stop].reshape(count, period, row.operands.shape[1])
     shift = period * np.arange(count)[:, None, None]
     slots = _slots(blocks, start, period)
     later = blocks - (shift - period)  # as block 1 would read
@@ -285,11 +291,9 @@ def _closed(row: _Row, blocks: Ints, slots: _Slots, start: int, count: int) -> R
         if starts[ends[end]] != begin:
             return None
         entering[int(place), int(slot)] = ends[end]
-    if (
-        not ends
-        or len(set(starts)) < len(starts)
-        or not row.single[[start + e for e in ends]].all()
-    ):
+    if not ends or len(set(starts)) < len(starts):
+        return None
+    if not row.single[[start + end for end in ends]].all():
         return None
     limit = start + period * (1 + np.arange(count))[:, None] + np.zeros(period, dtype=np.int64)
     limit[:, list(ends)] += period

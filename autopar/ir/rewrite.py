@@ -58,6 +58,9 @@ class Names:
         return name
 
 
+# (input, weight, bias, running_mean, running_var, training or use_input_stats, ...)
+_NORMS = {"aten.batch_norm", "aten.native_batch_norm", "aten.instance_norm"}
+
 Rule = Callable[[Node, Editor], Node | Ref | None]
 
 
@@ -105,7 +108,7 @@ def eliminate_dead(graph: Graph) -> Graph:
 
 def writes(node: Node) -> tuple[str, ...]:
     """The values that an operator writes in place: `aten.add_`, a batch norm's running figures."""
-    if node.op == "aten.batch_norm" and argument(node, 5, "training") is True:
+    if node.op in _NORMS and argument(node, 5, "training") is True:
         places = (argument(node, 3, "running_mean"), argument(node, 4, "running_var"))
         return tuple(value.name for value in places if isinstance(value, Ref))
     base = node.op.split(".")[1] if "." in node.op else ""

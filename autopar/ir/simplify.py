@@ -17,8 +17,9 @@ _EXPANDS = {"aten.expand", "aten.expand_as", "aten.broadcast_to"}
 _TRANSPOSES = {"aten.transpose.int", "aten.swapaxes", "aten.swapdims", "aten.t", "aten.numpy_T",
                "aten.mT"}  # fmt: skip
 _CASTS = {"aten._to_copy", "aten.type_as"}
-_SAME = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.contiguous", "aten.clone"}
-_COPIES = {"aten.lift_fresh_copy", "aten.clone", "aten._to_copy"}
+_SAME = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.contiguous", "aten.clone",
+         "autopar.share"}  # fmt: skip
+_COPIES = {"aten.lift_fresh_copy", "aten.clone", "aten.contiguous", "aten._to_copy"}
 _DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout",
              "aten.feature_alpha_dropout"}  # fmt: skip
 # Operator -> the number that changes nothing on its right.
@@ -40,7 +41,8 @@ def drop_identities(graph: Graph) -> Graph:
     """`graph` without operators that change no value, and with one spelling for each view.
 
     What goes: copies, contiguous, casts to the same dtype, views to the same shape, dropout that
-    drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of what has no gradient.
+    drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of what has no gradient,
+    and shares, which are put in again at the end.
     A copy of a buffer that is written in place stays. What stays is spelled with all sizes known:
     `aten.reshape`, which is legal on any strides, `aten.expand`, `aten.transpose.int`,
     `aten.slice.Tensor(x, dim, start, end)`, and casts are `aten.to.dtype(x, dtype)`.
@@ -55,8 +57,10 @@ def drop_identities(graph: Graph) -> Graph:
         if isinstance(first, Ref):
             # Conservative: arithmetic has storage of its own, but is never copied for safety.
             roots[node.name] = roots.get(first.name, first.name)
-            if node.op in _COPIES and roots[node.name] in written:
-                return None
+            copies = node.op in _COPIES and editor[first.name].types == node.types
+            if copies and roots[node.name] in written:
+                plain = node.op == "aten.contiguous"  # which copies at times, as before
+                return None if plain else replace(node, op="aten.clone", args=(first,), kwargs=())
         return _simplified(node, editor)
 
     return rewrite(graph, simplify)

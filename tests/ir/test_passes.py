@@ -21,7 +21,7 @@ from autopar.ir.simplify import drop_identities, lower_splits
 from autopar.ir.text import parse_graph
 from autopar.ir.verify import verify
 from tests.graphs import assert_equal_runs, captured_double, leaf_values
-from tests.models import conv_net
+from tests.models import conv_net, gpt2
 
 
 def checked(step: Callable[[Graph], Graph], text: str, seed: int = 0) -> Graph:
@@ -40,6 +40,13 @@ def test_prepare_computes_the_same() -> None:
     torch.manual_seed(0)
     graph, values = captured_double(*conv_net())
     assert_equal_runs(graph, prepare(graph), values)
+
+
+def test_what_is_prepared_is_not_prepared_further() -> None:
+    torch.manual_seed(0)
+    for build in (conv_net, gpt2):
+        once = prepare(captured_double(*build())[0])
+        assert prepare(once) == once
 
 
 def test_every_pass_is_traced_in_order() -> None:
@@ -556,6 +563,9 @@ class Grouped(nn.Module):
             k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, -3)
         elif self.spread == "tiles":
             k, v = (t[:, None].expand(2, 3, 2, 5, 4).reshape(2, 6, 5, 4) for t in (k, v))
+        elif self.spread == "queries broadcast":
+            k, v = (t[:, :1].repeat_interleave(6, 1) for t in (k, v))
+            return F.scaled_dot_product_attention(self.q[:, :1], k, v)
         else:
             k, v = k.repeat_interleave(3, 1), v[:, :1].expand(2, 6, 5, 4)
         return F.scaled_dot_product_attention(self.q, k, v, is_causal=True)
@@ -563,7 +573,13 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize(
     ("spread", "grouped"),
-    [("rows", True), ("interleave", True), ("tiles", False), ("keys only", False)],
+    [
+        ("rows", True),
+        ("interleave", True),
+        ("tiles", False),
+        ("keys only", False),
+        ("queries broadcast", False),
+    ],
 )
 def test_repeated_heads_are_read_unrepeated(spread: str, grouped: bool) -> None:
     torch.manual_seed(0)

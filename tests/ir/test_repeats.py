@@ -273,7 +273,7 @@ def block_graphs(draw: st.DrawFn) -> tuple[Graph, int]:
     return parse_graph("\n".join([*head, *lines])), count * len(body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(block_graphs())
 def test_random_blocks_are_found(case: tuple[Graph, int]) -> None:
     graph, planted = case
