@@ -33,7 +33,7 @@ CASES = (
     ("llama-3-8b", 2, 64, 4096, "H100: node=8, gpu=8"),
     ("llama-3-8b", 8, 64, 4096, "H100: node=8, gpu=8"),
     ("llama-3-8b", 32, 64, 4096, "H100: node=8, gpu=8"),
-    ("llama-3.1-405b", 126, 512, 8192, "H100: node=64, gpu=8"),
+    ("llama-3.1-405b", 126, 64, 4096, "H100: node=64, gpu=8"),
 )
 STAGES = ("capture", "strategies", "reshardings", "solve", "emit")
 
