@@ -4,12 +4,14 @@
 
 A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes. A
 parameter's pin is the layout in which it is used, a module's that of the last value computed in it.
-A layout with a `-sum(...)` must agree in it, one without leaves it open.
+A layout with a `-sum(...)` must agree in it, one without leaves it open. How a parameter is stored
+may be said too, before an arrow: ZeRO-3 is "[256@data, 64] => [256, 64] -sum(data)".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.errors import PlanError
@@ -18,16 +20,59 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
 
 
+@dataclass(frozen=True)
+class Pin:
+    """One pin, read: a shape, a layout, and for a parameter how it is stored if that is said."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    stored: Layout | None
+
+    @classmethod
+    def parse(cls, text: str) -> Pin:
+        """Read "[8, 4@gpu]" or "[8@gpu, 4] => [8, 4]".
+
+        Raises:
+            LayoutError: a layout that cannot be read.
+            PlanError: two shapes.
+        """
+        before, arrow, used = text.rpartition("=>")
+        shape, layout = Layout.parse(used)
+        if not arrow:
+            return cls(shape, layout, None)
+        stored_shape, stored = Layout.parse(before)
+        if stored_shape != shape:
+            raise PlanError(
+                f"the pin {text!r} has two shapes",
+                why="a parameter is used in the shape in which it is stored",
+            )
+        return cls(shape, layout, stored)
+
+    def __str__(self) -> str:
+        text = self.layout.format(self.shape)
+        return text if self.stored is None else f"{self.stored.format(self.shape)} => {text}"
+
+    def agrees(self, option: Option) -> bool:
+        """Whether an option is what the pin says."""
+        layout, pin = option.results[0], self.layout
+        return (
+            layout.dims == pin.dims
+            and set(layout.partial) == set(pin.partial)
+            and (not pin.varying or set(layout.varying) == set(pin.varying))
+            and self.stored in (None, option.stored)
+        )
+
+
 class Pins:
     """The pins of one graph; `keep` filters options, `check` refuses pins that met nothing.
 
     Raises:
-        LayoutError: a layout that cannot be read.
+        LayoutError, PlanError: a pin that cannot be read.
     """
 
     def __init__(self, graph: Graph, pins: Mapping[str, str]) -> None:
         self.graph = graph
-        self.pins = {key: Layout.parse(text) for key, text in pins.items()}
+        self.pins = {key: Pin.parse(text) for key, text in pins.items()}
         self.unmet = set(pins)
         last: dict[str, str] = {}
         for node in graph.folded:
@@ -45,15 +90,15 @@ class Pins:
         Raises:
             PlanError: there are none.
         """
-        for key, (shape, layout) in self.pins.items():
+        for key, pin in self.pins.items():
             if not any(fnmatchcase(name, key) for name in self._names(node)):
                 continue
             self.unmet.discard(key)
-            fitting = tuple(o for o in options if _agrees(o.results[0], layout))
-            if shape != node.type.shape or not fitting:
-                found = dict.fromkeys(o.results[0].format(node.type.shape) for o in options)
+            fitting = tuple(option for option in options if pin.agrees(option))
+            if pin.shape != node.type.shape or not fitting:
+                found = dict.fromkeys(_label(option, node) for option in options)
                 raise PlanError(
-                    f"the pin {key!r} = {layout.format(shape)!r} fits no choice of %{node.name}",
+                    f"the pin {key!r} = {str(pin)!r} fits no choice of %{node.name}",
                     where=str(node.source),
                     why=f"its choices are {'; '.join(found)}",
                 )
@@ -79,9 +124,6 @@ class Pins:
             )
 
 
-def _agrees(layout: Layout, pin: Layout) -> bool:
-    return (
-        layout.dims == pin.dims
-        and set(layout.partial) == set(pin.partial)
-        and (not pin.varying or set(layout.varying) == set(pin.varying))
-    )
+def _label(option: Option, node: Node) -> str:
+    """What a pin would write for an option."""
+    return option.label if option.stored else option.results[0].format(node.type.shape)
