@@ -20,7 +20,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	touch $@
 
 demo: $(STAMP) ## train a small model on four processes of this machine
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
+		examples/demo.py
 
 lint: $(STAMP) ## style, types and the direction of imports
 	$(BIN)/ruff check .
