@@ -49,17 +49,18 @@ def capture(
 ) -> Captured:
     """The model's forward on a batch like `model(*args, **kwargs)`.
 
-    The loss is `loss_fn(output, *args, **kwargs)` of the same batch where a loss_fn is given, else
-    the scalar that is returned, `output.loss`, `output["loss"]` or a tuple's first floating scalar.
+    The loss is the scalar that is returned, `output.loss`, `output["loss"]` or a tuple's first
+    floating scalar. Where a loss_fn is given it is `loss_fn(output, ...)` with those arguments of
+    the batch that its parameters name; what the model does not take goes to it alone.
     Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
     model returns besides tensors (caches) is left out.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation has no place in a Graph.
-        BatchError: the model's signature does not take the batch.
+        BatchError: model and loss_fn together do not take the batch.
     """
     kwargs = kwargs or {}
-    inputs = Inputs.of(inspect.signature(model.forward), args, kwargs)
+    inputs = Inputs.of(_signature(model, loss_fn), args, kwargs)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     # Tensors of their own: export would alias one tensor that is passed as two inputs.
     batch = inputs.flatten(args, kwargs).values()
@@ -88,6 +89,37 @@ def capture(
     )
     parameters = model.named_parameters(remove_duplicate=False)
     return Captured(graph, buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
+
+
+def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspect.Signature:
+    """What a batch may hold: the model's parameters, then those that only the loss_fn has."""
+    taken = inspect.signature(model.forward).parameters
+    ranked = {kind: [p for p in taken.values() if p.kind is kind] for kind in _KINDS}
+    place = _KINDS[3] if ranked[_KINDS[2]] else _KINDS[1]
+    for parameter in _loss_parameters(loss_fn):
+        if parameter.name not in taken and parameter.kind not in (_KINDS[2], _KINDS[4]):
+            # A parameter after one with a default must have one too; it is never used.
+            late = any(p.default is not p.empty for p in ranked[place])
+            default = None if late else parameter.default
+            ranked[place].append(parameter.replace(kind=place, default=default))
+    return inspect.Signature([p for kind in _KINDS for p in ranked[kind]])
+
+
+_KINDS = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.KEYWORD_ONLY,
+    inspect.Parameter.VAR_KEYWORD,
+)
+
+
+def _loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Parameter]:
+    """The parameters of a loss_fn after the model's output."""
+    if loss_fn is None:
+        return []
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    return list(inspect.signature(called).parameters.values())[1:]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -158,10 +190,13 @@ class _Flat(nn.Module):
         self.training = model.training
         self.model, self.inputs = model, inputs
         self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
+        self.for_loss = {parameter.name for parameter in _loss_parameters(loss_fn)}
+        self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
         self.seen = _Seen(Structure(None))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = self.inputs.rebuild(dict(zip(self.inputs.names, tensors, strict=True)))
+        batch = dict(zip(self.inputs.names, tensors, strict=True))
+        args, kwargs = self.inputs.rebuild(batch, without=self.for_loss_only)
         value = self.model(*args, **kwargs)
         root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
         output = Structure.of(value, root, constants=False)
@@ -171,7 +206,9 @@ class _Flat(nn.Module):
             if "loss" in named:
                 output = Structure.of(value, "output", constants=False)
                 named = output.flatten(value)
-            named = {"loss": self.loss_fn(value, *args, **kwargs), **named}
+            given = self.inputs.structure.rebuild(batch)
+            given = {name: item for name, item in given.items() if name in self.for_loss}
+            named = {"loss": self.loss_fn(value, **given), **named}
         self.seen.output, self.seen.labels = output, tuple(named)
         self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))
         return tuple(named.values())

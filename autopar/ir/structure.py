@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +148,14 @@ class Inputs:
         """Name -> tensor of a batch; BatchError if it is not built like the captured one."""
         return self.structure.flatten(_bind(self.signature, args, kwargs))
 
-    def rebuild(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments as first spelled, `values` in place of the tensors."""
-        keywords = self.structure.rebuild(values)
+    def rebuild(
+        self, values: Mapping[str, Any], without: Collection[str] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments as first spelled, `values` in place of the tensors.
+
+        Arguments whose names are in `without` are left out.
+        """
+        keywords = {k: v for k, v in self.structure.rebuild(values).items() if k not in without}
         args: list[Any] = []
         for name, parameter in self.signature.parameters.items():
             if len(args) < self.positional and name in keywords:
