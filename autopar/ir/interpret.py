@@ -214,7 +214,8 @@ def execute(node: Node, results: Mapping[str, Any], device: torch.device) -> Any
     if node.op == "autopar.detach":
         return args[0].detach()
     operator = _operator(node)
-    # Operators that create a tensor out of nothing must be told where.
+    # Operators that create a tensor out of nothing must be told where. Which take a device, only
+    # their schema tells, private as the attribute is.
     takes_device = any(argument.name == "device" for argument in operator._schema.arguments)
     if takes_device and not node.inputs:
         kwargs["device"] = device

@@ -100,8 +100,8 @@ class Lowering:
     def _step(self, node: fx.Node, grad: bool) -> None:
         value: Any = node.meta.get("val")
         op, first = str(node.target), self._first(node)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            self._region(node, op)
+        if any(item.op == "get_attr" for item in node.all_input_nodes):
+            self._region(node, op)  # an operator over a graph of its own
         elif node.target is operator.getitem and first in self._regions:
             self._same[node] = self._regions[first][node.args[1]]  # type: ignore[index]
         elif value is None and not _CHECKS.match(op):

@@ -28,6 +28,7 @@ def is_write(node: fx.Node) -> bool:
     Raises:
         CaptureError: it writes into something else than its first argument.
     """
+    # Private but old; only a schema tells what an operator of another library writes.
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -150,6 +151,23 @@ def test_capture_takes_time_and_memory_by_the_layer_not_by_the_weight() -> None:
     captured = capture(model, (), batch)
     assert time.process_time() - start < 10
     assert sum(node.type.numel for node in captured.graph.leaves("param")) > 1e10
+
+
+@pytest.mark.slow
+def test_four_hundred_billion_parameters_are_captured_on_a_desk() -> None:
+    model, batch = build("llama-3.1-405b"), example_inputs("llama-3.1-405b")
+    start = time.process_time()
+    graph = capture(model, (), batch).graph
+    assert time.process_time() - start < 90
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20  # KiB
+    assert sum(node.type.numel for node in graph.leaves("param")) == pytest.approx(405e9, rel=0.01)
+
+
+def test_a_cache_that_the_model_returns_is_left_out() -> None:
+    model, batch = models.gpt2(layers=1)
+    captured = capture(model, (), {**batch, "use_cache": True})
+    assert captured.inputs.names == ("input_ids", "labels")
+    assert [user for user, _ in captured.graph.outputs] == ["loss", "logits"]
 
 
 class Frozen(nn.Module):
