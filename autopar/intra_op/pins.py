@@ -5,12 +5,13 @@
 A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes. A
 parameter's pin is the layout in which it is used, a module's that of the last value computed in it.
 A layout with a `-sum(...)` must agree in it, one without leaves it open. How a parameter is stored
-may be said too, before an arrow: ZeRO-3 is "[256@data, 64] => [256, 64] -sum(data)".
+may be said too, before an arrow: ZeRO-3 is "[256@data, 64] => [256, 64] -sum(data)". Equal blocks
+are planned alike: a pin on one is a pin on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -74,15 +75,17 @@ class Pins:
         self.graph = graph
         self.pins = {key: Pin.parse(text) for key, text in pins.items()}
         self.unmet = set(pins)
+        self.names: dict[str, set[str]] = {}
         last: dict[str, str] = {}
-        for node in graph.folded:
+        for node in graph.nodes:
+            template = graph.template[node.name]
+            self.names.setdefault(template, set()).update(self._names(node))
             if not node.is_leaf and node.op != "autopar.share" and node.source.module:
                 words = node.source.module.split(".")
                 for count in range(1, len(words) + 1):
-                    last[".".join(words[:count])] = node.name
-        self.modules: dict[str, list[str]] = {}
-        for module, name in last.items():
-            self.modules.setdefault(name, []).append(module)
+                    last[".".join(words[:count])] = template
+        for module, template in last.items():
+            self.names[template].add(module)
 
     def keep(self, node: Node, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """The options that agree with every pin on this node.
@@ -91,7 +94,7 @@ class Pins:
             PlanError: there are none.
         """
         for key, pin in self.pins.items():
-            if not any(fnmatchcase(name, key) for name in self._names(node)):
+            if not any(fnmatchcase(name, key) for name in self.names[node.name]):
                 continue
             self.unmet.discard(key)
             fitting = tuple(option for option in options if pin.agrees(option))
@@ -105,15 +108,15 @@ class Pins:
             options = fitting
         return options
 
-    def _names(self, node: Node) -> list[str]:
-        """What a pin may call this node."""
-        names = [node.name, *self.modules.get(node.name, [])]
-        if node.op == "autopar.share":
+    def _names(self, node: Node) -> Iterator[str]:
+        """The node's own names; a share has its parameter's."""
+        yield node.name
+        if node.is_leaf:
+            yield node.target
+        elif node.op == "autopar.share":
             source = self.graph[node.inputs[0]]
-            names += [source.target] if source.op == "param" else []
-        elif node.is_leaf:
-            names.append(node.target)
-        return names
+            if source.op == "param":
+                yield source.target
 
     def check(self) -> None:
         """PlanError if a pin named nothing in the graph."""
