@@ -51,7 +51,8 @@ def capture(
 
     The loss is the scalar that is returned, `output.loss`, `output["loss"]` or a tuple's first
     floating scalar. Where a loss_fn is given it is `loss_fn(output, ...)` with those arguments of
-    the batch that its parameters name; what the model does not take goes to it alone.
+    the batch that its parameters name (all, if it takes **keywords); what the model does not take
+    goes to it alone.
     Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
     model returns besides tensors (caches) is left out.
 
@@ -190,7 +191,9 @@ class _Flat(nn.Module):
         self.training = model.training
         self.model, self.inputs = model, inputs
         self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
-        self.for_loss = {parameter.name for parameter in _loss_parameters(loss_fn)}
+        parameters = _loss_parameters(loss_fn)
+        self.for_loss = {parameter.name for parameter in parameters}
+        self.all_for_loss = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
         self.seen = _Seen(Structure(None))
 
@@ -207,7 +210,8 @@ class _Flat(nn.Module):
                 output = Structure.of(value, "output", constants=False)
                 named = output.flatten(value)
             given = self.inputs.structure.rebuild(batch)
-            given = {name: item for name, item in given.items() if name in self.for_loss}
+            if not self.all_for_loss:
+                given = {name: item for name, item in given.items() if name in self.for_loss}
             named = {"loss": self.loss_fn(value, **given), **named}
         self.seen.output, self.seen.labels = output, tuple(named)
         self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))

@@ -109,6 +109,30 @@ def test_a_loss_function_goes_before_the_model_s_own_loss() -> None:
     assert_computes_the_same(captured, model, batch, lambda out: out.logits.square().mean())
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "inputs"),
+    [
+        (lambda output, target: F.mse_loss(output, target), ("x", "target")),
+        (nn.MSELoss(), ("x", "target")),
+        (lambda output, x, target: F.mse_loss(output, target + 0 * x), ("x", "target")),
+        (lambda output, **rest: F.mse_loss(output, rest["x"]), ("x",)),
+    ],
+)
+def test_a_loss_function_takes_from_the_batch_what_it_names(
+    loss_fn: Callable[..., Tensor], inputs: tuple[str, ...]
+) -> None:
+    model, batch = models.mlp(sizes=(8, 8))
+    batch = {"x": batch["x"], "target": torch.randn(8, 8)}
+    batch = {name: batch[name] for name in inputs}
+    captured = capture(model, (), batch, loss_fn=loss_fn)
+    assert captured.inputs.names == inputs
+    output = model(batch["x"])
+    expected = F.mse_loss(output, batch.get("target", batch["x"]))
+    torch.testing.assert_close(
+        run(captured.graph, values_of(captured, model, batch))["loss"], expected
+    )
+
+
 def test_a_tied_weight_is_one_leaf_with_every_name() -> None:
     model, batch = models.gpt2(layers=1)
     captured = capture(model, (), batch)
