@@ -11,6 +11,7 @@ ever executed.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 
 VERSION = 1
+MODEL: dict[str, type] = {"source": str, "batch": int, "seq": int, "layers": int}
 Shaped = tuple[tuple[int, ...], Layout]
 
 
@@ -61,12 +63,15 @@ class Plan:
         mesh: the devices it is for.
         nodes: node name -> its layouts.
         predicted: figures such as "step_seconds" and "peak_bytes".
+        model: how the command line spelled the model, "source", "batch", "seq" and "layers" where
+            they were given; data only, nothing runs it.
     """
 
     graph: str
     mesh: Mesh
     nodes: dict[str, NodePlan]
     predicted: dict[str, float] = field(default_factory=dict)
+    model: dict[str, str | int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -78,6 +83,8 @@ class Plan:
         document["version"] = VERSION
         document["graph"] = self.graph
         document["mesh"] = str(self.mesh)
+        if self.model:
+            document["model"] = dict(self.model)
         document["predicted"] = dict(self.predicted)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
         return tomlkit.dumps(document)
@@ -91,7 +98,7 @@ class Plan:
         """
         try:
             table = tomlkit.parse(text).unwrap()
-        except (TOMLKitError, RecursionError) as error:
+        except (TOMLKitError, ValueError, RecursionError) as error:
             raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
         expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
         for key, kind in expected.items():
@@ -103,9 +110,10 @@ class Plan:
             )
         try:
             nodes = {name: NodePlan.parse(str(line)) for name, line in table["layouts"].items()}
-            predicted = {name: float(value) for name, value in table["predicted"].items()}
-            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted)
-        except (AutoparError, TypeError, ValueError) as error:
+            predicted = {name: _figure(value) for name, value in table["predicted"].items()}
+            model = _model(table.get("model", {}))
+            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted, model)
+        except (AutoparError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 
     def save(self, path: str | Path) -> None:
@@ -144,3 +152,23 @@ class Plan:
                 f"unknown nodes: {', '.join(extra[:5]) or 'none'}",
                 todo="plan this model again",
             )
+
+
+def _figure(value: object) -> float:
+    """A prediction as a number; ValueError unless it is finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is no number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"a prediction of {value}")
+    return float(value)
+
+
+def _model(table: object) -> dict[str, str | int]:
+    """The entry `model`; ValueError unless it holds the known keys with values of their types."""
+    if not isinstance(table, dict):
+        raise ValueError(f"model = {table!r} is no table")
+    for key, value in table.items():
+        # A bool is an int to Python, but no size.
+        if type(value) is not MODEL.get(key) or (isinstance(value, int) and value < 1):
+            raise ValueError(f"model.{key} = {value!r}")
+    return dict(table)

@@ -1,0 +1,146 @@
+"""Every layout change that communicates, with each of its collectives and how often it is made.
+
+What is listed is what runs: the steps are the `Resharder`'s, as in the emitted program, and their
+prices those of the planner's edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.collective import Collective, Resharder
+from autopar.ir.graph import Graph
+from autopar.ir.tensor import Layout, TensorType
+from autopar.plan import NodePlan, Plan
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: the payload of each device in bytes, and its predicted seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Move:
+    """A layout change that communicates.
+
+    Attributes:
+        value: the node whose value is moved.
+        reader: the node for which it is, "" for the end of the program.
+        before, after: the layouts, in the notation of the plan.
+        calls: its collectives in the order of the forward pass, those of the backward marked.
+        times: how often a step makes it.
+        parameter: the parameter that the value is or is a view of, "" for an activation.
+    """
+
+    value: str
+    reader: str
+    before: str
+    after: str
+    calls: tuple[Call, ...]
+    times: int
+    parameter: str
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds a step, both directions, all times."""
+        return self.times * sum(call.seconds for call in self.calls)
+
+
+def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
+    """Every layout change of the emitted program that communicates, in order of execution.
+
+    Raises:
+        PlanMismatchError: the plan has no layout for a node.
+        LayoutError: a layout does not fit its value.
+    """
+    resharder = Resharder(plan.mesh, price)
+    found = []
+    for value, reader, tensor, src, dst, times in _changes(graph, plan):
+        steps = resharder.steps(tensor, src, dst, graph[value].requires_grad)
+        calls = tuple(
+            Call(call.kind, call.axes, call.nbytes, price(call), backward)
+            for step in steps
+            for backward, call in ((False, step.forward), (True, step.backward))
+            if call is not None
+        )
+        if calls:
+            before, after = src.format(tensor.shape), dst.format(tensor.shape)
+            root = _parameter_of(graph, value)
+            found.append(Move(value, reader, before, after, calls, times, root))
+    return tuple(found)
+
+
+Change = tuple[str, str, TensorType, Layout, Layout, int]
+
+
+def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
+    """(value, reader, type, layout before, layout after, times) of every use of a value.
+
+    A value that is carried from block to block goes from what enters the first block into the
+    layout of the share that reads it there, once, and from what leaves a block into that same
+    layout, once for each block; behind the last block it is held in it.
+    """
+    run = {n: k for k, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
+    enters: dict[tuple[str, str], tuple[str, int]] = {}
+    held: dict[str, Layout] = {}
+    for number, repeat in enumerate(graph.repeats):
+        for entry, leaving in repeat.carried:
+            share = next(n for n in graph.users[entry] if run.get(n) == number)
+            enters[entry, share] = (leaving, repeat.count)
+            held[leaving] = planned(plan, graph, share).operands[0][1]
+
+    def given(value: str, reader: str, index: int = 0) -> Layout:
+        """The layout in which a reader finds a value."""
+        source = graph.template[value]
+        if source in held and run.get(reader) != run[source]:
+            return held[source]
+        return planned(plan, graph, source).results[index][1]
+
+    for node in graph.folded:
+        own, times = planned(plan, graph, node.name), graph.multiplicity[node.name]
+        if node.op == "getitem":  # one of several results, resharded once it is taken
+            src = given(node.inputs[0], node.name, int(str(node.args[1])))
+            yield node.name, node.name, node.type, src, own.results[0][1], times
+            continue
+        for value, (_, into) in zip(node.inputs, own.operands, strict=True):
+            source, tensor = graph.template[value], graph[value].type
+            entering = enters.get((value, node.name))
+            src = given(value, node.name)
+            yield source, node.name, tensor, src, into, 1 if entering else times
+            if entering:
+                leaving, blocks = entering
+                src = planned(plan, graph, leaving).results[0][1]
+                yield leaving, node.name, tensor, src, into, blocks
+        if node.op == "autopar.share":
+            src, out = own.operands[0][1], own.results[0][1]
+            yield node.name, node.name, node.type, src, out, times
+    if graph.loss is not None:
+        kind = graph[graph.loss].type
+        whole = Layout.replicated(len(kind.shape))
+        yield graph.template[graph.loss], "", kind, given(graph.loss, ""), whole, 1
+
+
+def planned(plan: Plan, graph: Graph, name: str) -> NodePlan:
+    """The plan's entry for a node of any block; PlanMismatchError if it has none."""
+    try:
+        return plan.nodes[graph.template[name]]
+    except KeyError:
+        raise PlanMismatchError(
+            f"the plan has no layout for %{name}", where=str(graph[name].source)
+        ) from None
+
+
+def _parameter_of(graph: Graph, value: str) -> str:
+    """The parameter whose storage a value shares, "" if it is none's."""
+    alias = graph[value].alias
+    while alias is not None:
+        value, alias = alias, graph[alias].alias
+    return graph.template[value] if graph[value].op == "param" else ""

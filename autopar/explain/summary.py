@@ -1,0 +1,324 @@
+"""Where a plan's time and memory go, as data: by block, line of code and parameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+
+from autopar.explain.moves import Move, moves, planned
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Node, Source
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one node of the folded graph costs a device, all blocks together.
+
+    `compute` is seconds forwards and backwards, `saved` the bytes kept for the backward.
+    """
+
+    compute: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node of the folded graph with its layouts, its cost, and the moves before and after it."""
+
+    name: str
+    op: str
+    layouts: str
+    cost: Cost
+    before: tuple[Move, ...]
+    after: tuple[Move, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Compute and moves, all blocks together."""
+        return self.cost.compute + sum(move.seconds for move in (*self.before, *self.after))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the user's code in one module, with its operators."""
+
+    module: str
+    place: str
+    text: str
+    operators: tuple[Operator, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Compute and moves, all blocks together."""
+        return sum(operator.seconds for operator in self.operators)
+
+    @property
+    def saved(self) -> float:
+        """Bytes kept for the backward, all blocks together."""
+        return sum(operator.cost.saved for operator in self.operators)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines that run once, or those of a repeated block; `title` is what its modules share."""
+
+    title: str
+    times: int
+    lines: tuple[Line, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Compute and moves, all blocks together."""
+        return sum(line.seconds for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, or one per block: how it is stored and used, and what it costs.
+
+    Attributes:
+        name: the user's, with "*" for the number of the block.
+        times: number of blocks.
+        stored, used: layouts, in the notation of the plan, with the dtype.
+        moves: gathering it and synchronising its gradient.
+        nbytes: of what is stored, on one device, all blocks together.
+        gathered: of the copy that is used, where that is another.
+        gradient: of its gradient.
+    """
+
+    name: str
+    times: int
+    stored: str
+    used: str
+    moves: tuple[Move, ...]
+    nbytes: int
+    gathered: int
+    gradient: int
+
+    @property
+    def seconds(self) -> float:
+        """Its moves, all blocks together."""
+        return sum(move.seconds for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where time and memory of one plan go.
+
+    Attributes:
+        graph, mesh: what the plan is for, as in its file.
+        predicted: the figures of its file.
+        sections: operators with the moves of activations, in order of execution.
+        parameters: with the moves that belong to them.
+        memory: bytes per device by cause, at the peak.
+        limit: memory of one device in bytes.
+        whole: operators that run whole on every device for want of a rule.
+    """
+
+    graph: str
+    mesh: str
+    predicted: dict[str, float]
+    sections: tuple[Section, ...]
+    parameters: tuple[Parameter, ...]
+    memory: dict[str, float]
+    limit: float
+    whole: tuple[str, ...]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds a step by cause; their sum is the predicted step."""
+        operators = [o for s in self.sections for line in s.lines for o in line.operators]
+        moved = sum(m.seconds for o in operators for m in (*o.before, *o.after))
+        return {
+            "compute": sum(operator.cost.compute for operator in operators),
+            "activations": moved,
+            "parameters": sum(parameter.seconds for parameter in self.parameters),
+        }
+
+    @property
+    def stale(self) -> bool:
+        """Whether the plan's own figures are not those of its layouts."""
+        own = {"step_seconds": sum(self.seconds.values()), "peak_bytes": sum(self.memory.values())}
+        return any(
+            not math.isclose(value, self.predicted.get(name, value), rel_tol=1e-6)
+            for name, value in own.items()
+        )
+
+    @property
+    def dearest(self) -> tuple[tuple[Section, Line], ...]:
+        """All lines that take time or memory, the slowest first."""
+        lines = [(s, line) for s in self.sections for line in s.lines]
+        lines = [pair for pair in lines if pair[1].seconds or pair[1].saved]
+        return tuple(sorted(lines, key=lambda pair: -pair[1].seconds))
+
+
+def explain(
+    graph: Graph,
+    plan: Plan,
+    price: Callable[[Collective], float],
+    costs: Mapping[str, Cost],
+    *,
+    limit: float,
+    state_bytes: float = 2.0,
+    whole: Iterable[str] = (),
+) -> Explanation:
+    """Everything that the plan makes a step do.
+
+    Args:
+        graph: prepared; the plan is for it.
+        plan: a layout for every node of the folded graph.
+        price: seconds of one collective.
+        costs: of the nodes that are no parameters; what is missing is free.
+        limit: bytes of one device.
+        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        whole: operators that run whole for want of a rule.
+
+    Raises:
+        PlanMismatchError: the plan has no layout for a node.
+        LayoutError: a layout does not fit its value.
+    """
+    moved = moves(graph, plan, price)
+    table = parameters(graph, plan, moved)
+    kept = sum(parameter.gradient for parameter in table)
+    memory: dict[str, float] = {
+        "parameters": sum(parameter.nbytes for parameter in table),
+        "gathered parameters": sum(parameter.gathered for parameter in table),
+        "gradients": kept,
+        "optimizer": state_bytes * kept,
+        "activations": sum(cost.saved for cost in costs.values()),
+    }
+    sections = tuple(_sections(graph, plan, moved, costs))
+    return Explanation(
+        plan.graph, str(plan.mesh), dict(plan.predicted), sections, table, memory, limit,
+        tuple(whole),
+    )  # fmt: skip
+
+
+def parameters(graph: Graph, plan: Plan, moved: Iterable[Move]) -> tuple[Parameter, ...]:
+    """The parameters that the folded graph reads; `moved` are the moves of the whole program."""
+    found = []
+    by_parameter: dict[str, list[Move]] = {}
+    for move in moved:
+        by_parameter.setdefault(move.parameter, []).append(move)
+    blocks = {n: repeat for repeat in graph.repeats for n in repeat.iterations[0]}
+    for node in graph.folded:
+        if node.op != "param" or not graph.users[node.name]:
+            continue
+        stored = planned(plan, graph, node.name).results[0][1]
+        used = planned(plan, graph, graph.users[node.name][0]).results[0][1]
+        times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
+        copied = used.local_bytes(node.type, plan.mesh) if used.dims != stored.dims else 0
+        name = _label(node)
+        if node.name in blocks:
+            at = blocks[node.name].iterations[0].index(node.name)
+            name = _pattern(name, _label(graph[blocks[node.name].iterations[1][at]]))
+        found.append(
+            Parameter(
+                name,
+                times,
+                f"{node.type.dtype}{stored.format(node.type.shape)}",
+                f"{node.type.dtype}{used.format(node.type.shape)}",
+                tuple(by_parameter.get(node.name, ())),
+                times * nbytes,
+                times * copied,
+                times * nbytes if node.requires_grad else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _label(node: Node) -> str:
+    """A parameter's name, with where it is cut: "c_attn.weight[:, 0:768]"."""
+    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
+    if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
+        return f"{node.target}[{':, ' * dim}{start}:{start + length}]"
+    return node.target
+
+
+def _pattern(name: str, other: str) -> str:
+    """Two names of one kind as one: "h.0.mlp", "h.1.mlp" -> "h.*.mlp"."""
+    words, others = (re.split(r"(\W)", text) for text in (name, other))
+    if len(words) != len(others):
+        return name
+    return "".join(a if a == b else "*" for a, b in zip(words, others, strict=True))
+
+
+def _sections(
+    graph: Graph, plan: Plan, moved: Iterable[Move], costs: Mapping[str, Cost]
+) -> Iterator[Section]:
+    """The operators in order of execution, by block and by line of the user's code."""
+    before: dict[str, list[Move]] = {}
+    after: dict[str, list[Move]] = {}
+    for move in moved:
+        if move.parameter:
+            continue
+        # A share is a place in the plan and no operator: its moves are those of its value.
+        if move.reader and graph[move.reader].op != "autopar.share":
+            before.setdefault(move.reader, []).append(move)
+        else:
+            after.setdefault(_maker(graph, move.value), []).append(move)
+    run = {n: k for k, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
+    listed = [n for n in graph.folded if n.op not in ("param", "autopar.share")]
+    listed = [n for n in listed if not n.is_leaf or n.name in after]
+    for number, nodes in groupby(listed, lambda node: run.get(node.name)):
+        modules = {} if number is None else _block_modules(graph, number)
+        lines = [
+            Line(
+                modules.get(group[0].name, source.module),
+                f"{source.file}:{source.line}" if source.file else "",
+                source.text,
+                tuple(
+                    Operator(
+                        node.name,
+                        node.op,
+                        str(planned(plan, graph, node.name)),
+                        costs.get(node.name, Cost(0.0, 0.0)),
+                        tuple(before.get(node.name, ())),
+                        tuple(after.get(node.name, ())),
+                    )
+                    for node in group
+                ),
+            )
+            for source, group in _by_line(nodes)
+        ]
+        if number is None:
+            yield Section("", 1, tuple(lines))
+        else:
+            title = _common(modules.values())
+            yield Section(title, graph.repeats[number].count, tuple(lines))
+
+
+def _maker(graph: Graph, value: str) -> str:
+    """The operator or leaf behind a chain of shares."""
+    while graph[value].op == "autopar.share":
+        value = graph.template[graph[value].inputs[0]]
+    return value
+
+
+def _by_line(nodes: Iterable[Node]) -> Iterator[tuple[Source, list[Node]]]:
+    for source, group in groupby(nodes, lambda node: node.source):
+        yield source, list(group)
+
+
+def _block_modules(graph: Graph, number: int) -> dict[str, str]:
+    """Node of the first block of a run -> its module, with "*" for the block's number."""
+    first, second = graph.repeats[number].iterations[:2]
+    return {
+        a: _pattern(graph[a].source.module, graph[b].source.module)
+        for a, b in zip(first, second, strict=True)
+        if graph[a].source.module and graph[a].op != "autopar.share"
+    }
+
+
+def _common(modules: Iterable[str]) -> str:
+    """The beginning that module paths share, in whole words."""
+    found: list[str] | None = None
+    for module in modules:
+        words = module.split(".")
+        pairs = zip(words if found is None else found, words, strict=False)
+        found = [a for a, b in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ".".join(found or []) or "a repeated block"

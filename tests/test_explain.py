@@ -1,0 +1,183 @@
+"""An explanation adds up to the planner's figures, and lists what the emitted program does."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+from rich.console import Console
+
+from autopar.cli import explained
+from autopar.codegen.emit import emit
+from autopar.compile import Options, Trace, capture_graph
+from autopar.cost.model import AnalyticModel
+from autopar.explain import Cost, Explanation, explain, moves, render
+from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.rules import rules
+from autopar.intra_op.solvers import solve
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import TensorType
+from autopar.ir.text import fingerprint
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import NodePlan, Plan
+from tests.models import MODELS
+
+# Slow devices and fast links: the best plan of a small model splits and communicates.
+MESH = Mesh.parse("slow[10GFLOP/s 1GiB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @50GB/s 1us")
+
+
+@cache
+def built(name: str) -> tuple[Graph, Built]:
+    model, batch = MODELS[name](layers=3)
+    graph = capture_graph(model, (), batch, Options(), Trace(None)).graph
+    return graph, build(graph, MESH, AnalyticModel(MESH), rules())
+
+
+@cache
+def planned(name: str, seed: int | None) -> tuple[Graph, Plan]:
+    """The best plan, or one of random choices, with the planner's figures."""
+    graph, problem = built(name)
+    if seed is None:
+        choice = solve(problem.problem, gap=0.0).choice
+    else:
+        draw = random.Random(seed)
+        choice = tuple(draw.randrange(len(options)) for options in problem.options)
+    figures = problem.figures(choice)
+    return graph, Plan(fingerprint(graph), MESH, layouts(problem, graph, choice), figures)
+
+
+def loss_seconds(explanation: Explanation) -> float:
+    operators = [o for s in explanation.sections for line in s.lines for o in line.operators]
+    return sum(m.seconds for o in operators for m in o.after if not m.reader)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -> None:
+    graph, plan = planned(name, seed)
+    assert [repeat.count for repeat in graph.repeats] == [3]
+    found, said = explained(graph, plan, 1e9), plan.predicted
+    seconds, loss = found.seconds, loss_seconds(found)
+    listed = seconds["activations"] + seconds["parameters"] - loss
+    expected = said["parameter_seconds"] + said["reshard_seconds"]
+    assert listed > 0
+    assert listed == pytest.approx(expected, rel=1e-9)
+    # The planner counts the sum of the loss among the seconds of operators.
+    assert seconds["compute"] + loss == pytest.approx(said["compute_seconds"], rel=1e-9)
+    assert sum(seconds.values()) == pytest.approx(said["step_seconds"], rel=1e-9)
+    saved = found.memory["activations"]
+    assert saved == pytest.approx(said["activation_bytes"], rel=1e-9)
+    held = sum(found.memory.values()) - saved
+    assert held == pytest.approx(said["parameter_bytes"], rel=1e-9)
+    assert not found.stale
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_listed_is_what_the_program_does(name: str, seed: int | None) -> None:
+    graph, plan = planned(name, seed)
+    price = AnalyticModel(MESH).collective
+    # Two readers that want a value in one layout pay for it each; the program keeps it for both.
+    once = {(m.value, m.after, m.times): m for m in moves(graph, plan, price)}
+    listed = Counter(
+        (call.kind if call.backward else "", format_bytes(call.nbytes), format_seconds(price(c)))
+        for move in once.values()
+        for call in move.calls
+        for c in [Collective(call.kind, call.axes, call.nbytes)]
+    )
+    note = re.compile(r"  (?:backward (\w+) )?(\S+ (?:B|[KMG]iB)) (\S+ (?:us|ms|s))")
+    body = emit(graph, plan, price).partition('"""\n')[2].partition('"""\n')[2]
+    comments = "\n".join(line.partition("#")[2] for line in body.splitlines())
+    assert Counter(note.findall(comments)) == listed
+
+
+def test_a_data_parallel_plan_has_one_all_reduce_a_weight() -> None:
+    graph, plan = data_parallel()
+    model = AnalyticModel(MESH)
+    found = explain(graph, plan, model.collective, {"y": Cost(2.0, 64.0)}, limit=1e6)
+    (parameter,) = found.parameters
+    expected = model.collective(Collective("all_reduce", ("node", "gpu"), 16 * 16 * 4))
+    assert parameter.seconds == pytest.approx(expected)
+    assert [call.kind for move in parameter.moves for call in move.calls] == ["all_reduce"]
+    assert all(call.backward for move in parameter.moves for call in move.calls)
+    assert found.memory == {
+        "parameters": 1024, "gathered parameters": 0, "gradients": 1024, "optimizer": 2048,
+        "activations": 64.0,
+    }  # fmt: skip
+    assert found.seconds["compute"] == 2.0
+    assert found.seconds["activations"] == 0.0
+
+
+def data_parallel() -> tuple[Graph, Plan]:
+    def typed(*shape: int) -> tuple[TensorType, ...]:
+        return (TensorType("f32", shape),)
+
+    nodes = (
+        Node("w", "param", ("w",), (), typed(16, 16), requires_grad=True),
+        Node("x", "input", ("x",), (), typed(8, 16)),
+        Node("ws", "autopar.share", (Ref("w"),), (), typed(16, 16), requires_grad=True, alias="w"),
+        Node("y", "aten.linear", (Ref("x"), Ref("ws")), (), typed(8, 16), requires_grad=True),
+    )
+    lines = {
+        "w": "[16, 16]",
+        "x": "[8, 16]",
+        "ws": "[16, 16] -> [16, 16] -sum(node, gpu)",
+        "y": "[8@node@gpu, 16]; [16, 16] -sum(node, gpu) -> [8@node@gpu, 16]",
+    }
+    graph = Graph("linear", nodes, (("y", "y"),))
+    entries = {name: NodePlan.parse(line) for name, line in lines.items()}
+    return graph, Plan(fingerprint(graph), MESH, entries, {})
+
+
+def test_lines_are_grouped_by_block_and_source() -> None:
+    found = explained(*planned("gpt2", None), 1e9)
+    assert [section.times for section in found.sections] == [1, 3, 1]
+    block = found.sections[1]
+    assert block.title == "transformer.h.*"
+    assert any(line.module == "transformer.h.*.mlp.c_fc" for line in block.lines)
+    assert all(line.place.partition(":")[0].endswith(".py") for line in block.lines)
+    assert {"transformer.h.*.mlp.c_fc.weight", "transformer.wte.weight"} <= {
+        parameter.name for parameter in found.parameters
+    }
+    times = {parameter.name: parameter.times for parameter in found.parameters}
+    assert times["transformer.h.*.ln_1.bias"] == 3
+    assert times["transformer.ln_f.bias"] == 1
+    seconds = [line.seconds for _, line in found.dearest]
+    assert seconds == sorted(seconds, reverse=True)
+    total = sum(seconds) + found.seconds["parameters"]
+    assert total == pytest.approx(sum(found.seconds.values()))
+
+
+def test_an_edited_plan_is_said_to_be_stale() -> None:
+    graph, plan = planned("gpt2", None)
+    said = {**plan.predicted, "step_seconds": 2 * plan.predicted["step_seconds"]}
+    edited = Plan(plan.graph, plan.mesh, plan.nodes, said)
+    found = explained(graph, edited, 1e9)
+    assert found.stale
+    assert "edited" in text(found)
+    assert "edited" not in text(explained(graph, plan, 1e9))
+
+
+def test_the_text_names_every_collective_and_its_totals() -> None:
+    graph, plan = planned("llama", None)
+    found = explained(graph, plan, 1e9)
+    shown = text(found)
+    for move in moves(graph, plan, AnalyticModel(MESH).collective):
+        for call in move.calls:
+            over = f"{call.kind} over {', '.join(call.axes)}, {format_bytes(call.nbytes)}"
+            assert over in shown
+    for value in (sum(found.seconds.values()), found.seconds["parameters"]):
+        assert format_seconds(value) in shown
+    assert format_bytes(sum(found.memory.values())) in shown
+
+
+def text(explanation: Explanation) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(render(explanation))
+    return captured.get()
