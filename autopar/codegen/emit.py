@@ -7,8 +7,9 @@ above the lines stands the user's own. The steps printed are those that the plan
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from autopar.codegen.ops import draws_random_numbers
@@ -39,7 +40,9 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         LayoutError: a layout does not fit its value.
     """
     printer = Printer(graph, plan, Resharder(plan.mesh, price), price)
-    blocks = [_block(printer, repeat, number) for number, repeat in enumerate(graph.repeats)]
+    blocks: list[_Block] = []
+    for repeat in graph.repeats:
+        blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
         f'    "{name}": "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
@@ -175,8 +178,11 @@ def _pattern(names: list[str]) -> tuple[int, str] | None:
     return start, "".join([*parts[0][:at], "{i}", *parts[0][at + 1 :]])[1:-1]
 
 
-def _block(printer: Printer, repeat: Repeat, number: int) -> _Block:
-    """The function of one run of blocks: carried values in, carried values out."""
+def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
+    """The function of one run of blocks, not called as any of `taken`.
+
+    It takes the carried values, and returns them for the next block.
+    """
     graph, first = printer.graph, repeat.iterations[0]
     inside = set(first)
     nodes = [graph[name] for name in first if not graph[name].is_leaf]
@@ -189,8 +195,11 @@ def _block(printer: Printer, repeat: Repeat, number: int) -> _Block:
         for name in reads
         if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
     )
-    module = _common_module(graph, repeat)
-    function = f"{module}_block" if number == 0 or module else f"block_{number}"
+    function = wish = f"{_common_module(graph, repeat)}_block"
+    for number in itertools.count(2):
+        if function not in taken:
+            break
+        function = f"{wish}_{number}"
     keys = _keys(graph, repeat, function)
     scope = Scope(
         printer,
@@ -253,6 +262,8 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     used += [entry for block in blocks for entry, _ in block.repeat.carried]
     used += [node for _, node in graph.outputs]
     scope = Scope(printer, nodes, lambda name: f'p["{leaf_key(graph[name])}"]', used)
+    for made in blocks:
+        scope.fresh(made.function)  # no variable may hide it
     wanted = {name for node in nodes for name in node.inputs} | set(used)
     for leaf in graph.leaves("input"):
         if leaf.name in wanted:
