@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def example() -> Plan:
     nodes = {name: NodePlan.parse(line) for name, line in lines.items()}
     assert {name: str(node) for name, node in nodes.items()} == lines
     mesh = Mesh.parse("H100: node=2 @50GB/s 10us, gpu=2")
-    return Plan("mlp sha256:0123abcd", mesh, nodes, {"step_seconds": 1.25e-3})
+    model: dict[str, str | int] = {"source": "mlp.py:run", "batch": 8}
+    return Plan("mlp sha256:0123abcd", mesh, nodes, {"step_seconds": 1.25e-3}, model)
 
 
 def test_a_plan_reads_back(tmp_path: Path) -> None:
@@ -28,6 +30,12 @@ def test_a_plan_reads_back(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def test_a_plan_without_a_model_reads_back() -> None:
+    plan = replace(example(), model={})
+    assert "model" not in plan.to_toml()
+    assert Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_a_failed_write_leaves_the_old_plan(
@@ -66,6 +74,17 @@ def test_every_truncation_is_named_or_whole() -> None:
         ("node=2 @50GB/s", "node=two"),
         ("[8, 16]", "__import__('os')"),
         ("0.00125", "'soon'"),
+        ("0.00125", "nan"),
+        ("0.00125", "-inf"),
+        ("0.00125", "1" + "0" * 400),
+        ("0.00125", "true"),
+        ("batch = 8", "batch = true"),
+        ("batch = 8", "batch = 8.0"),
+        ("batch = 8", "batch = 0"),
+        ("batch = 8", "batch = [8]"),
+        ("batch = 8", "command = 'rm'"),
+        ('"mlp.py:run"', "1"),
+        ("[model]", "[[model]]"),
         ("[layouts]", "[layout]"),
     ],
 )
