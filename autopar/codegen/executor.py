@@ -137,6 +137,8 @@ class Executor:
                 todo="call program.load_state_dict(...) first",
             )
         found = {name: str(tensor_type(value)) for name, value in batch.items()}
+        # Before any rank refuses its batch: the others must not wait for one that has stopped.
+        alike = self._calls >= _COMPARED_STEPS or self._alike(batch, found)
         for name in {**self.program.INPUTS, **found}:
             wanted, given = self.program.INPUTS.get(name), found.get(name)
             if wanted != given:
@@ -145,28 +147,28 @@ class Executor:
                     why=f"the program was compiled for {wanted or 'no such input'}",
                     todo="pass batches of one shape, or compile again for this one",
                 )
-        if self._calls < _COMPARED_STEPS:
-            self._compare(batch)
-        self._calls += 1
-        return {name: value.to(self.runtime.device) for name, value in batch.items()}
-
-    def _compare(self, batch: Mapping[str, Tensor]) -> None:
-        """BatchError unless every rank holds the same batch: each takes its own part of it."""
-        group = self.runtime.group(self.runtime.mesh.names)
-        if group.size == 1:
-            return
-        total = 0
-        for name in sorted(batch):
-            whole = batch[name].detach().cpu().contiguous().reshape(-1)
-            total = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), total)
-        span = torch.tensor([total, -total], dtype=torch.int64, device=self.runtime.device)
-        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group.process_group)
-        if int(span[0]) != -int(span[1]):
+        if not alike:
             raise BatchError(
                 "the ranks hold different batches",
                 why="every rank takes its part of one global batch",
                 todo="give every rank the same whole batch (the same seed, no DistributedSampler)",
             )
+        self._calls += 1
+        return {name: value.to(self.runtime.device) for name, value in batch.items()}
+
+    def _alike(self, batch: Mapping[str, Tensor], types: Mapping[str, str]) -> bool:
+        """Whether every rank holds the same batch, since each takes its own part of it."""
+        group = self.runtime.group(self.runtime.mesh.names)
+        if group.size == 1:
+            return True
+        total = 0
+        for name in sorted(batch):
+            whole = batch[name].detach().cpu().contiguous().reshape(-1)
+            total = zlib.crc32(f"{name} {types[name]}".encode(), total)
+            total = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), total)
+        span = torch.tensor([total, -total], dtype=torch.int64, device=self.runtime.device)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group.process_group)
+        return int(span[0]) == -int(span[1])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, whole, on every rank."""
