@@ -6,6 +6,7 @@ loss = program.step(**batch)
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import MeshError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
@@ -118,8 +120,8 @@ def make_plan(
             f"the solver {options.solver} returned a plan that is not feasible",
             why=f"peak {judged.peak:.4g} bytes, limit {limit:.4g}",
         )
-    nodes = layouts(built, graph, solution.choice)
-    made = Plan(fingerprint(graph), mesh, nodes, built.figures(solution.choice))
+    choice = polish(built, solution.choice)
+    made = Plan(fingerprint(graph), mesh, layouts(built, graph, choice), built.figures(choice))
     trace("plan.toml", made.to_toml)
     return made
 
@@ -234,7 +236,9 @@ class Program:
         self._source = emit(graph, self._plan, AnalyticModel(self.mesh).collective)
         trace("program.py", lambda: self._source)
         runtime = Runtime(self.mesh, local_device())
-        name = f"<autopar {graph.name} on {self.mesh}>"
+        # Its own name for every source: tracebacks look the lines up by it.
+        number = zlib.crc32(self._source.encode())
+        name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
             load(self._source, name),
             runtime,
