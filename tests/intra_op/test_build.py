@@ -79,7 +79,7 @@ def test_big_weights_give_column_then_row() -> None:
 
 
 def test_a_memory_limit_changes_the_plan_and_is_kept() -> None:
-    graph = mlp(1 << 18, 64, 256)
+    graph = mlp(64, 256, 1024)  # so small that it is cheapest to do everything everywhere
     free = build(graph, MESH, AnalyticModel(MESH), rules())
     first = solve(free.problem, gap=0.0)
     loose = evaluate(free.problem, first)
@@ -88,8 +88,7 @@ def test_a_memory_limit_changes_the_plan_and_is_kept() -> None:
     judged = evaluate(tight.problem, second)
     assert judged.peak <= loose.peak - 1
     assert second.choice != first.choice
-    # Equality is allowed: all_gather and reduce_scatter of a sharded weight cost one all_reduce.
-    assert judged.cost >= loose.cost * (1 - 1e-12)
+    assert judged.cost > loose.cost
     with pytest.raises(InfeasibleError):
         best(graph, limit=1000.0)
 

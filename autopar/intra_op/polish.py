@@ -1,0 +1,52 @@
+"""Among plans of one price, the one that reads best.
+
+A gradient that is owed a sum may be summed at the parameter, or after a transpose of it, or at its
+reader: three plans of equal price. `polish` moves the sum towards the parameter, so that its line
+in the plan says what becomes of its gradient.
+"""
+
+from __future__ import annotations
+
+from autopar.intra_op.build import Built
+from autopar.intra_op.options import Option
+from autopar.intra_op.problem import Edge
+
+
+def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """A choice of equal cost and no more memory whose gradients are summed as early as can be."""
+    problem, now = built.problem, list(choice)
+    edges: list[list[Edge]] = [[] for _ in problem.nodes]
+    for edge in problem.edges:
+        edges[edge.a].append(edge)
+        edges[edge.b].append(edge)
+
+    def cost(node: int, index: int) -> float:
+        """Seconds of the node and of what meets it."""
+        around = (
+            edge.cost[index, now[edge.b]] if edge.a == node else edge.cost[now[edge.a], index]
+            for edge in edges[node]
+        )
+        return problem.nodes[node].cost[index] + float(sum(around))
+
+    for node in reversed(range(len(now))):
+        options, memory = built.options[node], problem.nodes[node].memory
+        current = cost(node, now[node])
+        for index, option in enumerate(options):
+            if (
+                _sums_earlier(option, options[now[node]])
+                and memory[index] <= memory[now[node]]
+                and cost(node, index) <= current * (1 + 1e-12)
+            ):
+                now[node] = index
+    return tuple(now)
+
+
+def _sums_earlier(new: Option, old: Option) -> bool:
+    """Whether `new` differs from `old` only in that its result varies along more axes."""
+    given, before = new.results[0], old.results[0]
+    return (
+        new.stored == old.stored
+        and new.share == old.share
+        and (given.dims, given.partial) == (before.dims, before.partial)
+        and set(given.varying) > set(before.varying)
+    )

@@ -1,0 +1,44 @@
+"""Polishing changes how a plan reads, never what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost.model import AnalyticModel
+from autopar.intra_op.build import build
+from autopar.intra_op.polish import polish
+from autopar.intra_op.problem import evaluate
+from autopar.intra_op.rules import rules
+from autopar.intra_op.solvers import solve
+from autopar.ir.capture import capture
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import prepare
+from tests import models
+
+
+@pytest.mark.parametrize("memory", [1.0, 0.9])
+def test_sums_move_to_the_parameters_at_no_price(memory: float) -> None:
+    mesh = Mesh.parse("toy[1GFLOP/s 64GiB 1GB/s]: data=2 @10GB/s 1us, tensor=2 @10GB/s 1us")
+    model, batch = models.gpt2()
+    graph = prepare(capture(model, (), batch).graph)
+    built = build(graph, mesh, AnalyticModel(mesh), rules())
+    loose = evaluate(built.problem, solve(built.problem)).peak
+    limited = build(graph, mesh, AnalyticModel(mesh), rules(), memory_limit=memory * loose)
+    choice = solve(limited.problem).choice
+    polished = polish(limited, choice)
+    before, after = (evaluate(limited.problem, c) for c in (choice, polished))
+    assert after.feasible
+    assert after.cost == pytest.approx(before.cost, rel=1e-9)
+    assert after.peak <= before.peak
+    assert polish(limited, polished) == polished
+
+    # Undone at every parameter, it is done again: no sum is left behind a parameter's line.
+    undone = list(polished)
+    for node, options in enumerate(limited.options):
+        chosen = options[polished[node]]
+        for index, option in enumerate(options):
+            whole = option.stored == chosen.stored == option.results[0]
+            if chosen.stored is not None and whole:
+                undone[node] = index
+    assert tuple(undone) != polished
+    assert polish(limited, tuple(undone)) == polished
