@@ -174,7 +174,8 @@ def plan(
     if output is not None:
         with _writing(output):
             made.save(output)
-        click.echo(f"written to {output}; next: autopar explain {output}", err=True)
+        more = "" if _is_data(model) else f" --model {model}"
+        click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
 @main.command("explain")
@@ -289,7 +290,7 @@ def _open(
 def _source(chosen: Plan, file: Path) -> str:
     """The model that a plan names, if it is data: a name of the zoo or a configuration."""
     source = str(chosen.model.get("source", ""))
-    if source in names() or source.startswith("hf:"):
+    if _is_data(source):
         return source
     raise PlanError(
         "the plan does not say by itself which model it is for",
@@ -299,6 +300,11 @@ def _source(chosen: Plan, file: Path) -> str:
         else "it has no entry [model]",
         todo=f"say it: --model {source or 'file.py:function'}",
     )
+
+
+def _is_data(source: str) -> bool:
+    """Whether building the model runs no code of the user's."""
+    return source in names() or source.startswith("hf:")
 
 
 def _pins(texts: tuple[str, ...]) -> dict[str, str]:

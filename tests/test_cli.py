@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 from torch import Tensor, nn
 
 from autopar import zoo
@@ -99,6 +100,7 @@ def test_a_python_file_is_planned_explained_and_emitted(tmp_path: Path) -> None:
     model = f"{source}:tiny"
     result = run("plan", model, "--mesh", MESH, "--layers", 3, "-o", path)
     plan = Plan.load(path)
+    assert f"autopar explain {path} --model {model}" in result.stderr
     assert plan.model == {"source": model, "layers": 3}
     assert "transformer.h.*.mlp.c_fc.weight  × 3" in result.stdout
     # A plan is data: the file that it names is run only when the user names it.
@@ -184,6 +186,34 @@ def test_an_operator_without_a_rule_is_named_or_refused(tmp_path: Path) -> None:
     assert "renorm" in run(*arguments).stderr
     says = "aten.renorm has no sharding rule"
     assert "odd.py:7" in refused(*arguments, "--unknown-ops", "error", says=says)
+
+
+def test_stages_are_shown_to_a_person_only(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    class Recorder:
+        def __init__(self, first: str, console: Console) -> None:
+            assert console.stderr
+            shown.append(first)
+
+        def update(self, text: str) -> None:
+            shown.append(text.split()[0])
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            shown.append("end")
+
+    monkeypatch.setattr("autopar.cli.Status", Recorder)
+    arguments = ("plan", config, "--mesh", "H100: gpu=2", "--seq", 16, "--layers", 1)
+    run(*arguments)
+    assert shown == []
+    monkeypatch.setattr(Console, "is_terminal", True)
+    run(*arguments, "--json")
+    assert shown == []
+    run(*arguments)
+    assert shown == ["capture", "strategies", "solve", "end"]
 
 
 def test_help_shows_an_example_of_every_command() -> None:

@@ -31,7 +31,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
     """What it is, and its time and memory by cause."""
     seconds, memory = explanation.seconds, explanation.memory
     step, peak = sum(seconds.values()), sum(memory.values())
-    limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.0%})"
+    limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.1%})"
     parts: list[RenderableType] = [
         Text(f"{explanation.graph} on {explanation.mesh}", style="bold"),
         Text(f"\ntime a step       {format_seconds(step)}", style="bold"),
@@ -54,7 +54,7 @@ def render_parameters(explanation: Explanation, *, costs: bool = False) -> Rende
     """How parameters are stored and used; with `costs` what gathers and gradients take."""
     title = "Parameters: gathering them and synchronising their gradients"
     table = _table(title if costs else "Parameters")
-    table.add_column("parameter", overflow="fold")
+    table.add_column("parameter", overflow="fold", min_width=36 if costs else None)
     table.add_column("stored", overflow="fold")
     table.add_column("used", overflow="fold")
     if costs:
@@ -116,8 +116,7 @@ def _moves(when: str, moves: Iterable[Move]) -> Iterator[tuple[RenderableType, .
 
 
 def _call(call: Call) -> str:
-    direction = "backward " if call.backward else ""
-    return f"{direction}{call.kind} over {', '.join(call.axes)}, {format_bytes(call.nbytes)}"
+    return f"{call.kind} over {', '.join(call.axes)}, {format_bytes(call.nbytes)}"
 
 
 def _times(call: Call, times: int) -> tuple[str, str, Text]:
