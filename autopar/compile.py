@@ -22,10 +22,10 @@ from autopar.codegen.collectives import mesh_of
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor, OptimizerFactory
 from autopar.codegen.load import load
-from autopar.codegen.runtime import Runtime
+from autopar.codegen.runtime import Runtime, from_first_rank, same_on_all_ranks
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
-from autopar.errors import MeshError, ProgramError
+from autopar.errors import BatchError, MeshError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.polish import polish
@@ -175,7 +175,7 @@ def compile(
             does not take. Without it the model returns its loss.
         memory: bytes per device, a hard limit; by default the device's memory.
         unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
-        trace: a folder to which every intermediate value is written.
+        trace: a folder to which the first rank writes every intermediate value.
         pins: layouts that are fixed beforehand; see `autopar/intra_op/pins.py`.
         clip_norm: bound of the global norm of the gradients.
 
@@ -222,12 +222,22 @@ class Program:
         """Capture, plan, emit and load for batches like this one; the first step does it too."""
         if self._executor is not None:
             return
-        trace = Trace(self._options.trace)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        trace = Trace(self._options.trace if first else None)
         captured = capture_graph(self._model, args, kwargs, self._options, trace)
         graph = captured.graph
+        if not same_on_all_ranks(fingerprint(graph)):
+            raise BatchError(
+                "the ranks captured different graphs",
+                why="their models or the shapes of their batches differ",
+                todo="build one model on every rank, and give every rank the same whole batch",
+            )
         if self._plan is None:
             state = state_bytes(self._factory)
-            self._plan = make_plan(graph, self.mesh, self._options, trace, state)
+            # A solver that runs out of time stops elsewhere on every rank: one plans for all.
+            self._plan = from_first_rank(
+                lambda: make_plan(graph, self.mesh, self._options, trace, state)
+            )
         else:
             wanted = {node.name for node in graph.folded}
             self._plan.check(fingerprint(graph), wanted, self.mesh)

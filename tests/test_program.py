@@ -23,7 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.errors import BatchError, PlanError, PlanMismatchError, ProgramError, StateError
+from autopar.errors import (
+    BatchError,
+    InfeasibleError,
+    PlanError,
+    PlanMismatchError,
+    ProgramError,
+    StateError,
+)
 from tests.models import Mlp, conv_net, gpt2
 from tests.ranks import run_ranks
 
@@ -244,6 +251,26 @@ def first_rank_counts() -> None:
     same_state(program, first)
 
 
+def one_plan_for_all_ranks(folder: str) -> None:
+    """Here the ranks would not even agree on what to search for."""
+    model, batches = regression()
+    pin = "[32, 16@data@tensor]" if dist.get_rank() == 0 else "[32@data@tensor, 16]"
+    pins = {"net.layers.0.weight": pin}
+    trace = Path(folder) / "trace"
+    program = autopar.compile(model, GRID, pins=pins, trace=trace, example_inputs=batches[0])
+    assert "[32, 16@data@tensor]" in str(program.plan.nodes["net_layers_0_weight"])
+    losses, _ = train_alone(model, torch.optim.AdamW(model.parameters()), batches)
+    for batch, loss in zip(batches, losses, strict=True):
+        close(program.step(**batch), loss)
+    (written,) = trace.glob("*_plan.toml")
+    assert autopar.Plan.from_toml(written.read_text(encoding="utf-8")) == program.plan
+    (written,) = trace.glob("*_program.py")
+    assert program.source in written.read_text(encoding="utf-8")
+    memory = 1e3 if dist.get_rank() == 0 else 1e9
+    with pytest.raises(InfeasibleError):
+        autopar.compile(model, GRID, memory=memory, example_inputs=batches[0])
+
+
 def meta_model_waits_for_weights() -> None:
     model, batches = regression()
     with torch.device("meta"):
@@ -277,6 +304,11 @@ def wrong_batches_are_refused_and_survived() -> None:
         dist.barrier()
     close(program.step(**batch), losses[0])
 
+    fresh = autopar.compile(regression()[0], GRID)
+    with pytest.raises(BatchError, match="different graphs"):
+        fresh.step(**odd)
+    close(fresh.step(**batch), losses[0])
+
 
 def plans_are_used_as_given(folder: str) -> None:
     model, batches = regression()
@@ -309,6 +341,7 @@ def calling(folder: str) -> None:
     containers_and_positions()
     programs_side_by_side()
     first_rank_counts()
+    one_plan_for_all_ranks(folder)
     meta_model_waits_for_weights()
     wrong_batches_are_refused_and_survived()
     plans_are_used_as_given(folder)
