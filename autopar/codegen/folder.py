@@ -13,14 +13,15 @@ import functools
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomlkit
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from autopar.codegen.runtime import Runtime
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
 
+Content = TypeVar("Content")
 MAIN = '''
 
 def batches(example):
@@ -128,23 +130,23 @@ class OpenProgram:
     """
 
     def __init__(self, folder: Path) -> None:
-        settings = tomllib.loads((folder / "program.toml").read_text(encoding="utf-8"))
-        source = (folder / "program.py").read_text(encoding="utf-8")
+        settings = _read(folder / "program.toml", _toml)
+        source = _read(folder / "program.py", _text)
         program = load(source, str(folder / "program.py"))
         cuda = dist.is_initialized() and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         runtime = Runtime(Mesh.parse(program.MESH), device)
         self.rank = runtime.rank
-        self.example = _read(folder / "batch.safetensors")
-        chosen = settings["optimizer"]
+        self.example = _read(folder / "batch.safetensors", load_file)
+        chosen = settings.get("optimizer", {"name": "AdamW"})
         kind = getattr(torch.optim, chosen["name"], None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
         self.executor = Executor(
             program,
             runtime,
-            _read(folder / "weights.safetensors"),
-            functools.partial(kind, **chosen["keywords"]),
+            _read(folder / "weights.safetensors", load_file),
+            functools.partial(kind, **chosen.get("keywords", {})),
             tied=settings.get("tied", {}),
             clip_norm=settings.get("clip_norm"),
         )
@@ -154,14 +156,27 @@ class OpenProgram:
         return self.executor.step(batch)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path, reader: Callable[[Path], Content]) -> Content:
     if not path.exists():
+        if path.suffix != ".safetensors":
+            raise ProgramError(f"{path} is missing", todo="save the program again")
         raise ProgramError(
             f"{path} is missing",
             why="a program emitted from a plan alone has neither weights nor data",
             todo="save them there with safetensors, under the names in program.py",
         )
-    return dict(load_file(path))
+    try:
+        return reader(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ProgramError(f"{path} cannot be read", why=str(error)) from error
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(_text(path))
 
 
 @contextmanager
