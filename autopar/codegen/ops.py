@@ -8,6 +8,7 @@ graph: shape arguments have been made local before (see ir/localise.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any
@@ -20,12 +21,11 @@ from autopar.ir.interpret import TORCH_DTYPES
 _INFIX = {
     "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
     "__and__.Tensor": "&", "__or__.Tensor": "|", "pow.Tensor_Scalar": "**", "matmul": "@",
-    "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|", "logical_and": "&", "logical_or": "|",
+    "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|",
     "eq.Tensor": "==", "ne.Tensor": "!=", "lt.Tensor": "<", "le.Tensor": "<=", "gt.Tensor": ">",
     "ge.Tensor": ">=", "eq.Scalar": "==", "ne.Scalar": "!=", "lt.Scalar": "<", "le.Scalar": "<=",
     "gt.Scalar": ">", "ge.Scalar": ">=",
 }  # fmt: skip
-_BOOLEAN_ONLY = ("logical_and", "logical_or")
 # Methods of the first operand; a shape or an order of dimensions is written without brackets.
 _METHODS = {
     "reshape": "reshape", "view": "reshape", "expand": "expand", "permute": "permute",
@@ -54,7 +54,7 @@ def expression(node: Node, operands: Sequence[str]) -> str:
         return f"{args[0]}[{args[1]}]"
     if node.op == "autopar.detach":
         return f"{args[0]}.detach()"
-    if base in _INFIX and len(args) == 2 and not keywords and _plain_infix(node, base):
+    if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"
     written = _WRITERS.get(base)
     if written is not None:
@@ -75,21 +75,14 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
     if isinstance(arg, tuple):
         items = [_text(item, names) for item in arg]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    if isinstance(arg, float) and arg in (float("inf"), float("-inf")):
+    if isinstance(arg, float) and not math.isfinite(arg):
         return f'float("{arg}")'
     return repr(arg)
 
 
-def _plain_infix(node: Node, base: str) -> bool:
-    """Infix needs a tensor on its left; `&` means logical_and for booleans only."""
-    return isinstance(node.args[0], Ref) and (
-        base not in _BOOLEAN_ONLY or node.type.dtype == "bool"
-    )
-
-
 def _unpacked(text: str) -> list[str]:
-    """The items of a printed tuple, or the text itself."""
-    if text.startswith("("):
+    """The items of a printed tuple that has any, or the text itself."""
+    if text.startswith("(") and text != "()":
         return [item for item in text[1:-1].rstrip(",").split(", ") if item]
     return [text]
 
@@ -176,6 +169,7 @@ def _cross_entropy(node: Node, args: list[str], keywords: Keywords) -> str:
     more = dict(
         zip(("weight", "reduction", "ignore_index", "label_smoothing"), args[2:], strict=False)
     )
+    more |= keywords
     more["reduction"] = _REDUCTIONS[int(more.get("reduction", "1"))]
     idle = {
         "weight": "None",
@@ -184,7 +178,7 @@ def _cross_entropy(node: Node, args: list[str], keywords: Keywords) -> str:
         "label_smoothing": "0.0",
     }
     kept = {key: value for key, value in more.items() if value != idle[key]}
-    return f"F.cross_entropy({_call(args[:2], {**kept, **keywords})})"
+    return f"F.cross_entropy({_call(args[:2], kept)})"
 
 
 def _slice(node: Node, args: list[str], keywords: Keywords) -> str:
