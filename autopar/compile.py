@@ -171,8 +171,8 @@ def compile(
         plan: a plan to use instead of searching for one.
         example_inputs: a batch like those to come: a tuple of positional or a mapping of keyword
             arguments, or one tensor. Without it the first batch decides.
-        loss_fn: the loss of the model's output and of those arguments of a batch that the model
-            does not take. Without it the model returns its loss.
+        loss_fn: the loss of the model's output and of those arguments of a batch that it names,
+            such as labels that the model does not take. Without it the model returns its loss.
         memory: bytes per device, a hard limit; by default the device's memory.
         unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
         trace: a folder to which the first rank writes every intermediate value.
@@ -334,12 +334,13 @@ class Program:
         """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
 
         Raises:
-            ProgramError: before the first batch.
+            ProgramError: before the first batch, or the folder cannot be written.
         """
         captured, executor = self._ready()
         full = executor.state_dict()
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
-        if executor.runtime.rank == 0:
+
+        def write() -> Path:
             files = {
                 "program.py": folder.standalone(self._source),
                 "plan.toml": self.plan.to_toml(),
@@ -348,9 +349,9 @@ class Program:
             }
             weights = {name: value for name, value in full.items() if name not in tied}
             tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
-            folder.write(path, files, tensors)
-        executor.runtime.barrier()
-        return Path(path)
+            return folder.write(path, files, tensors)
+
+        return from_first_rank(write)
 
 
 def as_mesh(mesh: MeshLike) -> Mesh:

@@ -43,6 +43,9 @@ def save_and_train(path: str) -> tuple[list[str], bool]:
         clip_norm=0.5,
         example_inputs=batch,
     )
+    # One rank writes; that it cannot is an error of all.
+    with pytest.raises(ProgramError, match="cannot write"):
+        program.save(__file__)
     program.save(path)
     losses = [f"{program.step(**batch).item():.6f}" for _ in range(10)]
     return losses, "96@" in program.source or "32@" in program.source
@@ -104,8 +107,9 @@ def test_a_save_that_fails_leaves_what_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(folder, "save_file", full_disk)
         for path in (target, tmp_path / "fresh"):
-            with pytest.raises(OSError, match="no space"):
+            with pytest.raises(ProgramError, match="cannot write") as caught:
                 program.save(path)
+            assert "no space left" in caught.value.why
     assert len(written) == 2
     assert contents(target) == before
     assert list(tmp_path.iterdir()) == [target]

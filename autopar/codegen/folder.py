@@ -10,7 +10,6 @@ batch.safetensors    an example batch
 from __future__ import annotations
 
 import functools
-import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -89,21 +88,25 @@ def write(
 
     Returns:
         The folder.
+
+    Raises:
+        ProgramError: the folder cannot be written; it is as it was.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        for name, text in files.items():
-            (part / name).write_text(text, encoding="utf-8")
-        for name, values in tensors.items():
-            # Tied tensors share storage, which safetensors refuses.
-            save_file({k: v.detach().cpu().clone() for k, v in values.items()}, part / name)
-        folder.mkdir(exist_ok=True)
-        for file in part.iterdir():
-            file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as part:
+            for name, text in files.items():
+                Path(part, name).write_text(text, encoding="utf-8")
+            for name, values in tensors.items():
+                # Tied tensors share storage, which safetensors refuses.
+                apart = {k: v.detach().cpu().clone() for k, v in values.items()}
+                save_file(apart, Path(part, name))
+            folder.mkdir(exist_ok=True)
+            for file in Path(part).iterdir():
+                file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise ProgramError(f"cannot write the program to {folder}", why=str(error)) from error
     return folder
 
 

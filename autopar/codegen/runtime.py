@@ -47,12 +47,6 @@ class Runtime(Communicator):
         self.device = device
         self.random = Random(self, seed)
 
-    def barrier(self) -> None:
-        """Wait for all devices of the mesh."""
-        group = self.group(self.mesh.names)
-        if group.process_group is not None:
-            dist.barrier(group.process_group)
-
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
         return self.random.dropout(x, p, layout)
