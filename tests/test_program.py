@@ -228,6 +228,37 @@ def containers_and_positions() -> None:
     close(program.step(target=target, x=x), losses[2])
 
 
+def losses_from_outside() -> None:
+    """A loss_fn gets the output and what it names of the batch; the model gets what it takes."""
+
+    def weighted(output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return (weight * (output - x[:, :8]) ** 2).mean()
+
+    torch.manual_seed(0)
+    model = Mlp((16, 32, 8)).double()
+    x, target = torch.randn(8, 16).double(), torch.randn(8, 8).double()
+    squared = {"x": x, "target": target}
+    masked = {"x": x, "weight": torch.rand(8, 8).double()}
+    labelled = {"x": x, "target": torch.randint(0, 8, (8,))}
+    cases: list[tuple[Any, Batch, Tensor]] = [
+        (F.mse_loss, squared, F.mse_loss(model(x), target)),
+        (weighted, masked, weighted(model(x), **masked)),
+        (nn.CrossEntropyLoss(), labelled, F.cross_entropy(model(x), labelled["target"])),
+    ]
+    for loss_fn, batch, expected in cases:
+        alone = copy.deepcopy(model)
+        program = autopar.compile(model, GRID, loss_fn=loss_fn)
+        close(program(**batch), model(x).detach())
+        close(program.step(**batch), expected.detach())
+        optimizer = torch.optim.AdamW(alone.parameters())
+        given = {name: item for name, item in batch.items() if name != "x" or loss_fn is weighted}
+        loss_fn(alone(x), **given).backward()
+        optimizer.step()
+        same_state(program, alone)
+        with pytest.raises(BatchError, match="does not take this batch"):
+            program.step(x=x)
+
+
 def programs_side_by_side() -> None:
     """One model on two meshes and twice on one mesh; the programs do not meet."""
     model, batches = regression()
@@ -339,6 +370,7 @@ def training() -> None:
 
 def calling(folder: str) -> None:
     containers_and_positions()
+    losses_from_outside()
     programs_side_by_side()
     first_rank_counts()
     one_plan_for_all_ranks(folder)
