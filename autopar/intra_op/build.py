@@ -334,9 +334,7 @@ def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, No
     plan: dict[str, NodePlan] = {}
     for name, options, index in zip(built.names, built.options, choice, strict=True):
         node, option = graph[name], options[index]
-        shapes = [t.shape for t in operand_types(graph, node)]
-        results = tuple(zip((t.shape for t in node.types), option.results, strict=True))
-        plan[name] = NodePlan(tuple(zip(shapes, option.operands, strict=True)), results)
+        plan[name] = option.entry(graph, node)
         if option.stored is not None:
             stored = graph.template[node.inputs[0]]
             plan[stored] = NodePlan((), ((graph[stored].type.shape, option.stored),))

@@ -12,6 +12,7 @@ from autopar.intra_op.strategy import strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
+from autopar.plan import NodePlan
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,15 @@ class Option:
     results: tuple[Layout, ...]
     share: float
     stored: Layout | None = None
+
+    def entry(self, graph: Graph, node: Node) -> NodePlan:
+        """What a plan says of `node` under this choice: its layouts, with shapes."""
+        reads = (t.shape for t in operand_types(graph, node))
+        gives = (t.shape for t in node.types)
+        return NodePlan(
+            tuple(zip(reads, self.operands, strict=True)),
+            tuple(zip(gives, self.results, strict=True)),
+        )
 
 
 def operand_types(graph: Graph, node: Node) -> tuple[TensorType, ...]:
