@@ -169,7 +169,7 @@ def test_a_zoo_name_is_planned_without_weights(monkeypatch: pytest.MonkeyPatch) 
         made.append(zoo.load(text, **flags))
         return made[-1]
 
-    monkeypatch.setattr("autopar.cli.load", spy)
+    monkeypatch.setattr("autopar.cli.model.load", spy)
     arguments = ("bert-base", "--mesh", "A100-80: gpu=4", "--layers", 1, "--seq", 128)
     found = json.loads(run("plan", *arguments, "--json").stdout)
     assert found["model"] == {"source": "bert-base", "layers": 1, "seq": 128}
@@ -205,7 +205,7 @@ def test_stages_are_shown_to_a_person_only(config: str, monkeypatch: pytest.Monk
         def __exit__(self, *error: object) -> None:
             shown.append("end")
 
-    monkeypatch.setattr("autopar.cli.Status", Recorder)
+    monkeypatch.setattr("autopar.cli.console.Status", Recorder)
     arguments = ("plan", config, "--mesh", "H100: gpu=2", "--seq", 16, "--layers", 1)
     run(*arguments)
     assert shown == []

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from autopar.cli import explained
+from autopar.cli.explain import explained
 from autopar.codegen.emit import emit
 from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel

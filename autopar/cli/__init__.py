@@ -1,0 +1,23 @@
+"""The command line: `autopar plan | explain | emit`, one command a file. Only here is printed."""
+
+from __future__ import annotations
+
+import click
+
+from autopar.cli import emit, explain, plan
+from autopar.cli.console import Group
+
+
+@click.group(cls=Group)
+def main() -> None:
+    """Plan how a model trains in parallel, see why, and write the program.
+
+    \b
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" -o plan.toml
+    autopar explain plan.toml
+    autopar emit plan.toml -o program
+    """
+
+
+for module in (plan, explain, emit):
+    main.add_command(module.command)

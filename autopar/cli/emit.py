@@ -1,0 +1,63 @@
+"""`autopar emit`: the program of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+
+from autopar.cli.console import stages, writing
+from autopar.cli.model import MODEL, Wanted, open_plan, shapes
+from autopar.codegen import folder
+from autopar.codegen.emit import emit
+from autopar.cost.model import AnalyticModel
+from autopar.ir.text import format_graph
+
+
+@click.command("emit")
+@click.argument("file", type=click.Path(path_type=Path), metavar="PLAN")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folder of the program.",
+)
+@MODEL
+@shapes
+def command(
+    file: Path,
+    output: Path,
+    model: str | None,
+    batch: int | None,
+    seq: int | None,
+    layers: int | None,
+) -> None:
+    """Write the program of a plan: ordinary PyTorch, without weights.
+
+    A plan that was edited by hand is checked against the rules first.
+
+    \b
+    autopar emit plan.toml -o program
+    """
+    with stages(quiet=False) as stage:
+        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), stage)
+        stage("emit")
+        source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
+    tied = {k: v for k, v in captured.parameter_names.items() if k != v}
+    files = {
+        "program.py": folder.standalone(source),
+        "plan.toml": chosen.to_toml(),
+        "graph.txt": format_graph(captured.graph),
+        "program.toml": folder.settings(tied, torch.optim.AdamW, None),
+    }
+    with writing(output):
+        folder.write(output, files, {})
+    program = output / "program.py"
+    click.echo(
+        f"{program}: {len(files['program.py'].splitlines())} lines\n"
+        f"put weights.safetensors and batch.safetensors beside it, under the names of its "
+        f"parameters() and INPUTS, then\n"
+        f"  torchrun --nproc-per-node {chosen.mesh.size} {program}"
+    )

@@ -1,0 +1,88 @@
+"""`autopar explain`: where time and memory of a plan go."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from autopar.cli.console import JSON, print_json, print_out, stages
+from autopar.cli.model import MODEL, Wanted, open_plan, shapes
+from autopar.cost.device import device
+from autopar.cost.model import AnalyticModel
+from autopar.explain import Cost, Explanation, explain, moves, render
+from autopar.intra_op.build import Builder
+from autopar.intra_op.options import Option
+from autopar.intra_op.pins import Pins
+from autopar.intra_op.rules import rules
+from autopar.ir.graph import Graph
+from autopar.ir.tensor import Layout
+from autopar.plan import NodePlan, Plan
+
+
+@click.command("explain")
+@click.argument("file", type=click.Path(path_type=Path), metavar="PLAN")
+@MODEL
+@shapes
+@click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
+@JSON
+def command(
+    file: Path,
+    model: str | None,
+    batch: int | None,
+    seq: int | None,
+    layers: int | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Say where time and memory of a plan go, line by line of the model's source.
+
+    A plan is data: a model that is a Python file is never run because a plan names it, only because
+    --model does.
+
+    \b
+    autopar explain plan.toml
+    autopar explain plan.toml --model train.py:model
+    """
+    with stages(quiet=as_json) as stage:
+        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), stage)
+        explanation = explained(captured.graph, chosen, device(chosen.mesh).memory)
+    if as_json:
+        print_json({**asdict(explanation), "seconds": explanation.seconds})
+    else:
+        print_out(render(explanation, everything=everything))
+
+
+def explained(graph: Graph, chosen: Plan, limit: float) -> Explanation:
+    """The explanation of a plan whose layouts are known to be possible."""
+    price = AnalyticModel(chosen.mesh)
+    pins = Pins(graph, {})
+    builder = Builder(graph, chosen.mesh, price, rules(), 0.0, "replicate", pins)
+    for node in graph.folded:
+        share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
+        if node.op != "param" and not share:
+            builder.add(node)
+    # The planner's price of the loss contains its reduction, which is listed as a move.
+    ending = sum(m.seconds for m in moves(graph, chosen, price.collective) if not m.reader)
+    costs = {}
+    for choices, options in zip(builder.choices, builder.options, strict=True):
+        entry = _key(chosen.nodes[choices.name])
+        fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
+        index = min(fitting, key=lambda i: choices.cost[i])
+        seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
+        costs[choices.name] = Cost(seconds, choices.memory[index])
+    return explain(graph, chosen, price.collective, costs, limit=limit, whole=builder.replicated)
+
+
+def _key(entry: NodePlan) -> object:
+    sides = (entry.operands, entry.results)
+    return tuple(tuple(_plain(layout) for _, layout in side) for side in sides)
+
+
+def _option_key(option: Option) -> object:
+    return tuple(tuple(_plain(layout) for layout in s) for s in (option.operands, option.results))
+
+
+def _plain(layout: Layout) -> object:
+    return layout.dims, frozenset(layout.partial), frozenset(layout.varying)

@@ -1,0 +1,121 @@
+"""`autopar plan`: the fastest plan of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
+from autopar.cli.explain import explained
+from autopar.cli.model import Wanted, capture_model, is_data, shapes
+from autopar.compile import Options, as_mesh, make_plan
+from autopar.cost.device import device
+from autopar.errors import PlanError, ProgramError
+from autopar.explain import Explanation, render_parameters, render_summary
+from autopar.ir.mesh import parse_quantity
+from autopar.plan import Plan
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--mesh", "mesh_text", required=True, help='The devices: "H100: node=2, gpu=8".')
+@shapes
+@click.option("--memory", metavar="SIZE", help='Limit a device: "80GiB"; else its whole memory.')
+@click.option(
+    "--unknown-ops",
+    type=click.Choice(["replicate", "error"]),
+    default="replicate",
+    show_default=True,
+    help="Run operators without a sharding rule whole, or refuse them.",
+)
+@click.option(
+    "--pin",
+    "pin_texts",
+    metavar="NAME=LAYOUT",
+    multiple=True,
+    help='Fix a layout: "transformer.h.*.mlp.c_fc.weight=[768, 3072@gpu]". Repeatable.',
+)
+@click.option(
+    "--trace",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder to which every value on the way is written.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the plan to this file.",
+)
+@JSON
+def command(
+    model: str,
+    mesh_text: str,
+    batch: int | None,
+    seq: int | None,
+    layers: int | None,
+    memory: str | None,
+    unknown_ops: str,
+    pin_texts: tuple[str, ...],
+    trace: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest way to train MODEL within the memory of the devices.
+
+    MODEL is a name of the zoo, hf:path/to/config.json, or file.py:function, which returns the
+    model and keyword arguments for it. Needs no GPU and no weights. Planned for AdamW.
+
+    \b
+    autopar plan llama-3-8b --mesh "H100: node=4, gpu=8" --batch 64 -o plan.toml
+    autopar plan train.py:model --mesh "A100-80: gpu=4" --memory 60GiB
+    """
+    mesh = as_mesh(mesh_text)
+    limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
+    options = Options(None, limit, unknown_ops, trace, _pins(pin_texts))
+    if output is not None and not output.parent.is_dir():
+        raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
+    wanted = Wanted(model, batch, seq, layers)
+    with stages(quiet=as_json) as stage:
+        tracer = Stages(trace, stage)
+        graph = capture_model(wanted, options, tracer).graph
+        stage("strategies")
+        made = replace(make_plan(graph, mesh, options, tracer), model=wanted.table())
+        explanation = explained(graph, made, limit)
+    if as_json:
+        print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
+    else:
+        print_out(render_summary(explanation), "", render_parameters(explanation))
+        _warn_whole(explanation)
+    if output is not None:
+        with writing(output):
+            made.save(output)
+        more = "" if is_data(model) else f" --model {model}"
+        click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _pins(texts: tuple[str, ...]) -> dict[str, str]:
+    pins = {}
+    for text in texts:
+        name, sign, layout = text.partition("=")
+        if not sign:
+            raise PlanError(f"cannot read the pin {text!r}", todo='write "NAME=[8, 16@gpu]"')
+        pins[name.strip()] = layout.strip()
+    return pins
+
+
+def _plan_json(made: Plan) -> dict[str, object]:
+    return {
+        "graph": made.graph,
+        "mesh": str(made.mesh),
+        "model": made.model,
+        "predicted": made.predicted,
+        "layouts": {name: str(node) for name, node in made.nodes.items()},
+    }
+
+
+def _warn_whole(explanation: Explanation) -> None:
+    if explanation.whole:
+        found = ", ".join(f"%{name}" for name in explanation.whole)
+        click.secho(f"whole on every device for want of a rule: {found}", fg="yellow", err=True)
