@@ -102,11 +102,17 @@ class Pins:
                 found = dict.fromkeys(_label(option, node) for option in options)
                 raise PlanError(
                     f"the pin {key!r} = {str(pin)!r} fits no choice of %{node.name}",
-                    where=str(node.source),
+                    where=self._place(node),
                     why=f"its choices are {'; '.join(found)}",
+                    todo="pin it to one of these, or leave the pin out",
                 )
             options = fitting
         return options
+
+    def _place(self, node: Node) -> str:
+        """The user's line, or name of what has none."""
+        leaf = self.graph[node.inputs[0]] if node.op == "autopar.share" else node
+        return f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else str(node.source)
 
     def _names(self, node: Node) -> Iterator[str]:
         """The node's own names; a share has its parameter's."""
@@ -124,6 +130,7 @@ class Pins:
             raise PlanError(
                 f"pins that name nothing: {', '.join(sorted(self.unmet))}",
                 why="a pin names a parameter, an input, a module or a node",
+                todo="take names from model.named_parameters(), model.named_modules() or the plan",
             )
 
 
