@@ -1,0 +1,183 @@
+"""Layouts that the user fixes: kept by every plan, refused where they fit nothing."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import cache
+
+import pytest
+
+from autopar.cost.model import AnalyticModel
+from autopar.errors import LayoutError, PlanError
+from autopar.intra_op.build import build, layouts
+from autopar.intra_op.rules import rules
+from autopar.intra_op.solvers import solve
+from autopar.ir.capture import capture
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import prepare
+from autopar.ir.tensor import Layout
+from autopar.plan import NodePlan
+from tests.intra_op.test_folding import LINE
+from tests.models import gpt2
+
+MESH = Mesh.parse(LINE)
+FC, PROJ = "transformer.h.*.mlp.c_fc.weight", "transformer.h.*.mlp.c_proj.weight"
+
+
+@cache
+def graph() -> Graph:
+    model, batch = gpt2(layers=3)
+    return prepare(capture(model, (), batch).graph)
+
+
+def plan(pins: dict[str, str]) -> tuple[dict[str, NodePlan], float]:
+    """The layouts of the best plan that keeps the pins, and its seconds."""
+    built = build(graph(), MESH, AnalyticModel(MESH), rules(), pins=pins)
+    solution = solve(built.problem, gap=0.0)
+    return layouts(built, graph(), solution.choice), solution.objective
+
+
+def used(made: dict[str, NodePlan], pattern: str) -> list[NodePlan]:
+    """What the plan says of the shares of the parameters whose names fit a pattern."""
+    fitting = {leaf.name for leaf in graph().leaves("param") if fnmatchcase(leaf.target, pattern)}
+    shares = [n for n in graph().folded if n.op == "autopar.share" and n.inputs[0] in fitting]
+    assert shares
+    return [made[share.name] for share in shares]
+
+
+@pytest.mark.parametrize(
+    "text", ["[32@gpu, 128]", "[32, 128@gpu]", "[32, 128]", "[32, 128] -sum(gpu)"]
+)
+def test_a_parameter_is_used_as_its_pin_says(text: str) -> None:
+    made, seconds = plan({FC: text})
+    shape, layout = Layout.parse(text)
+    for entry in used(made, FC):
+        found_shape, found = entry.results[0]
+        assert found_shape == shape
+        assert found.dims == layout.dims
+        if layout.varying:
+            assert found.varying == layout.varying
+    assert seconds >= plan({})[1] * (1 - 1e-12)
+
+
+def test_a_pin_to_what_is_best_anyway_costs_nothing() -> None:
+    free, best = plan({})
+    pins = {}
+    for pattern in (FC, PROJ):
+        (entry,) = used(free, pattern)
+        shape, layout = entry.results[0]
+        pins[pattern] = layout.format(shape)
+    kept, seconds = plan(pins)
+    assert seconds == pytest.approx(best, rel=1e-9)
+    for pattern in pins:
+        assert used(kept, pattern)[0].results == used(free, pattern)[0].results
+
+
+def test_a_pin_that_the_best_plan_does_not_have_costs_something() -> None:
+    free, best = plan({})
+    (entry,) = used(free, FC)
+    others = [
+        t for t in ("[32@gpu, 128]", "[32, 128@gpu]") if Layout.parse(t)[1] != entry.results[0][1]
+    ]
+    for text in others:
+        assert plan({FC: text})[1] > best
+
+
+def last_in(module: str) -> str:
+    """The last operator of the first block's module, or of one inside it."""
+    paths = (module, module + ".")
+    inside = [
+        node.name
+        for node in graph().folded
+        if not node.is_leaf
+        and node.op != "autopar.share"
+        and (node.source.module == paths[0] or node.source.module.startswith(paths[1]))
+    ]
+    return inside[-1]
+
+
+@pytest.mark.parametrize("text", ["[8, 16@gpu, 128]", "[8@gpu, 16, 128]", "[8, 16, 128]"])
+def test_a_module_is_pinned_by_the_last_value_made_in_it(text: str) -> None:
+    made, _ = plan({"transformer.h.0.mlp.c_fc": text})
+    assert made[last_in("transformer.h.0.mlp.c_fc")].results[0] == Layout.parse(text)
+
+
+def test_an_enclosing_module_is_pinned_by_the_last_value_made_inside() -> None:
+    made, _ = plan({"transformer.h.0": "[8, 16, 32@gpu]"})
+    assert made[last_in("transformer.h.0")].results[0] == Layout.parse("[8, 16, 32@gpu]")
+
+
+def test_a_node_is_pinned_by_its_name() -> None:
+    name = next(n.name for n in graph().folded if n.op == "aten.tanh")
+    made, _ = plan({name: "[8, 16@gpu, 128]"})
+    assert made[name].results[0] == Layout.parse("[8, 16@gpu, 128]")
+
+
+def test_several_pins_on_one_node_must_all_be_kept() -> None:
+    made, _ = plan({FC: "[32, 128@gpu]", "*.h.0.mlp.c_fc.weight": "[32, 128@gpu]"})
+    assert used(made, FC)[0].results[0] == Layout.parse("[32, 128@gpu]")
+    with pytest.raises(PlanError, match="fits no choice"):
+        plan({FC: "[32, 128@gpu]", "*.h.0.mlp.c_fc.weight": "[32@gpu, 128]"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (FC, "[32, 128] +sum(gpu)"),  # a parameter is no partial sum
+        (FC, "[32, 64@gpu]"),  # not its shape
+        (FC, "[128@gpu, 32]"),
+        (FC, "[32, 128@rack]"),  # not an axis of the mesh
+        ("input_ids", "[8@gpu, 16]"),  # inputs come whole
+        ("transformer.ln_f", "[8, 16, 32@gpu]"),  # statistics need the whole dimension
+    ],
+)
+def test_a_pin_that_fits_no_choice_is_refused_with_those_there_are(key: str, text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan({key: text})
+    assert repr(key) in caught.value.what
+    assert text in caught.value.what
+    assert caught.value.where
+    assert caught.value.todo
+    whole = {FC: "[32, 128]", "input_ids": "[8, 16]", "transformer.ln_f": "[8, 16, 32]"}[key]
+    assert whole in caught.value.why
+
+
+def test_a_pin_in_one_of_equal_blocks_holds_in_all() -> None:
+    text = "[32@gpu, 128]"
+    made, _ = plan({"transformer.h.2.mlp.c_fc.weight": text})
+    assert used(made, FC)[0].results[0] == Layout.parse(text)
+    made, _ = plan({"transformer.h.1": "[8, 16, 32@gpu]"})
+    assert made[last_in("transformer.h.0")].results[0] == Layout.parse("[8, 16, 32@gpu]")
+    both = {"transformer.h.0.mlp.c_fc.weight": text, "transformer.h.1.mlp.c_fc.weight": text}
+    assert used(plan(both)[0], FC)[0].results[0] == Layout.parse(text)
+    with pytest.raises(PlanError, match="fits no choice"):
+        plan({**both, "transformer.h.2.mlp.c_fc.weight": "[32, 128]"})
+
+
+def test_a_pin_may_say_how_a_parameter_is_stored() -> None:
+    made, _ = plan({FC: "[32@gpu, 128] => [32, 128]"})
+    (entry,) = used(made, FC)
+    assert entry.operands[0] == Layout.parse("[32@gpu, 128]")
+    assert entry.results[0][1].dims == ((), ())
+    kept = "[32, 128] => [32, 128]"
+    assert used(plan({FC: kept})[0], FC)[0].operands[0] == Layout.parse("[32, 128]")
+    with pytest.raises(PlanError, match="fits no choice") as caught:
+        plan({FC: "[32, 128] => [32@gpu, 128]"})
+    assert "[32@gpu, 128] => [32@gpu, 128]" in caught.value.why
+    with pytest.raises(PlanError, match="two shapes"):
+        plan({FC: "[128, 32@gpu] => [32, 128]"})
+
+
+def test_pins_that_name_nothing_are_all_named() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan({"transformer.h.*.mpl.*": "[32]", FC: "[32, 128]", "nothing": "[8]"})
+    assert "nothing" in caught.value.what
+    assert "transformer.h.*.mpl.*" in caught.value.what
+    assert FC not in caught.value.what
+    assert caught.value.todo
+
+
+def test_a_layout_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(LayoutError, match="cannot read"):
+        plan({FC: "32 by 128"})
