@@ -198,6 +198,7 @@ def convolutions_keep_running_statistics() -> None:
     losses, _ = train_alone(alone, torch.optim.Adam(alone.parameters()), batches)
     for step, loss in zip(batches, losses, strict=True):
         close(program.step(**step), loss)
+    assert split_axes(program) == {"data", "tensor"}
     assert int(program.state_dict()["norm1.num_batches_tracked"]) == 3
     same_state(program, alone)
 
