@@ -157,12 +157,21 @@ def _cat(node: Node, editor: Editor) -> Node | Ref | None:
 
 
 def lower_splits(graph: Graph) -> Graph:
-    """`graph` with pieces of a split as `aten.slice.Tensor`, of an unbind as `aten.select.int`."""
+    """`graph` with pieces of a split as `aten.slice.Tensor`, of an unbind as `aten.select.int`.
+
+    What comes out of `aten.broadcast_tensors`, with which torch's losses of two tensors begin, is
+    an `aten.expand` or the operand itself.
+    """
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
         if node.op != "getitem":
             return None
         whole, index = editor[node.inputs[0]], number(node.args[1], 0)
+        if whole.op == "aten.broadcast_tensors":
+            part = Ref(whole.inputs[index])
+            if editor[part.name].types == node.types:
+                return part
+            return replace(node, op="aten.expand", args=(part, node.type.shape), kwargs=())
         if whole.op != "aten.unbind.int" and whole.op not in _SPLITS:
             return None
         if not isinstance(whole.args[0], Ref):
