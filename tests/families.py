@@ -6,6 +6,7 @@ divides by 4. Models of transformers are used as they are; see `Exact` for their
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -165,7 +166,7 @@ def _shared(name: str) -> Callable[[], Made]:
 
 
 class WideBlock(nn.Module):
-    """Two convolutions with batch normalisation before each, and a way around (arXiv:1605.07146)."""
+    """Two convolutions, batch normalisation before each, a way around (arXiv:1605.07146)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class WideResNet(nn.Module):
     def __init__(self, width: int = 8, classes: int = 12) -> None:
         super().__init__()
         widths = [width, width, 2 * width, 2 * width]
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         blocks = [WideBlock(a, b, 1 if a == b else 2) for a, b in pairs]
         self.stem, self.blocks = nn.Conv2d(3, width, 3, padding=1), nn.Sequential(*blocks)
         self.norm, self.head = nn.BatchNorm2d(2 * width), nn.Linear(2 * width, classes)
@@ -221,7 +222,7 @@ class UNet(nn.Module):
     def __init__(self, width: int = 8, levels: int = 2) -> None:
         super().__init__()
         sizes = [width * 2**level for level in range(levels + 1)]
-        pairs, times = list(zip(sizes, sizes[1:], strict=False)), 4 * width
+        pairs, times = list(itertools.pairwise(sizes)), 4 * width
         self.width = width
         self.time = nn.Sequential(nn.Linear(width, times), nn.SiLU(), nn.Linear(times, times))
         self.stem, self.head = nn.Conv2d(4, width, 3, padding=1), nn.Conv2d(width, 4, 1)
