@@ -40,6 +40,21 @@ class CostModel(Protocol):
         ...
 
 
+class Checked:
+    """A cost model whose prices are looked at one by one; CostError for one that is no price."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+
+    def compute(self, work: Work) -> float:
+        """What the model says of `work`."""
+        return _price(self.model.compute(work), work)
+
+    def collective(self, call: Collective, /) -> float:
+        """What the model says of `call`."""
+        return _price(self.model.collective(call), call)
+
+
 class AnalyticModel:
     """Closed forms over the figures of a mesh's device and links; nothing is measured.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.model import CostModel, Work
+from autopar.cost.model import Checked, CostModel, Work
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.pins import Pins
@@ -84,9 +84,9 @@ class Builder:
         unknown_ops: str,
         pins: Pins,
     ) -> None:
-        self.graph, self.mesh, self.model, self.table = graph, mesh, model, table
+        self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
-        self.resharder = Resharder(mesh, model.collective)
+        self.resharder = Resharder(mesh, self.model.collective)
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names: list[str] = []
@@ -294,6 +294,7 @@ def build(
     Raises:
         UnknownOperatorError: an operator has no rule and `unknown_ops` is "error".
         PlanError: a pin names nothing or fits no choice.
+        CostError: a price of the model is negative or not finite.
         InfeasibleError: no plan at all can meet the memory limit.
     """
     progress("strategies")
