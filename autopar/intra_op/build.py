@@ -292,11 +292,15 @@ def build(
         progress: told of each stage as it begins.
 
     Raises:
-        UnknownOperatorError: an operator has no rule and `unknown_ops` is "error".
+        UnknownOperatorError: an operator has no rule and `unknown_ops` is "error", or is neither.
         PlanError: a pin names nothing or fits no choice.
         CostError: a price of the model is negative or not finite.
         InfeasibleError: no plan at all can meet the memory limit.
     """
+    if unknown_ops not in ("replicate", "error"):
+        raise UnknownOperatorError(
+            f"unknown_ops is {unknown_ops!r}", todo='pass "replicate" or "error"'
+        )
     progress("strategies")
     fixed = Pins(graph, pins or {})
     builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed)
