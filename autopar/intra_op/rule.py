@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
@@ -67,10 +67,15 @@ def rule(
     *,
     flops: Spec = "",
     linear: Linear = False,
-    examples: tuple[str, ...] = (),
+    examples: Sequence[str] = (),
 ) -> OpRule:
-    """One rule; a plain value, collected by discovery."""
-    return OpRule(op, spec, flops, linear, examples)
+    """One rule, a plain value; `op` is written as in a graph, "aten.linear", or "aten::linear"."""
+    return OpRule(graph_name(op), spec, flops, linear, tuple(examples))
+
+
+def graph_name(op: str) -> str:
+    """An operator's name as in a graph, from torch's: "mylib::op.default" -> "mylib.op"."""
+    return op.replace("::", ".").removesuffix(".default")
 
 
 def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:
@@ -141,6 +146,11 @@ class Signature:
         return tuple(f for f in self.sizes if f not in self.whole and self.sizes[f] > 1)
 
 
+def written(rule: OpRule, node: Node, operands: tuple[TensorType, ...]) -> str:
+    """The factor string of a rule for one node."""
+    return rule.spec if isinstance(rule.spec, str) else rule.spec(node, operands)
+
+
 def resolve(
     rule: OpRule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
 ) -> Signature:
@@ -149,7 +159,7 @@ def resolve(
     Raises:
         RuleError: the string cannot be read or does not fit the shapes.
     """
-    spec = rule.spec if isinstance(rule.spec, str) else rule.spec(node, operands)
+    spec = written(rule, node, operands)
     left, arrow, right = spec.partition("->")
     if not arrow:
         raise RuleError(f"rule {spec!r} of {rule.op} has no '->'")

@@ -1,4 +1,8 @@
-"""Attention: batch, heads and queries split; keys and the width of a head stay whole."""
+"""Attention: batch, heads and queries split; keys and the width of a head stay whole.
+
+The width of the values could be split as well, but every device would then compute all of q k^T,
+and kernels for heads whose keys and values differ in width are slow or missing.
+"""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def _trailing(space: int) -> str:
 
 _CONV_EXAMPLES = {
     1: (
-        "f64[4, 4, 5], f64[6, 4, 2], f64[6]",
-        "f64[2, 4, 5], f64[4, 2, 2], f64[4], (1,), (0,), (1,), 2",
+        "f64[4, 4, 6], f64[6, 4, 3], f64[6]",
+        "f64[2, 4, 6], f64[4, 2, 3], f64[4], (1,), (0,), (1,), 2",
     ),
     2: (
         "f64[2, 4, 4, 3], f64[6, 4, 2, 2], f64[6], (2, 1), (1, 0)",
@@ -70,19 +70,19 @@ def _convolutions() -> tuple[OpRule, ...]:
     )
 
 
-_LINE, _PLANE = "f64[4, 6, 5]", "f64[2, 6, 4, 5]"
+_LINE, _PLANE = "f64[4, 6, 8]", "f64[2, 6, 4, 8]"
 _SPATIAL = {
     "avg_pool1d": (1, f"{_LINE}, (2,)"),
     "avg_pool2d": (2, f"{_PLANE}, (2, 2)"),
     "max_pool1d": (1, f"{_LINE}, (2,)"),
-    "max_pool2d": (2, f"{_PLANE}, (2, 2), (1, 1), (1, 1)"),
+    "max_pool2d": (2, f"{_PLANE}, (3, 2), (1, 2), (1, 0)"),
     "max_pool2d_with_indices": (2, f"{_PLANE}, (2, 2)"),
     "adaptive_avg_pool1d": (1, f"{_LINE}, (2,)"),
     "adaptive_avg_pool2d": (2, f"{_PLANE}, (1, 1)"),
     "adaptive_max_pool2d": (2, f"{_PLANE}, (2, 2)"),
-    "upsample_nearest2d.vec": (2, f"{_PLANE}, (8, 10), None"),
-    "upsample_bilinear2d.vec": (2, f"{_PLANE}, (8, 10), False, None"),
-    "upsample_bicubic2d.vec": (2, f"{_PLANE}, (8, 10), False, None"),
+    "upsample_nearest2d.vec": (2, f"{_PLANE}, (8, 12), None"),
+    "upsample_bilinear2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
+    "upsample_bicubic2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
 }
 RULES = (
     *_convolutions(),

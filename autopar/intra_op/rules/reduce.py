@@ -67,7 +67,7 @@ _ALONG: dict[str, tuple[int, tuple[str, ...]]] = {
     "argsort": (1, (f"{_X}, 1",)),
     "topk": (2, (f"{_X}, 2, 1", f"{_X}, 2")),
 }
-_TOTAL = ("mean", "max", "min", "any", "all", "prod", "var", "std")
+_TOTAL = ("mean", "max", "min", "any", "all", "var", "std")
 RULES = (
     rule("aten.sum", _over(1, ""), linear=True, examples=(*_ALL, "bool[4, 6]", "f64[]")),
     rule("aten.sum.dim_IntList", _over(1, ""), linear=True, examples=(*_DIMS, f"{_X}, None")),
@@ -80,4 +80,5 @@ RULES = (
         for op, (position, examples) in _ALONG.items()
     ),
     *(rule(f"aten.{op}", all_whole, examples=_ALL) for op in _TOTAL),
+    rule("aten.prod", all_whole, examples=("f64[2, 3]",)),
 )

@@ -202,7 +202,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "movedim.int": (_movedim, (f"{_X}, 0, -1",)),
     "movedim.intlist": (_movedim, (f"{_X}, (0, 1), (2, 0)",)),
     "unsqueeze": (_unsqueeze, ("f64[4, 6], 1", "f64[4, 6], -1")),
-    "squeeze": (_squeeze, ("f64[4, 1, 6]",)),
+    "squeeze": (_squeeze, ("f64[2, 1, 3]",)),
     "squeeze.dim": (_squeeze, ("f64[4, 1, 6], 1", "f64[2, 6], 0")),
     "squeeze.dims": (_squeeze, ("f64[2, 1, 6], (0, 1)",)),
     "expand": (_expand, ("f64[4, 1], (6, 4, 8)", "f64[], (4, 6)", "f64[6], (4, -1)")),
@@ -219,8 +219,8 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "repeat_interleave.self_int": (_repeat_interleave, (f"{_X}, 2, 1", "f64[4, 6], 2")),
 }
 _MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
-    "pad": (_pad, (f"{_X}, (1, 2)", f"{_X}, (1, 1), 'reflect'", f"{_X}, (0, 0, 1, -1)")),
-    "constant_pad_nd": (_pad, ("i64[4, 6]<8, (0, 1), -100",)),
+    "pad": (_pad, (f"{_X}, (1, 3)", f"{_X}, (1, 1), 'reflect'", f"{_X}, (0, 0, 1, -1)")),
+    "constant_pad_nd": (_pad, ("i64[4, 6]<8, (0, 2), -100",)),
 }
 RULES = (
     *(rule(f"aten.{op}", spec, linear=True, examples=x) for op, (spec, x) in _VIEWS.items()),

@@ -1,0 +1,75 @@
+"""The rules forbid nothing without need, and the audit finds those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autopar.intra_op.audit import audit
+from autopar.intra_op.rule import OpRule, rule
+from autopar.intra_op.rules import rules
+
+RULES = rules()
+EXPLAINED = {
+    ("aten.scaled_dot_product_attention", "e"): "every device would compute all of q k^T",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_every_whole_factor_of_every_rule_has_to_be_whole(op: str) -> None:
+    for finding in audit(RULES[op]):
+        if (finding.op, finding.factor) not in EXPLAINED:
+            assert not finding.holds, finding
+            assert finding.strategies, f"the example never splits it: {finding}"
+
+
+def test_every_explanation_is_needed() -> None:
+    for op, factor in EXPLAINED:
+        assert any(finding.holds for finding in audit(RULES[op]) if finding.factor == factor)
+
+
+MM = ("f64[4, 6], f64[6, 8]",)
+TOO_CAREFUL = {
+    "rows of a product": (rule("aten.mm", "m! k, k n -> m! n", examples=MM), "m"),
+    "a contraction": (rule("aten.mm", "m k!, k! n -> m n", examples=MM), "k"),
+    "a merge": (rule("aten.reshape", "(a b)! -> a! b!", examples=("f64[24], (4, 6)",)), "a"),
+    "a batch": (rule("aten.softmax.int", "a! b! -> a! b!", examples=("f64[4, 6], 1",)), "a"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_CAREFUL.values(), ids=list(TOO_CAREFUL))
+def test_a_rule_that_is_too_careful_is_found(case: tuple[OpRule, str]) -> None:
+    careful, factor = case
+    assert {finding.factor for finding in audit(careful) if finding.holds} == {factor}
+
+
+def test_a_finding_shows_the_rule_that_holds() -> None:
+    careful = rule("aten.mm", "m! k, k n -> m! n", examples=MM)
+    (finding,) = audit(careful)
+    assert finding.spec == "m k, k n -> m n"
+    assert finding.strategies == 1  # 4 rows are split by 2, not by 3
+
+
+def test_what_nothing_can_be_learnt_from_is_left_out() -> None:
+    random = rule("aten.dropout", "a! -> a!", examples=("f64[4], 0.5, True",))
+    zeros = rule("aten.zeros_like", "a! -> a!", examples=("f64[4]",))
+    single = rule("aten.exp", "a! -> a!", examples=("f64[1]",))
+    written = rule("aten.add_.Tensor", "a!, a! -> a!", examples=("i64[4], i64[4]",))
+    assert [audit(item) for item in (random, zeros, single, written)] == [()] * 4
+
+
+def test_a_factor_that_no_mesh_splits_is_not_said_to_hold() -> None:
+    (finding,) = audit(rule("aten.exp", "a! -> a!", examples=("f64[5]",)))
+    assert finding.strategies == 0
+    assert not finding.holds
