@@ -36,7 +36,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.text import parse_graph
 
-_OPERAND = re.compile(r"(const )?((?:bool|[fiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
+_OPERAND = re.compile(r"(const )?((?:bool|[cfiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
 _UNDETERMINED = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty")
 # Relative to the largest element; the second where an example has operands in f32.
 _TOLERANCE, _SINGLE = 1e-9, 1e-4
@@ -246,7 +246,7 @@ def read_example(rule: OpRule, example: str) -> Case:
     def operand(match: re.Match[str]) -> str:
         constant, text, relation, bound = match.groups()
         value = _draw(TensorType.parse(text), relation, int(bound or 0), generator)
-        operands.append(value.requires_grad_(value.is_floating_point() and not constant))
+        operands.append(value.requires_grad_(_flows(value) and not constant))
         return f"%x{len(operands) - 1}"
 
     text = f"graph 'example'\n%y = {rule.op}({_OPERAND.sub(operand, example)}) : ()"
@@ -298,9 +298,19 @@ def _draw(kind: TensorType, relation: str | None, bound: int, generator: torch.G
     return value + 0.5 if relation == ">" else value * bound
 
 
+def _flows(value: Tensor) -> bool:
+    """Whether a gradient can flow through it."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def _numbers(value: Tensor) -> Tensor:
+    """Real numbers: both parts of complex ones."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Random numbers of the shape and dtype of `like`."""
-    if like.is_floating_point():
+    if _flows(like):
         return torch.randn(like.shape, dtype=like.dtype, generator=generator)
     return torch.randint(0, 9, like.shape, generator=generator).to(like.dtype)
 
@@ -373,7 +383,7 @@ def _worst(
 
 def _difference(one: Tensor, other: Tensor) -> float:
     """Largest difference of two tensors of one shape, relative where the elements are large."""
-    a, b = one.detach().double().flatten(), other.detach().double().flatten()
+    a, b = (_numbers(tensor.detach()).double().flatten() for tensor in (one, other))
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     if not unequal.any():
         return 0.0

@@ -134,7 +134,7 @@ def _take_along(node: Node, types: Types) -> str:
 
 _X, _COLUMNS = "f64[4, 6]", "i64[4, 2]<6"
 _INTO, _ROWS = f"{_X}, 1, {_COLUMNS}", "f64[6, 4], 0, i64[2]<6"
-_NARROW = f"f64[6, 4], 1, i64[2, 2]<4, f64[2, 2]"
+_NARROW = "f64[6, 4], 1, i64[2, 2]<4, f64[2, 2]"
 _SCATTERS = {
     "scatter.src": (f"{_INTO}, f64[4, 2]", f"{_INTO}, const {_X}"),
     "scatter.value": (f"{_INTO}, 0.5",),

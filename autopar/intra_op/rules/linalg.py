@@ -1,0 +1,98 @@
+"""Linear algebra: the leading dimensions are a batch and split, a matrix stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.intra_op.rule import all_whole, argument, broadcast, dimensions, letters, rule
+from autopar.ir.graph import Node
+from autopar.ir.tensor import TensorType
+
+Types = tuple[TensorType, ...]
+
+
+def _matrices(core: int) -> Callable[[Node, Types], str]:
+    """Each operand ends in `core` whole dimensions; each result begins with the batch."""
+
+    def spec(node: Node, types: Types) -> str:
+        lead = types[0].shape[: len(types[0].shape) - core]
+        if any(tensor.shape[: len(tensor.shape) - core] != lead for tensor in types):
+            return all_whole(node, types)
+        names = letters(len(lead))
+        terms = [
+            " ".join([*names, *(f"t{k}_{i}!" for i in range(len(tensor.shape) - len(lead)))])
+            for k, tensor in enumerate((*types, *node.types))
+        ]
+        return f"{', '.join(terms[: len(types)])} -> {', '.join(terms[len(types) :])}"
+
+    return spec
+
+
+def _along(position: int, mark: str, *, gone: bool) -> Callable[[Node, Types], str]:
+    """Two operands that meet along one dimension, and are broadcast beside it.
+
+    `mark`: "!" if that dimension stays whole; `gone`: whether the result has it no more.
+    """
+
+    def spec(node: Node, types: Types) -> str:
+        rank = max(len(tensor.shape) for tensor in types)
+        (dim,) = dimensions(argument(node, position, "dim", -1), rank)
+        names = [f"{n}{mark}" if i == dim else n for i, n in enumerate(letters(rank))]
+        out = [n for i, n in enumerate(names) if i != dim or not gone]
+        left = ", ".join(broadcast(names, tensor) for tensor in types)
+        return f"{left} -> {' '.join(out)}"
+
+    return spec
+
+
+_SQUARE, _PAIR = "f64[6, 2, 2]", "f64[6, 2, 2], f64[6, 2, 2]"
+_MATRICES = {
+    "linalg_det": _SQUARE,
+    "linalg_slogdet": _SQUARE,
+    "logdet": _SQUARE,
+    "linalg_inv": _SQUARE,
+    "linalg_inv_ex": _SQUARE,
+    "inverse": _SQUARE,
+    "linalg_qr": "f64[4, 4, 2]",
+    "linalg_svdvals": _SQUARE,
+    "linalg_matrix_power": f"{_SQUARE}, 3",
+    "matrix_exp": _SQUARE,
+    "linalg_matrix_exp": _SQUARE,
+    "linalg_solve": _PAIR,
+    "linalg_solve_triangular": f"{_PAIR}, upper=True",
+    "linalg_lu": _SQUARE,
+    "trace": "f64[6, 6]",
+}
+# What a random matrix is not: symmetric, positive. Or what is not unique: vectors up to a sign.
+_NO_GRADIENT = {
+    "linalg_svd": f"const {_SQUARE}",
+    "linalg_eigh": f"const {_SQUARE}",
+    "linalg_eigvalsh": f"const {_SQUARE}",
+    "linalg_cholesky_ex": f"const {_SQUARE}",
+    "linalg_pinv.atol_rtol_tensor": f"const {_SQUARE}",
+    "pinverse": f"const {_SQUARE}",
+}
+RULES = (
+    *(
+        rule(f"aten.{op}", _matrices(2), flops="6 out", examples=(example,))
+        for op, example in (_MATRICES | _NO_GRADIENT).items()
+    ),
+    rule("aten.cdist", "... m k!, ... n k! -> ... m n", examples=("f64[4, 6, 2], f64[4, 8, 2]",)),
+    rule(
+        "aten.linalg_cross",
+        _along(2, "!", gone=False),
+        linear=((0,), (1,)),
+        examples=("f64[4, 6, 3], f64[4, 1, 3]", "f64[3, 6], f64[3, 6], dim=0"),
+    ),
+    rule(
+        "aten.linalg_vecdot",
+        _along(2, "", gone=True),
+        linear=((0,), (1,)),
+        examples=("f64[4, 6, 8], f64[4, 1, 8]", "f64[4, 6], f64[4, 6], dim=0"),
+    ),
+    rule(
+        "aten.cosine_similarity",
+        _along(2, "!", gone=True),
+        examples=("f64[4, 6, 8], f64[4, 1, 8], -1",),
+    ),
+)
