@@ -103,7 +103,11 @@ class Plan:
         expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
         for key, kind in expected.items():
             if not isinstance(table.get(key), kind):
-                raise PlanError(f"the plan has no usable entry {key!r}", where=where)
+                raise PlanError(
+                    f"the plan has no usable entry {key!r}",
+                    where=where,
+                    why=f"a plan has the entries {', '.join(expected)}",
+                )
         if table["version"] != VERSION:
             raise PlanError(
                 f"the plan has version {table['version']}", where=where, why=f"{VERSION} is read"
