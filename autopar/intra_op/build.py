@@ -236,12 +236,15 @@ class Builder:
                     continue
                 enters = (value, node.name) in leaving
                 count = 1 if enters else self.graph.multiplicity[node.name]
-                yield self._edge(source, count, node, index, held=value in held)
+                yield self._edge(source, count, node, index)
                 if enters:
                     yield self._edge(*leaving[value, node.name], node, index)
 
     def _held_after_blocks(self) -> dict[str, str]:
-        """Value that leaves the last block of a run -> the share in whose layout it is held."""
+        """Value that leaves the last block of a run -> the share in whose layout it is held.
+
+        A share's layouts on both sides are one.
+        """
         found: dict[str, str] = {}
         for repeat in self.graph.repeats:
             last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
@@ -250,14 +253,11 @@ class Builder:
                 found[last[leaves]] = next(readers)
         return found
 
-    def _edge(self, source: str, count: int, node: Node, index: int, *, held: bool = False) -> Edge:
-        """`count` reshardings of an operand of `node`, from what `source` gives.
-
-        Where the value is `held` by a share, from the layout in which that share reads it.
-        """
+    def _edge(self, source: str, count: int, node: Node, index: int) -> Edge:
+        """`count` reshardings of an operand of `node`, from what `source` gives."""
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
-        rows = [(o.operands if held else o.results)[0] for o in self.options[a]]
+        rows = [option.results[0] for option in self.options[a]]
         columns = [option.operands[index] for option in self.options[b]]
         price: dict[tuple[Layout, Layout], float] = {}
         for pair in itertools.product(dict.fromkeys(rows), dict.fromkeys(columns)):
