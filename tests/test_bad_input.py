@@ -160,7 +160,7 @@ class Chooses(nn.Module):
         self.layer = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
+        h: Tensor = self.layer(x)
         if h.sum() > 0:  # chooses by value
             h = -h
         return h.square().mean()
