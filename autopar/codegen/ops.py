@@ -8,6 +8,7 @@ graph: shape arguments have been made local before (see ir/localise.py).
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType
@@ -32,6 +33,8 @@ _METHODS = {
     "transpose.int": "transpose", "unsqueeze": "unsqueeze", "squeeze.dim": "squeeze",
     "to.dtype": "to", "square": "square", "masked_fill.Scalar": "masked_fill",
 }  # fmt: skip
+# Operators whose binding refuses what the operator takes, dimensions without an index.
+_UNBOUND = ("aten.index_put",)
 _REDUCTIONS = ('"none"', '"mean"', '"sum"')
 _END = 2**63 - 1
 
@@ -95,9 +98,11 @@ def _function(op: str) -> str:
     """`torch.name` where torch binds the operator under its own name, else `aten.name.overload`."""
     if not op.startswith("aten."):
         return f"torch.ops.{op}"
-    name = op.split(".")[1]
-    if isinstance(getattr(torch, name, None), BuiltinFunctionType):
+    name, *overload = op.split(".")[1:]
+    if isinstance(getattr(torch, name, None), BuiltinFunctionType) and op not in _UNBOUND:
         return f"torch.{name}"
+    if any(map(keyword.iskeyword, overload)):
+        return f'getattr(aten.{name}, "{overload[0]}")'
     return op
 
 

@@ -16,6 +16,7 @@ _ELEMENTWISE = {
     "aten.smooth_l1_loss": 2,
     "aten.huber_loss": 2,
     "aten.soft_margin_loss": 2,
+    "aten.hinge_embedding_loss": 3,
     "aten.kl_div": 2,
     "aten.binary_cross_entropy": 3,
     "aten.binary_cross_entropy_with_logits": 4,

@@ -21,7 +21,7 @@ from autopar.ir.text import parse_graph
 
 CPU = torch.device("cpu")
 # In the examples of rules, the operands: "f64[4, 8]", "const f64[8]>" (positive), "i64[4]<8".
-OPERAND = re.compile(r"(?:const )?((?:bool|[fiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
+OPERAND = re.compile(r"(?:const )?((?:bool|[cfiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
 UNWRITTEN = ("aten.empty", "aten.new_empty")  # memory as it is
 
 

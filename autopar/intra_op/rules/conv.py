@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.intra_op.rule import OpRule, argument, rule
+from autopar.intra_op.rule import OpRule, all_whole, argument, rule, whole_along
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
 
@@ -36,7 +36,9 @@ def _conv_flops(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _trailing(space: int) -> str:
-    return f"... {_names('i', space)} -> ... {_names('r', space)}, ... {_names('r', space)}"
+    """Up to two operands and two results, alike but for the last `space` dimensions."""
+    into, out = (", ".join([f"... {_names(prefix, space)}"] * 2) for prefix in "ir")
+    return f"{into} -> {out}"
 
 
 _CONV_EXAMPLES = {
@@ -50,16 +52,21 @@ _CONV_EXAMPLES = {
     ),
     3: ("f64[2, 4, 2, 3, 2], f64[6, 4, 1, 2, 2], f64[6]",),
 }
+_SAME = {
+    1: "f64[2, 4, 6], f64[6, 4, 3], f64[6], (1,), 'same'",
+    2: "f64[2, 4, 3, 3], f64[6, 4, 3, 1], f64[6], (1, 1), 'same'",
+    3: "f64[2, 4, 2, 3, 2], f64[6, 4, 1, 3, 1], f64[6], (1, 1, 1), 'same'",
+}
 _TRANSPOSED_EXAMPLES = {
     "1d": ("f64[2, 4, 3], f64[4, 6, 2], f64[6]",),
     "2d.input": ("f64[2, 4, 2, 3], f64[4, 6, 2, 2], f64[6]",),
+    "3d.input": ("f64[2, 4, 2, 3, 2], f64[4, 6, 2, 2, 2], f64[6]",),
 }
 
 
 def _convolutions() -> tuple[OpRule, ...]:
     plain = [(f"aten.conv{n}d", n, 6, _CONV_EXAMPLES[n]) for n in (1, 2, 3)]
-    same = ("f64[2, 4, 3, 3], f64[6, 4, 3, 1], f64[6], (1, 1), 'same'",)
-    plain.append(("aten.conv2d.padding", 2, 6, same))
+    plain += [(f"aten.conv{n}d.padding", n, 6, (_SAME[n],)) for n in (1, 2, 3)]
     plain += [
         (f"aten.conv_transpose{kind}", int(kind[0]), 6, examples)
         for kind, examples in _TRANSPOSED_EXAMPLES.items()
@@ -70,24 +77,85 @@ def _convolutions() -> tuple[OpRule, ...]:
     )
 
 
-_LINE, _PLANE = "f64[4, 6, 8]", "f64[2, 6, 4, 8]"
+_LINE, _PLANE, _CUBE = "f64[4, 6, 8]", "f64[2, 6, 4, 8]", "f64[2, 2, 4, 2, 4]"
 _SPATIAL = {
     "avg_pool1d": (1, f"{_LINE}, (2,)"),
     "avg_pool2d": (2, f"{_PLANE}, (2, 2)"),
+    "avg_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
     "max_pool1d": (1, f"{_LINE}, (2,)"),
     "max_pool2d": (2, f"{_PLANE}, (3, 2), (1, 2), (1, 0)"),
+    "max_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
+    "max_pool1d_with_indices": (1, f"{_LINE}, (2,)"),
     "max_pool2d_with_indices": (2, f"{_PLANE}, (2, 2)"),
+    "max_pool3d_with_indices": (3, f"{_CUBE}, (2, 1, 2)"),
+    "max_unpool2d": (2, "f64[2, 6, 2, 4], i64[2, 6, 2, 4]<8, (4, 8)"),
     "adaptive_avg_pool1d": (1, f"{_LINE}, (2,)"),
     "adaptive_avg_pool2d": (2, f"{_PLANE}, (1, 1)"),
+    "adaptive_avg_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
+    "adaptive_max_pool1d": (1, f"{_LINE}, (2,)"),
     "adaptive_max_pool2d": (2, f"{_PLANE}, (2, 2)"),
-    "upsample_nearest2d.vec": (2, f"{_PLANE}, (8, 12), None"),
+    "adaptive_max_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
+    "upsample_linear1d.vec": (1, f"{_LINE}, (12,), False, None"),
     "upsample_bilinear2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
+    "upsample_trilinear3d.vec": (3, f"{_CUBE}, (6, 4, 6), False, None"),
     "upsample_bicubic2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
+    "_upsample_bilinear2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
+    "_upsample_bicubic2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
+    **{
+        f"{op}{n}d.vec": (n, f"{x}, None, {(1.5,) * n}")
+        for op in ("upsample_nearest", "_upsample_nearest_exact")
+        for n, x in ((1, _LINE), (2, _PLANE), (3, _CUBE))
+    },
 }
+
+
+def _shuffled(node: Node, types: tuple[TensorType, ...]) -> str:
+    return whole_along(node, types, (1,))
+
+
+def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Every point of the grid may look at any place of its image."""
+    space = len(types[0].shape) - 2
+    into, out = _names("i", space), " ".join(f"o{i}" for i in range(space))
+    return f"b c {into}, b {out} k! -> b c {out}"
+
+
 RULES = (
     *_convolutions(),
     *(
         rule(f"aten.{op}", _trailing(space), examples=(example,))
         for op, (space, example) in _SPATIAL.items()
     ),
+    rule(
+        "aten.im2col",
+        "... c h! w! -> ... (c k) l!",
+        examples=(f"{_PLANE}, (2, 2), (1, 1), (0, 0), (2, 2)",),
+    ),
+    rule(
+        "aten.col2im",
+        "... (c k) l! -> ... c h! w!",
+        examples=("f64[2, 24, 8], (4, 8), (2, 2), (1, 1), (0, 0), (2, 2)",),
+    ),
+    rule(
+        "aten.grid_sampler",
+        _grid,
+        examples=(
+            f"{_PLANE}, f64[2, 4, 6, 2]<1, 0, 0, False",
+            f"{_CUBE}, f64[2, 2, 4, 2, 3]<1, 0, 0, False",
+        ),
+    ),
+    rule("aten.affine_grid_generator", all_whole, examples=("f64[2, 2, 3], (2, 3, 2, 4), False",)),
+    rule(
+        "aten.pixel_shuffle",
+        "... (c p q) h w -> ... c (h p) (w q)",
+        linear=True,
+        examples=("f64[2, 24, 4, 6], 2",),
+    ),
+    rule(
+        "aten.pixel_unshuffle",
+        "... c (h p) (w q) -> ... (c p q) h w",
+        linear=True,
+        examples=("f64[2, 6, 4, 12], 2",),
+    ),
+    rule("aten.channel_shuffle", _shuffled, linear=True, examples=("f64[4, 6, 2, 2], 3",)),
 )

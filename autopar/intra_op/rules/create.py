@@ -25,7 +25,17 @@ _FILLS = {
     "new_empty": "f64[2], (4, 6)",
 }
 _LIKE = {"zeros_like": "", "ones_like": "", "full_like": ", 2.5", "empty_like": ""}
-_COUNTS = {"arange": "6", "arange.start": "1, 7", "arange.start_step": "0, 6, 2", "eye": "4"}
+_COUNTS = {
+    "arange": "6",
+    "arange.start": "1, 7",
+    "arange.start_step": "0, 6, 2",
+    "eye": "4",
+    "eye.m": "4, 6",
+    "linspace": "0, 1, 6",
+    "logspace": "0, 1, 6",
+    "tril_indices": "4, 4",
+    "triu_indices": "4, 4",
+}
 RULES = (
     *(rule(f"aten.{op}", _filled, examples=(example,)) for op, example in _FILLS.items()),
     *(rule(f"aten.{op}", "... -> ...", examples=(f"f64[4, 6]{x}",)) for op, x in _LIKE.items()),

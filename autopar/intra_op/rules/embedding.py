@@ -53,6 +53,7 @@ def _index_select(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 RULES = (
+    rule("aten.one_hot", "... -> ... k!", examples=("i64[4, 6]<8, 8",)),
     rule(
         "aten.embedding",
         "v! h, ... -> ... h",

@@ -15,6 +15,14 @@ from autopar.ir.tensor import TensorType
 NONE, MEAN, SUM = 0, 1, 2
 
 
+def _multi_margin(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Scores (batch, class); their number scales the loss of a sample."""
+    reduction = argument(node, 5, "reduction", MEAN)
+    if reduction == MEAN or len(types[0].shape) != 2:
+        return all_whole(node, types)
+    return f"b c!, b, c! -> {'b' if reduction == NONE else ''}"
+
+
 def _by_class(node: Node, types: tuple[TensorType, ...]) -> str:
     """Scores (class), (batch, class) or (batch, class, ...); targets are classes or weights."""
     reduction = argument(node, 3, "reduction", MEAN)
@@ -49,8 +57,18 @@ _CLASSES = (
     "f64[6], i64[]<6, None, 2",
 )
 _PAIR = "f64[4, 6]<1, f64[4, 6]<1"
-_LOSSES = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "kl_div": 2,
-           "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}  # fmt: skip
+_LOSSES = {
+    "mse_loss": 2,
+    "l1_loss": 2,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
+    "soft_margin_loss": 2,
+    "kl_div": 2,
+    "hinge_embedding_loss": 3,
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}
+_LABELS = {"soft_margin_loss": "f64[4, 6], const f64[4, 6]"}  # no gradient reaches the target
 RULES = (
     rule(
         "aten.cross_entropy_loss",
@@ -58,13 +76,25 @@ RULES = (
         flops=lambda node, types: f"5 {types[0].numel}",
         examples=(*_CLASSES, f"{_SCORES}, f64[4, 6]>0, None, 2, -100, 0.1"),
     ),
+    rule(
+        "aten.multi_margin_loss",
+        _multi_margin,
+        examples=(
+            f"{_SCORES}, i64[4]<6, reduction=2",
+            f"{_SCORES}, i64[4]<6, 1, 1.0, None, 0",
+            f"{_SCORES}, i64[4]<6",
+        ),
+    ),
     rule("aten.nll_loss_nd", _by_class, examples=_CLASSES),
     rule("aten.nll_loss", _by_class, examples=_CLASSES[:2]),
     *(
         rule(
             f"aten.{op}",
             _elementwise(position),
-            examples=tuple(f"{_PAIR}, reduction={reduction}" for reduction in (NONE, MEAN, SUM)),
+            examples=tuple(
+                f"{_LABELS.get(op, _PAIR)}, reduction={reduction}"
+                for reduction in (NONE, MEAN, SUM)
+            ),
         )
         for op, position in _LOSSES.items()
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autopar.intra_op.rule import all_whole, argument, broadcast, rule
+from autopar.intra_op.rule import all_whole, argument, broadcast, dimensions, rule
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
 
@@ -23,6 +23,37 @@ def _addmm(node: Node, types: tuple[TensorType, ...]) -> str:
 
 def _baddbmm(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"+{broadcast(['b', 'm', 'n'], types[0])}, b m k, b k n -> b m n"
+
+
+def _addbmm(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"+{broadcast(['m', 'n'], types[0])}, b m k, b k n -> m n"
+
+
+def _addmv(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"+{broadcast(['m'], types[0])}, m k, k -> m"
+
+
+def _addr(node: Node, types: tuple[TensorType, ...]) -> str:
+    return f"{broadcast(['m', 'n'], types[0])}, m, n -> m n"
+
+
+def _inner(node: Node, types: tuple[TensorType, ...]) -> str:
+    """The last dimensions meet."""
+    if not all(tensor.shape for tensor in types):
+        return "..., ... -> ..."
+    left, right = (
+        [f"{x}{i}" for i in range(len(t.shape) - 1)] for x, t in zip("mn", types, strict=True)
+    )
+    return f"{' '.join([*left, 'k'])}, {' '.join([*right, 'k'])} -> {' '.join([*left, *right])}"
+
+
+def _tensordot(node: Node, types: tuple[TensorType, ...]) -> str:
+    names = [[f"{x}{i}" for i in range(len(t.shape))] for x, t in zip("mn", types, strict=True)]
+    dims = [dimensions(arg, len(own)) for arg, own in zip(node.args[2:4], names, strict=True)]
+    for k, (a, b) in enumerate(zip(*dims, strict=True)):
+        names[0][a] = names[1][b] = f"k{k}"
+    out = [name for own in names for name in own if not name.startswith("k")]
+    return f"{' '.join(names[0])}, {' '.join(names[1])} -> {' '.join(out)}"
 
 
 def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -80,6 +111,31 @@ RULES = (
             "f64[4, 6], f64[6]",
             "f64[6], f64[4, 6, 8]",
             "f64[6], f64[6]",
+        ),
+    ),
+    rule("aten.vdot", "k, k ->", flops="2 out k", examples=("f64[6], f64[6]",)),
+    rule("aten.addmv", _addmv, flops="2 out k", examples=("f64[4], f64[4, 6], f64[6], beta=2",)),
+    rule(
+        "aten.addr",
+        _addr,
+        flops="2 out",
+        examples=("f64[6], f64[4], f64[6]", "f64[4, 6], f64[4], f64[6]"),
+    ),
+    rule(
+        "aten.addbmm",
+        _addbmm,
+        flops="2 out b k",
+        examples=("f64[4, 1], f64[2, 4, 6], f64[2, 6, 2]",),
+    ),
+    rule("aten.inner", _inner, examples=("f64[2, 4, 6], f64[4, 6]", "f64[6], f64[6]")),
+    rule("aten.tensordot", _tensordot, examples=("f64[4, 6, 2], f64[2, 6, 4], (1, 2), (1, 0)",)),
+    rule(
+        "aten.bilinear",
+        "... i, ... j, o i j, +o -> ... o",
+        flops="2 out i j",
+        examples=(
+            "f64[4, 6], f64[4, 2], f64[8, 6, 2], f64[8]",
+            "f64[4, 2, 6], f64[4, 2, 2], f64[8, 6, 2]",
         ),
     ),
     rule("aten.outer", "m, n -> m n", examples=("f64[4], f64[6]",)),

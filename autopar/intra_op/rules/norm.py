@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import argument, dimensions, rule, whole_along
+from autopar.intra_op.rule import argument, broadcast, dimensions, letters, rule, whole_along
 from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -38,6 +38,21 @@ def _group_norm(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"b c! {space}, c, c -> b c {space}"
 
 
+def _instance_norm(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Each channel of each sample by itself; running statistics are written, so all is whole."""
+    tracked = isinstance(argument(node, 3, "running_mean"), Ref)
+    b, c = ("b!", "c!") if tracked and argument(node, 5, "use_input_stats") is True else ("b", "c")
+    space = " ".join(f"s{i}!" for i in range(len(types[0].shape) - 2))
+    return f"{b} {c} {space}{f', {c}' * (len(types) - 1)} -> {b} {c} {space}"
+
+
+def _weight_norm(node: Node, types: tuple[TensorType, ...]) -> str:
+    """w = g v / |v|, the norm over all dimensions but one, which g has."""
+    (dim,) = dimensions(argument(node, 2, "dim", 0), len(types[0].shape))
+    names = [n if i == dim else f"{n}!" for i, n in enumerate(letters(len(types[0].shape)))]
+    return f"{' '.join(names)}, {broadcast(names, types[1])} -> {' '.join(names)}"
+
+
 _STATISTICS = "const f64[6], const f64[6]>0"
 _BATCH = "f64[4, 6, 2], f64[6], f64[6]"
 RULES = (
@@ -60,6 +75,17 @@ RULES = (
             f"{_BATCH}, None, None, True, 0.1, 1e-05, True",
             f"f64[4, 6, 2, 3], None, None, {_STATISTICS}, False, 0.1, 1e-05, True",
         ),
+    ),
+    rule(
+        "aten.instance_norm",
+        _instance_norm,
+        flops="8 out",
+        examples=("f64[4, 6, 8], f64[6], f64[6], None, None, True, 0.1, 1e-05, True",),
+    ),
+    rule(
+        "aten._weight_norm",
+        _weight_norm,
+        examples=("f64[4, 6], f64[4, 1]", "f64[4, 6, 2], f64[1, 6, 1], 1"),
     ),
     rule(
         "aten.group_norm",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.intra_op.rule import Groups, Linear, OpRule, broadcast, letters, rule
+from autopar.intra_op.rule import (
+    Groups,
+    Linear,
+    OpRule,
+    argument,
+    broadcast,
+    dimensions,
+    letters,
+    rule,
+    whole_along,
+)
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
 
@@ -23,6 +33,11 @@ def _cast(node: Node, types: tuple[TensorType, ...]) -> str:
     """Of a second operand only the dtype is read."""
     like = [", " + " ".join(f"t{i}!" for i in range(len(t.shape))) for t in types[1:]]
     return f"...{''.join(like)} -> ..."
+
+
+def _glu(node: Node, types: tuple[TensorType, ...]) -> str:
+    """One half of a dimension gates the other."""
+    return whole_along(node, types, dimensions(argument(node, 1, "dim", -1), len(types[0].shape)))
 
 
 def _prelu(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -139,5 +154,6 @@ def _families() -> Iterator[OpRule]:
 RULES = (
     *_families(),
     *(rule(f"aten.{op}", _cast, examples=(example,)) for op, example in _CASTS.items()),
+    rule("aten.glu", _glu, examples=("f64[4, 12]", "f64[8, 6], 0")),
     rule("aten.prelu", _prelu, examples=(f"{_REAL}, f64[6]", f"{_REAL}, f64[1]")),
 )

@@ -11,12 +11,12 @@ from autopar.ir.tensor import TensorType
 _Spec = Callable[[Node, tuple[TensorType, ...]], str]
 
 
-def _over(position: int, mark: str) -> _Spec:
-    """Over the dimensions named by argument number `position`, all if there is none."""
+def _over(position: int, mark: str, default: int | None = None) -> _Spec:
+    """Over the dimensions named by argument number `position`, else `default`, else all."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         names = letters(len(types[0].shape))
-        dims = dimensions(argument(node, position, "dim"), len(names))
+        dims = dimensions(argument(node, position, "dim", default), len(names))
         left = [n + mark if i in dims else n for i, n in enumerate(names)]
         kept = len(node.type.shape) == len(names)
         right = ["1" if i in dims else n for i, n in enumerate(names) if kept or i not in dims]
@@ -57,17 +57,60 @@ _WHOLE: dict[str, tuple[int, tuple[str, ...]]] = {
     "std.correction": (1, (f"{_X}, (1,), correction=1",)),
     "var.dim": (1, (f"{_X}, (1,)",)),
     "linalg_vector_norm": (2, (f"{_X}, 2, (1,), True",)),
+    "median.dim": (1, _DIM),
+    "nanmedian.dim": (1, _DIM),
+    "all.dims": (1, ("bool[4, 6], (1,)",)),
+    "std.dim": (1, (f"{_X}, (1,)",)),
+    "var_mean.correction": (1, (f"{_X}, (1,), correction=1, keepdim=True", f"{_X}, (0, 2)")),
+    "std_mean.correction": (1, (f"{_X}, (1,), correction=1",)),
+    "aminmax": (1, (f"{_X}, dim=1", f"{_X}, dim=-1, keepdim=True", "f64[2, 3]")),
+    "nanmean": (1, _DIMS),
+    "linalg_norm": (2, (f"{_X}, None, (1,), True",)),
+    "quantile.scalar": (2, (f"{_X}, 0.5, 1", f"{_X}, 0.25, -1, True")),
+    "nanquantile.scalar": (2, (f"{_X}, 0.5, 1",)),
     "norm.ScalarOpt_dim": (2, (f"{_X}, 2, (1,), True",)),
 }
 _ALONG: dict[str, tuple[int, tuple[str, ...]]] = {
     "cumsum": (1, (f"{_X}, 1",)),
     "cumprod": (1, (f"{_X}, 1",)),
     "logcumsumexp": (1, (f"{_X}, 1",)),
+    "cummax": (1, (f"{_X}, 1",)),
+    "cummin": (1, (f"{_X}, 1",)),
+    "sort.stable": (1, (f"{_X}, stable=True, dim=1", f"{_X}, stable=True")),
     "sort": (1, (f"{_X}, 1", _X)),
     "argsort": (1, (f"{_X}, 1",)),
     "topk": (2, (f"{_X}, 2, 1", f"{_X}, 2")),
 }
-_TOTAL = ("mean", "max", "min", "any", "all", "var", "std")
+# These run over the last dimension unless told otherwise.
+_LAST: dict[str, tuple[int, tuple[str, ...]]] = {
+    "mode": (1, ("f64[4, 6]", f"{_X}, 1, True")),
+    "kthvalue": (2, (f"{_X}, 2", f"{_X}, 2, 1, True")),
+}
+_TOTAL = ("mean", "max", "min", "any", "all", "var", "std", "median", "nanmedian", "norm.Scalar")
+
+
+def _renorm(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Each slice along `dim` has its norm bounded."""
+    rank = len(types[0].shape)
+    kept = dimensions(argument(node, 2, "dim"), rank)
+    return whole_along(node, types, tuple(i for i in range(rank) if i not in kept))
+
+
+def _histogram(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Counts of parts add up, if the bounds are given and not those of the data."""
+    low, high = (argument(node, i, name, 0) for i, name in ((2, "min"), (3, "max")))
+    return (
+        f"{'...' if low != high else ' '.join(f'd{i}!' for i in range(len(types[0].shape)))} -> k!"
+    )
+
+
+def _search(node: Node, types: tuple[TensorType, ...]) -> str:
+    """searchsorted: rows of values in rows of sorted numbers, or anything in one row."""
+    if len(types[0].shape) == 1:
+        return "k!, ... -> ..."
+    return "... k!, ... n -> ... n"
+
+
 RULES = (
     rule("aten.sum", _over(1, ""), linear=True, examples=(*_ALL, "bool[4, 6]", "f64[]")),
     rule("aten.sum.dim_IntList", _over(1, ""), linear=True, examples=(*_DIMS, f"{_X}, None")),
@@ -79,6 +122,20 @@ RULES = (
         rule(f"aten.{op}", _along(position), linear=op == "cumsum", examples=examples)
         for op, (position, examples) in _ALONG.items()
     ),
+    *(
+        rule(f"aten.{op}", _over(position, "!", -1), examples=examples)
+        for op, (position, examples) in _LAST.items()
+    ),
     *(rule(f"aten.{op}", all_whole, examples=_ALL) for op in _TOTAL),
+    rule("aten.nansum", _over(1, ""), examples=(*_DIMS, _X)),
+    rule("aten.count_nonzero.dim_IntList", _over(1, ""), examples=("i64[4, 6], (1,)",)),
+    rule("aten.count_nonzero", _over(1, ""), examples=("i64[4, 6], 1", "i64[4, 6]")),
+    rule("aten.dist", all_whole, examples=("f64[4, 6], f64[6]",)),
+    rule("aten.renorm", _renorm, examples=(f"{_X}, 2, 1, 1.0",)),
+    rule("aten.histc", _histogram, examples=("const f64[4, 6], 4, -1, 1", "const f64[4, 6], 4")),
+    rule(
+        "aten.searchsorted.Tensor", _search, examples=("f64[6], f64[4, 6]", "f64[4, 6], f64[4, 2]")
+    ),
+    rule("aten.bucketize.Tensor", "..., k! -> ...", examples=("f64[4, 6], f64[6]",)),
     rule("aten.prod", all_whole, examples=("f64[2, 3]",)),
 )

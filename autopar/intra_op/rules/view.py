@@ -182,6 +182,30 @@ def _repeat_interleave(node: Node, types: Types) -> str:
     return f"{' '.join(names)} -> {' '.join(right)}"
 
 
+def _unfold(node: Node, types: Types) -> str:
+    """Windows along one dimension; what they hold comes last."""
+    names = letters(len(types[0].shape))
+    (dim,) = dimensions(argument(node, 1, "dimension"), len(names))
+    left = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
+    right = ["r!" if i == dim else n for i, n in enumerate(names)]
+    return f"{' '.join(left)} -> {' '.join(right)} k!"
+
+
+def _view_dtype(node: Node, types: Types) -> str:
+    """The last dimension is cut anew where the elements have another size."""
+    same = types[0].nbytes == node.type.nbytes and types[0].shape == node.type.shape
+    return "... -> ..." if same else "... k! -> ... r!"
+
+
+def _meshgrid(node: Node, types: Types) -> str:
+    """One dimension for each operand; with "xy" the first two change places."""
+    names = letters(len(types))
+    if str(node.keyword("indexing", "ij")) == "xy":
+        names[:2] = names[1::-1]
+    left = [n if t.shape else "" for n, t in zip(letters(len(types)), types, strict=True)]
+    return f"{', '.join(left)} -> {', '.join([' '.join(names)] * len(types))}"
+
+
 def _getitem(node: Node, types: Types) -> str:
     """One of several results; the operand's type is that of the first, which may be another."""
     if len(types[0].shape) != len(node.type.shape):
@@ -208,6 +232,12 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "expand": (_expand, ("f64[4, 1], (6, 4, 8)", "f64[], (4, 6)", "f64[6], (4, -1)")),
     "slice.Tensor": (_cut, (f"{_X}, 1, 2, 5", f"{_X}, 0, 0, 9223372036854775807")),
     "narrow": (_named(1, "dim"), (f"{_X}, 1, 2, 4",)),
+    "unfold": (_unfold, (f"{_X}, 1, 4, 2", f"{_X}, -1, 2, 2")),
+    "as_strided": (all_whole, ("f64[4, 6], (4, 2), (6, 3)",)),
+    "meshgrid.indexing": (
+        _meshgrid,
+        ("(f64[4], f64[6]), indexing='ij'", "(f64[4], f64[6], f64[2]), indexing='xy'"),
+    ),
     "select.int": (_select, (f"{_X}, 1, -1",)),
     "cat": (_cat, ("(f64[4, 6], f64[4, 2]), 1", "(f64[4, 6], f64[4, 6], f64[2, 6])")),
     "stack": (_stack, ("(f64[4, 6], f64[4, 6]), 1", "(f64[4, 6], f64[4, 6]), -1")),
@@ -216,6 +246,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "tril": (_triangle, (_X, f"{_X}, -1")),
     "triu": (_triangle, (f"{_X}, 1",)),
     "repeat": (_repeat, ("f64[4, 6], (2, 1)", "f64[4, 6], (2, 1, 3)")),
+    "tile": (_repeat, ("f64[4, 6], (2, 1)", "f64[4, 6], (2, 1, 3)")),
     "repeat_interleave.self_int": (_repeat_interleave, (f"{_X}, 2, 1", "f64[4, 6], 2")),
 }
 _MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
@@ -225,5 +256,6 @@ _MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
 RULES = (
     *(rule(f"aten.{op}", spec, linear=True, examples=x) for op, (spec, x) in _VIEWS.items()),
     *(rule(f"aten.{op}", spec, examples=x) for op, (spec, x) in _MOVED.items()),
+    rule("aten.view.dtype", _view_dtype, examples=("i32[4, 6], f32", "i32[4, 6], i64")),
     rule("getitem", _getitem, linear=True, examples=("f64[4, 6], 0",)),
 )
