@@ -10,6 +10,7 @@ in backward, to the gradient. All ranks of the mesh must make the same calls in 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -23,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen import torch_private
 from autopar.errors import LayoutError, MeshError
-from autopar.ir.collective import Step
+from autopar.ir.collective import GATHERS, Step
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, part_of
 
 Axes = str | tuple[str, ...]
 _Move = Callable[[Tensor], Tensor]
@@ -77,34 +78,58 @@ class Group:
         """Number of ranks."""
         return math.prod(self.sizes)
 
+    def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the blocks of a dimension of `extent` elements, by group rank.
+
+        Raises:
+            LayoutError: a block would be empty.
+        """
+        if extent < self.size:
+            raise LayoutError(
+                f"a dimension of {extent} does not split {self.size} ways",
+                where=f"axis {', '.join(self.axes)}",
+                why="a device would hold none of its elements",
+            )
+        return _parts(self.sizes, self.order, extent)
+
+    def own(self, extent: int) -> tuple[int, int]:
+        """(start, length) of this rank's block."""
+        start = 0
+        remainder = self.index
+        for count, inner in zip(self.sizes, _inner(self.sizes), strict=True):
+            position, remainder = divmod(remainder, inner)
+            offset, extent = part_of(extent, count, position)
+            start += offset
+        return start, extent
+
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank."""
+        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank.
+
+        Shorter blocks are padded with zeros to the length of the longest.
+        """
         dim = dim % x.dim()
-        length = self.block_length(x, dim)
-        blocks = x.unflatten(dim, (*self.sizes, length))
+        parts = self.parts(int(x.shape[dim]))
+        if x.shape[dim] % self.size:
+            longest = max(length for _, length in parts)
+            return torch.stack([_padded(x.narrow(dim, *part), dim, longest) for part in parts])
+        blocks = x.unflatten(dim, (*self.sizes, parts[0][1]))
         blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
         result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
         return result
 
-    def join(self, blocks: Tensor, dim: int) -> Tensor:
+    def join(self, blocks: Tensor, dim: int, extent: int) -> Tensor:
         """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
         dim = dim % (blocks.dim() - 1)
+        if extent % self.size:
+            pairs = sorted(zip(self.parts(extent), blocks, strict=True), key=lambda pair: pair[0])
+            return torch.cat([block.narrow(dim, 0, part[1]) for part, block in pairs], dim)
         count = len(self.axes)
         blocks = blocks.unflatten(0, [self.sizes[i] for i in self.order])
         blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
         return blocks.flatten(dim, dim + count).contiguous()
 
-    def block_length(self, x: Tensor, dim: int) -> int:
-        """Length of one block of `dim`; LayoutError unless the blocks are equal."""
-        if x.shape[dim] % self.size:
-            raise LayoutError(
-                f"dimension {dim} of a tensor {list(x.shape)} does not split {self.size} ways",
-                where=f"axis {', '.join(self.axes)}",
-                why="sizes must divide evenly",
-            )
-        return int(x.shape[dim]) // self.size
-
-    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is.
+    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is. `extent` is the
+    # length of the whole dimension whose parts are gathered; without it all parts are equal.
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over the group, on every rank."""
@@ -118,41 +143,84 @@ class Group:
         out = torch.empty_like(blocks[0])
         # Flat buffers: gloo wants equal ranks, and every backend takes them.
         torch_private.reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.process_group)
-        return out
+        return _trimmed(out, dim, self.own(int(x.shape[dim]))[1])
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
+    def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
         """The blocks of all ranks in a row."""
+        x, extent = self._of_equal_blocks(x, dim, extent)
         blocks = x.new_empty((self.size, *x.shape))
         torch_private.all_gather_single(
             blocks.view(-1), x.contiguous().view(-1), group=self.process_group
         )
-        return self.join(blocks, dim)
+        return self.join(blocks, dim, extent)
 
-    def exchange(self, x: Tensor, dim: int, to_dim: int) -> Tensor:
+    def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
         """Gather `dim` while splitting `to_dim`."""
+        length = self.own(int(x.shape[to_dim]))[1]
+        x, extent = self._of_equal_blocks(x, dim, extent)
         blocks = self.split(x, to_dim)
         out = torch.empty_like(blocks)
         dist.all_to_all_single(out, blocks, group=self.process_group)
-        return self.join(out, dim)
+        return _trimmed(self.join(out, dim, extent), to_dim, length)
+
+    def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:
+        """x padded along `dim` to the length of the longest block, and the whole extent."""
+        if extent is None:
+            return x, int(x.shape[dim]) * self.size
+        longest = max(length for _, length in self.parts(extent))
+        return _padded(x, dim, longest), extent
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
         """This rank's block of x."""
-        length = self.block_length(x, dim)
-        return x.narrow(dim, self.index * length, length).clone(
-            memory_format=torch.contiguous_format
-        )
+        self.parts(int(x.shape[dim]))
+        own = x.narrow(dim, *self.own(int(x.shape[dim])))
+        return own.clone(memory_format=torch.contiguous_format)
 
-    def pad(self, x: Tensor, dim: int) -> Tensor:
+    def pad(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
         """x in its place among zeros."""
         dim = dim % x.dim()
-        shape = [*x.shape[:dim], x.shape[dim] * self.size, *x.shape[dim + 1 :]]
-        whole = x.new_zeros(shape)
-        whole.narrow(dim, self.index * x.shape[dim], x.shape[dim]).copy_(x)
+        extent = int(x.shape[dim]) * self.size if extent is None else extent
+        whole = x.new_zeros([*x.shape[:dim], extent, *x.shape[dim + 1 :]])
+        whole.narrow(dim, *self.own(extent)).copy_(x)
         return whole
 
     def first(self, x: Tensor) -> Tensor:
         """x on the first rank, zeros on the others."""
         return x.clone() if self.index == 0 else torch.zeros_like(x)
+
+
+@functools.cache
+def _parts(
+    sizes: tuple[int, ...], order: tuple[int, ...], extent: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, length) of every block, one split inside the other, by group rank."""
+    blocks = []
+    for place in itertools.product(*(range(sizes[i]) for i in order)):
+        start, length = 0, extent
+        for axis, count in enumerate(sizes):
+            offset, length = part_of(length, count, place[order.index(axis)])
+            start += offset
+        blocks.append((start, length))
+    return tuple(blocks)
+
+
+def _inner(sizes: tuple[int, ...]) -> list[int]:
+    """For each axis the number of blocks inside one of its parts."""
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """x with zeros after its elements along `dim`, `length` of them in all."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    dim = dim % x.dim()
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+
+
+def _trimmed(x: Tensor, dim: int, length: int) -> Tensor:
+    """The first `length` elements of x along `dim`, contiguous."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
 
 
 def _same(x: Tensor) -> Tensor:
@@ -245,7 +313,8 @@ class Communicator(Groups):
     """What a generated program calls to communicate over one mesh; see `Groups` for arguments.
 
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one
-    returns its input.
+    returns its input. Parts of a dimension may differ by one element; a call that gathers such
+    parts is told the `size` of what it gathers.
     """
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
@@ -276,46 +345,62 @@ class Communicator(Groups):
 
     def reduce_scatter(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
         """P to S: this rank's block along `dim` of the sum; the gradient is gathered."""
-        group = self.group(axis)
+        group, extent = self.group(axis), int(x.shape[dim])
         return self._move(
-            x, group, lambda t: group.reduce_scatter(t, dim), lambda g: group.gather(g, dim)
+            x, group, lambda t: group.reduce_scatter(t, dim), lambda g: group.gather(g, dim, extent)
         )
 
-    def all_gather(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int, axis: Axes, size: int | None = None) -> Tensor:
         """S to V: the blocks of all ranks along `dim`; the gradient is summed and scattered."""
         group = self.group(axis)
         return self._move(
-            x, group, lambda t: group.gather(t, dim), lambda g: group.reduce_scatter(g, dim)
+            x, group, lambda t: group.gather(t, dim, size), lambda g: group.reduce_scatter(g, dim)
         )
 
-    def all_gather_invariant(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+    def all_gather_invariant(
+        self, x: Tensor, dim: int, axis: Axes, size: int | None = None
+    ) -> Tensor:
         """S to R: as `all_gather`, for a result used alike everywhere; the gradient is sliced."""
         group = self.group(axis)
-        return self._move(x, group, lambda t: group.gather(t, dim), lambda g: group.slice(g, dim))
+        return self._move(
+            x, group, lambda t: group.gather(t, dim, size), lambda g: group.slice(g, dim)
+        )
 
     def slice_invariant(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
         """R to S: this rank's block of x along `dim`; the gradient is gathered."""
-        group = self.group(axis)
-        return self._move(x, group, lambda t: group.slice(t, dim), lambda g: group.gather(g, dim))
+        group, extent = self.group(axis), int(x.shape[dim])
+        return self._move(
+            x, group, lambda t: group.slice(t, dim), lambda g: group.gather(g, dim, extent)
+        )
 
     def slice_varying(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
         """V to S: this rank's block of x along `dim`; the gradient is padded with zeros."""
-        group = self.group(axis)
-        return self._move(x, group, lambda t: group.slice(t, dim), lambda g: group.pad(g, dim))
+        group, extent = self.group(axis), int(x.shape[dim])
+        return self._move(
+            x, group, lambda t: group.slice(t, dim), lambda g: group.pad(g, dim, extent)
+        )
 
-    def all_to_all(self, x: Tensor, dim: int, to_dim: int, axis: Axes) -> Tensor:
+    def all_to_all(
+        self, x: Tensor, dim: int, to_dim: int, axis: Axes, size: int | None = None
+    ) -> Tensor:
         """S to S': gathers `dim` and splits `to_dim`; the gradient takes the way back."""
-        group = self.group(axis)
+        group, extent = self.group(axis), int(x.shape[to_dim])
         return self._move(
             x,
             group,
-            lambda t: group.exchange(t, dim, to_dim),
-            lambda g: group.exchange(g, to_dim, dim),
+            lambda t: group.exchange(t, dim, to_dim, size),
+            lambda g: group.exchange(g, to_dim, dim, extent),
         )
 
-    def apply(self, step: Step, x: Tensor) -> Tensor:
-        """Perform one step of `autopar.ir.collective.Resharder.steps`."""
+    def part(self, size: int, axis: Axes) -> int:
+        """How many of a dimension's `size` elements this rank holds if `axis` splits it."""
+        return self.group(axis).own(size)[1]
+
+    def apply(self, step: Step, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Perform one step of `autopar.ir.collective.Resharder.steps` on a tensor of `shape`."""
         where = {"dim": step.dim, "to_dim": step.to_dim}
+        if step.op in GATHERS and step.dim is not None:
+            where["size"] = self.part(shape[step.dim], step.dst.dims[step.dim])
         keywords = {name: value for name, value in where.items() if value is not None}
         moved: Tensor = getattr(self, step.op)(x, axis=step.axes, **keywords)
         return moved
@@ -332,12 +417,12 @@ class Communicator(Groups):
                 local = self.group(axes).slice(local, dim)
         return self.group(layout.partial).first(local) if layout.partial else local
 
-    def unshard(self, local: Tensor, layout: Layout) -> Tensor:
-        """The inverse of `shard`: the whole tensor on every rank; no gradient."""
+    def unshard(self, local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
+        """The inverse of `shard`: the whole tensor, of `shape`, on every rank; no gradient."""
         full = local.detach()
         for dim, axes in enumerate(layout.dims):
             if self.group(axes).size > 1:
-                full = self.group(axes).gather(full, dim)
+                full = self.group(axes).gather(full, dim, shape[dim])
         if layout.partial and self.group(layout.partial).size > 1:
             full = self.group(layout.partial).reduce(full)
         return full

@@ -117,9 +117,10 @@ class Executor:
         """The outputs by name, whole and on every rank; raises what `step` raises."""
         with self.watch:
             outputs = self._forward(self._prepare(batch))
-            layouts = {name: Layout.parse(text)[1] for name, text in self.program.OUTPUTS.items()}
+            held = {name: Layout.parse(text) for name, text in self.program.OUTPUTS.items()}
             return {
-                name: self.runtime.unshard(value, layouts[name]) for name, value in outputs.items()
+                name: self.runtime.unshard(value, held[name][1], held[name][0])
+                for name, value in outputs.items()
             }
 
     def _forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

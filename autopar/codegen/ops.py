@@ -74,6 +74,8 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
     if isinstance(arg, Ref):
         return next(names)
     if isinstance(arg, Name):
+        if arg.text.startswith("mesh."):
+            return arg.text  # a size that differs between devices
         return str(TORCH_DTYPES.get(arg.text, f"torch.{arg.text}"))
     if isinstance(arg, tuple):
         items = [_text(item, names) for item in arg]

@@ -32,20 +32,20 @@ from autopar.ir.tensor import Layout
 
 @dataclass(frozen=True)
 class _Held:
-    """A layout's text, read: the global shape, the splits, and the shape of the local part."""
+    """A layout's text, read: the global shape and the splits."""
 
     text: str
     shape: tuple[int, ...]
     layout: Layout
-    local: tuple[int, ...]
 
-    def fit(self, local: tuple[int, ...], what: str) -> None:
-        """LayoutError unless `local` is the shape of the local part."""
-        if local != self.local:
+    def fit(self, local: tuple[int, ...], comm: Communicator, what: str) -> None:
+        """LayoutError unless `local` is the shape of this rank's part."""
+        expected = self.layout.local_shape(self.shape, comm.mesh, comm.coordinate)
+        if local != expected:
             raise LayoutError(
                 f"{what} has the local shape {list(local)}",
                 where=f"layout {self.text}",
-                why=f"a rank holds {list(self.local)} of it",
+                why=f"this rank holds {list(expected)} of it",
             )
 
 
@@ -53,7 +53,7 @@ class _Held:
 def _read(text: str, mesh: Mesh) -> _Held:
     shape, layout = Layout.parse(text)
     layout.check(shape, mesh)
-    return _Held(text, shape, layout, layout.local_shape(shape, mesh))
+    return _Held(text, shape, layout)
 
 
 class Random:
@@ -84,7 +84,7 @@ class Random:
             ValueError: p is not in [0, 1].
         """
         held = _read(layout, self.comm.mesh)
-        held.fit(tuple(x.shape), "the input of dropout")
+        held.fit(tuple(x.shape), self.comm, "the input of dropout")
         if p == 0.0:
             return x
         if x.device.type == "cpu":
@@ -126,7 +126,7 @@ class Random:
                 a sum of the scores owed (softmax is not linear).
         """
         held = _read(layout, self.comm.mesh)
-        held.fit((*q.shape[:-1], k.shape[-2]), "the weights of attention")
+        held.fit((*q.shape[:-1], k.shape[-2]), self.comm, "the weights of attention")
         if held.layout.dims[-1] or held.layout.partial:
             raise LayoutError(
                 "attention needs whole scores of all its keys",

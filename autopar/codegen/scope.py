@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.ops import expression
 from autopar.errors import PlanMismatchError
-from autopar.ir.collective import Collective, Resharder, Step
-from autopar.ir.graph import Graph, Node, Source
+from autopar.ir.collective import GATHERS, Collective, Resharder, Step
+from autopar.ir.graph import Graph, Name, Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
@@ -79,6 +79,22 @@ class Printer:
         """The layout that a node gives its result."""
         return self.planned(name).results[index][1]
 
+    def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
+        """Elements of a dimension that a device holds: a number, or code where that differs."""
+        layout = Layout((axes,))
+        if layout.is_even((size,), self.plan.mesh):
+            return layout.local_shape((size,), self.plan.mesh)[0]
+        return Name(f"mesh.part({size}, {axes_text(axes)})")
+
+    def gathered(self, step: Step, tensor: TensorType) -> str:
+        """The `size` argument of a step that gathers parts of different lengths."""
+        if step.op not in GATHERS or step.dim is None:
+            return ""
+        size, axes = tensor.shape[step.dim], step.src.dims[step.dim]
+        if Layout((axes,)).is_even((size,), self.plan.mesh):
+            return ""
+        return f", size={self.extent(size, step.dst.dims[step.dim])}"
+
     def step_note(self, step: Step, tensor: TensorType) -> str:
         """Layout after a step, and what it moves and takes in each direction."""
         note = f"{tensor.dtype}{step.dst.format(tensor.shape)}"
@@ -90,6 +106,11 @@ class Printer:
 
     def _call_note(self, call: Collective) -> str:
         return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    """One axis as a string, several as a tuple of strings."""
+    return f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"')
 
 
 class Scope:
@@ -176,13 +197,14 @@ class Scope:
     ) -> None:
         """Write `target = steps(variable)`, one line a step."""
         for step in steps:
-            axes = f'"{step.axes[0]}"' if len(step.axes) == 1 else repr(step.axes).replace("'", '"')
+            axes = axes_text(step.axes)
             places = "".join(
                 f", {key}={at}"
                 for key, at in (("dim", step.dim), ("to_dim", step.to_dim))
                 if at is not None
             )
-            code = f"{target} = mesh.{step.op}({variable}{places}, axis={axes})"
+            size = self.printer.gathered(step, tensor)
+            code = f"{target} = mesh.{step.op}({variable}{places}, axis={axes}{size})"
             self.line(code, self.printer.step_note(step, tensor))
             variable = target
 
@@ -219,7 +241,7 @@ class Scope:
         ]
         layouts = tuple(layout for _, layout in planned.results)
         code = self._random(node, operands, layouts) or expression(
-            localise(node, layouts, self.printer.plan.mesh), operands
+            localise(node, layouts, self.printer.extent), operands
         )
         note = "; ".join(
             f"{tensor.dtype}{layout.format(tensor.shape)}"

@@ -139,7 +139,7 @@ class State:
         """Local tensors of the right shapes and dtypes, to be loaded later."""
         return [
             torch.empty(
-                Layout(p.layout.dims).local_shape(p.shape, self.comm.mesh),
+                p.layout.local_shape(p.shape, self.comm.mesh, self.comm.coordinate),
                 dtype=TORCH_DTYPES[p.dtype],
                 device=device,
             )
@@ -190,8 +190,8 @@ class State:
         full: dict[str, Tensor] = {}
         for name, numbers in self._pieces.items():
             parts = [
-                self.comm.unshard(shards[n], Layout(self.parameters[n].layout.dims))
-                for n in numbers
+                self.comm.unshard(shards[n], Layout(p.layout.dims), p.shape)
+                for n, p in ((n, self.parameters[n]) for n in numbers)
             ]
             piece = self.parameters[numbers[0]].piece
             full[name] = parts[0] if piece is None else torch.cat(parts, piece.dim)

@@ -71,7 +71,7 @@ def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Op
                 varying.append(axis)
         keep, use = Layout(tuple(stored)), Layout(tuple(used), varying=tuple(varying))
         counts = (math.prod(mesh.axis_size(a) for a in split) for split in stored)
-        if all(size % count == 0 for size, count in zip(tensor.shape, counts, strict=True)):
+        if all(count <= max(size, 1) for size, count in zip(tensor.shape, counts, strict=True)):
             label = f"{keep.format(tensor.shape)} => {use.format(tensor.shape)}"
             yield Option(label, (keep,), (use,), 1.0, stored=keep)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -203,10 +203,10 @@ class Case:
             self._deal(value, layout, layout.varying, mesh)
             for value, layout in zip(self.cotangents, layouts[1], strict=True)
         ]
-        node = localise(self.node, strategy.results, mesh)
         wants = [value.requires_grad for value in self.operands]
         runs = []
         for rank in range(mesh.size):
+            node = localise(self.node, strategy.results, _extent(mesh, rank))
             local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
             runs.append(_run(node, local, [part[rank] for part in owed], self.random))
         for i, (whole, layout) in enumerate(zip(self.results, layouts[1], strict=True)):
@@ -351,9 +351,14 @@ def _slice(value: Tensor, layout: Layout, rank: int, mesh: Mesh) -> Tensor:
     position = mesh.coordinate(rank)
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
-            length = value.shape[dim] // mesh.axis_size(axis)
-            value = value.narrow(dim, position[axis] * length, length)
+            value = value.tensor_split(mesh.axis_size(axis), dim)[position[axis]]
     return value
+
+
+def _extent(mesh: Mesh, rank: int) -> Callable[[int, tuple[str, ...]], int]:
+    """How many elements of a split dimension a rank holds."""
+    position = mesh.coordinate(rank)
+    return lambda size, axes: Layout((axes,)).local_shape((size,), mesh, position)[0]
 
 
 def _worst(

@@ -129,6 +129,7 @@ class Signature:
         flops: floating-point operations of the whole operator, forwards.
         linear: groups of operands through which partial sums may pass.
         varying: whether gradients that are owed a sum may pass through the operator.
+        merged: factors that share a dimension with others; they split evenly or not at all.
     """
 
     operands: tuple[Dims, ...]
@@ -139,6 +140,7 @@ class Signature:
     flops: float
     linear: Groups = ()
     varying: bool = False
+    merged: frozenset[str] = frozenset()
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -178,10 +180,12 @@ def resolve(
         for term, tensor in zip([*terms, *outs], [*operands, *results], strict=True)
     ]
     _infer(read, [*operands, *results], sizes, f"{rule.op}: {spec!r}")
+    merged: set[str] = set()
     for dims in read:
         for dim in dims:
             solid = [f for f in dim if sizes[f] > 1]
             whole.update(solid[1:])
+            merged.update(solid if len(solid) > 1 else ())
     count = len(operands)
     groups = _groups(rule, node, operands, results)
     return Signature(
@@ -193,6 +197,7 @@ def resolve(
         _flops(rule, node, operands, sizes, results),
         groups,
         bool(groups) and node.requires_grad,
+        frozenset(merged),
     )
 
 

@@ -9,6 +9,7 @@ Several axes may split one factor; they stack in mesh order, outermost first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,12 +37,12 @@ class Strategy:
         return " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
 
     def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
-        """Part of the operator's FLOPs that one device runs."""
-        split = [mesh.axis_size(axis) for axis, part in self.parts if part in sizes]
-        result = 1.0
-        for count in split:
-            result /= count
-        return result
+        """Part of the operator's FLOPs that the busiest device runs."""
+        largest = dict(sizes)
+        for axis, part in self.parts:
+            if part in sizes:
+                largest[part] = -(-largest[part] // mesh.axis_size(axis))
+        return math.prod(largest[factor] / sizes[factor] for factor in sizes)
 
 
 def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
@@ -60,8 +61,18 @@ def _assignments(
         ways: dict[str, int] = {}
         for axis, part in zip(axes, parts, strict=True):
             ways[part] = ways.get(part, 1) * axis.size
-        if all(signature.sizes.get(part, 0) % count == 0 for part, count in ways.items()):
+        if all(_splits(signature, part, count) for part, count in ways.items()):
             yield tuple((axis.name, part) for axis, part in zip(axes, parts, strict=True))
+
+
+def _splits(signature: Signature, part: str, count: int) -> bool:
+    """Whether a factor splits `count` ways.
+
+    Parts may differ by an element where the factor has its dimensions for itself. Inside a merged
+    dimension such parts would not be parts of that dimension.
+    """
+    size = signature.sizes.get(part, 0)
+    return size % count == 0 or (size >= count and part not in signature.merged)
 
 
 def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...]) -> Strategy:

@@ -28,12 +28,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
+
+# Steps that put together what may be parts of different lengths.
+GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Resharder:
             grad: whether a gradient flows through it.
 
         Raises:
-            LayoutError: no sequence leads there (only if `dst` does not divide the tensor).
+            LayoutError: no sequence leads there (only if a device would hold nothing in `dst`).
         """
         dst, src = self._canonical(dst, grad), self._canonical(src, grad)
         tree = self._reach(tensor, src, dst, grad)
@@ -140,7 +144,7 @@ class Resharder:
         if dst not in tree:
             raise LayoutError(
                 f"no way from {src.format(tensor.shape)} to {dst.format(tensor.shape)}",
-                why="the target does not divide the tensor evenly",
+                why="in the target a device would hold no element",
             )
         return tree
 
@@ -182,13 +186,17 @@ class Resharder:
 
 def moves(layout: Layout, tensor: TensorType, mesh: Mesh, grad: bool = True) -> Iterator[Step]:
     """Every single step that leaves `layout` (see the table above), with its collectives."""
-    local = layout.local_shape(tensor.shape, mesh)
+    # Elements along each dimension of the smallest part: none of its parts may be empty.
+    local = tuple(
+        size // math.prod(mesh.axis_size(axis) for axis in axes)
+        for size, axes in zip(tensor.shape, layout.dims, strict=True)
+    )
     nbytes = layout.local_bytes(tensor, mesh)
     replicated = tuple(n for n in mesh.names if n not in layout.axes)
     yield from _reductions(layout, mesh, nbytes, replicated, grad)
     for axis in mesh.names:
-        yield from _scatters(layout, mesh, local, nbytes, axis, grad)
-    yield from _gathers(layout, mesh, local, nbytes, grad)
+        yield from _scatters(layout, tensor, mesh, local, axis, grad)
+    yield from _gathers(layout, tensor, mesh, local, grad)
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -223,34 +231,36 @@ def _merge(mesh: Mesh, names: tuple[str, ...], more: tuple[str, ...]) -> tuple[s
 
 
 def _scatters(
-    layout: Layout, mesh: Mesh, local: tuple[int, ...], nbytes: int, axis: str, grad: bool
+    layout: Layout, tensor: TensorType, mesh: Mesh, local: tuple[int, ...], axis: str, grad: bool
 ) -> Iterator[Step]:
     """R, V or P -> S: `axis` becomes the innermost split of a dimension."""
     if axis in layout.sharded_axes:
         return
     size = mesh.axis_size(axis)
     for dim, extent in enumerate(local):
-        if extent % size:
+        if extent < size:
             continue
         dims = _put(layout.dims, dim, (*layout.dims[dim], axis))
         dst = Layout(dims, _without(layout.partial, (axis,)), _without(layout.varying, (axis,)))
         forward: Collective | None = None
         backward: Collective | None = None
         if axis in layout.partial:
+            nbytes = layout.local_bytes(tensor, mesh)
             op, forward = "reduce_scatter", Collective("reduce_scatter", (axis,), nbytes)
         elif axis in layout.varying:
             op = "slice_varying"
         else:
             op = "slice_invariant"
         if op != "slice_varying" and grad:
-            backward = Collective("all_gather", (axis,), nbytes // size)
+            backward = Collective("all_gather", (axis,), dst.local_bytes(tensor, mesh))
         yield Step(op, (axis,), dim, None, layout, dst, forward, backward)
 
 
 def _gathers(
-    layout: Layout, mesh: Mesh, local: tuple[int, ...], nbytes: int, grad: bool
+    layout: Layout, tensor: TensorType, mesh: Mesh, local: tuple[int, ...], grad: bool
 ) -> Iterator[Step]:
     """S -> V, R or another S: only the innermost axis of a dimension can leave it."""
+    nbytes = layout.local_bytes(tensor, mesh)
     for dim, axes in enumerate(layout.dims):
         if not axes:
             continue
@@ -261,10 +271,10 @@ def _gathers(
         yield Step("all_gather_invariant", (axis,), dim, None, layout, whole, forward, None)
         if grad:
             dst = replace(whole, varying=_merge(mesh, layout.varying, (axis,)))
-            backward = Collective("reduce_scatter", (axis,), nbytes * size)
+            backward = Collective("reduce_scatter", (axis,), whole.local_bytes(tensor, mesh))
             yield Step("all_gather", (axis,), dim, None, layout, dst, forward, backward)
         for other, extent in enumerate(local):
-            if other != dim and extent % size == 0:
+            if other != dim and extent >= size:
                 dst = replace(layout, dims=_put(dims, other, (*dims[other], axis)))
                 call = Collective("all_to_all", (axis,), nbytes)
                 back = call if grad else None

@@ -8,10 +8,10 @@ what is emitted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.ir.graph import Node
-from autopar.ir.mesh import Mesh
+from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import Layout
 
 # Operator -> position of the argument that holds the shape of the result.
@@ -30,13 +30,16 @@ SHAPE_ARGUMENT = {
 }
 
 
-def localise(node: Node, results: tuple[Layout, ...], mesh: Mesh) -> Node:
+def localise(
+    node: Node, results: tuple[Layout, ...], extent: Callable[[int, tuple[str, ...]], Arg]
+) -> Node:
     """`node` with the shape argument of one device's part.
 
     Args:
         node: an operator with global shapes.
         results: the layouts of its results.
-        mesh: the devices.
+        extent: how many of a dimension's elements a device holds if these axes split it: a number,
+            or a symbol for one where devices hold different numbers.
 
     Returns:
         The node as one device runs it; the same node where no argument names a shape. Its `types`
@@ -45,5 +48,8 @@ def localise(node: Node, results: tuple[Layout, ...], mesh: Mesh) -> Node:
     at = SHAPE_ARGUMENT.get(node.op)
     if at is None or not results[0].sharded_axes:
         return node
-    shape = results[0].local_shape(node.type.shape, mesh)
+    shape = tuple(
+        extent(size, axes) if axes else size
+        for size, axes in zip(node.type.shape, results[0].dims, strict=True)
+    )
     return replace(node, args=(*node.args[:at], shape, *node.args[at + 1 :]))

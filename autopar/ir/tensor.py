@@ -5,7 +5,8 @@
 reads: a bf16 tensor of global shape (8, 1024, 2048); dimension 1 is split over the mesh axis gpu;
 every device along node holds a part of a sum that is still owed. An axis that is not named holds
 the whole tensor on every device. Several axes on one dimension are written outermost first,
-`64@node@gpu`.
+`64@node@gpu`. Parts differ by one element at most, the first ones are the larger: 6 elements on 4
+devices are parts of 2, 2, 1 and 1.
 
 `-sum(gpu)` is the mirror image for gradients: every device along gpu holds the whole value, and the
 *gradient* of that value will be owed a sum. It is what an operator asks of an input which lacks a
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
@@ -64,6 +66,12 @@ class TensorType:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` of `size` elements in a row, as equal as they can be."""
+    length, more = divmod(size, parts)
+    return index * length + min(index, more), length + (index < more)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a mesh holds a tensor.
@@ -95,19 +103,45 @@ class Layout:
         """Axes that split a dimension."""
         return tuple(axis for dim in self.dims for axis in dim)
 
-    def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """Shape of the part one device holds (sizes divide evenly, see `check`)."""
-        return tuple(
-            size // math.prod(mesh.axis_size(axis) for axis in axes)
+    def local_shape(
+        self, shape: tuple[int, ...], mesh: Mesh, coordinate: Mapping[str, int] | None = None
+    ) -> tuple[int, ...]:
+        """Shape of the part that the device at `coordinate` holds; without one, of the largest."""
+        if coordinate is not None:
+            return tuple(length for _, length in self.bounds(shape, mesh, coordinate))
+        largest = []
+        for size, axes in zip(shape, self.dims, strict=True):
+            for axis in axes:
+                size = -(-size // mesh.axis_size(axis))
+            largest.append(size)
+        return tuple(largest)
+
+    def bounds(
+        self, shape: tuple[int, ...], mesh: Mesh, coordinate: Mapping[str, int]
+    ) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the device's part, for each dimension."""
+        found = []
+        for size, axes in zip(shape, self.dims, strict=True):
+            start = 0
+            for axis in axes:
+                offset, size = part_of(size, mesh.axis_size(axis), coordinate[axis])
+                start += offset
+            found.append((start, size))
+        return tuple(found)
+
+    def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
+        """Whether all parts are equal."""
+        return all(
+            size % math.prod(mesh.axis_size(axis) for axis in axes) == 0
             for size, axes in zip(shape, self.dims, strict=True)
         )
 
     def local_bytes(self, tensor: TensorType, mesh: Mesh) -> int:
-        """Bytes of the part one device holds."""
+        """Bytes of the largest part a device holds."""
         return TensorType(tensor.dtype, self.local_shape(tensor.shape, mesh)).nbytes
 
     def check(self, shape: tuple[int, ...], mesh: Mesh) -> None:
-        """LayoutError unless rank, axes and divisibility fit `shape` on `mesh`."""
+        """LayoutError unless rank and axes fit `shape` on `mesh` and every part has an element."""
         text = self.format(shape)
         if len(self.dims) != len(shape):
             raise LayoutError(f"layout {text} has {len(self.dims)} dimensions, not {len(shape)}")
@@ -116,12 +150,11 @@ class Layout:
         for axis in self.axes:
             mesh.axis(axis)
         for size, axes in zip(shape, self.dims, strict=True):
-            parts = math.prod(mesh.axis_size(axis) for axis in axes)
-            if size % parts:
+            if axes and math.prod(mesh.axis_size(axis) for axis in axes) > size:
                 raise LayoutError(
-                    f"layout {text} splits {size} elements {parts} ways",
-                    why="sizes must divide evenly",
-                    todo=f"choose an axis whose size divides {size}",
+                    f"layout {text} splits {size} elements over {', '.join(axes)}",
+                    why="a device would hold none of them",
+                    todo="split another dimension, or over fewer devices",
                 )
 
     def with_dims(self, dims: tuple[tuple[str, ...], ...]) -> Layout:

@@ -26,7 +26,7 @@ from autopar.ir.tensor import Layout, TensorType
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")
-TENSOR = TensorType("f64", (4, 8))
+SHAPES = ((4, 8), (5, 7))  # parts of one length, and of several
 Array = NDArray[np.float64]
 
 
@@ -44,24 +44,28 @@ def layouts() -> list[Layout]:
     return found
 
 
-def all_steps() -> list[Step]:
-    return [step for layout in layouts() for step in moves(layout, TENSOR, MESH)]
+def all_steps() -> list[tuple[tuple[int, ...], Step]]:
+    return [
+        (shape, step)
+        for shape in SHAPES
+        for layout in layouts()
+        for step in moves(layout, TensorType("f64", shape), MESH)
+    ]
 
 
 def adjoint(layout: Layout) -> Layout:
     return Layout(layout.dims, layout.varying, layout.partial)
 
 
-def block(layout: Layout, rank: int) -> tuple[slice, ...]:
-    """Which part of the global tensor `rank` holds."""
+def block(shape: tuple[int, ...], layout: Layout, rank: int) -> tuple[slice, ...]:
+    """Which part of the global tensor `rank` holds: parts as equal as can be, longer ones first."""
     coordinate = MESH.coordinate(rank)
     found = []
-    for size, axes in zip(TENSOR.shape, layout.dims, strict=True):
-        start, length = 0, size
+    for size, axes in zip(shape, layout.dims, strict=True):
+        held = np.arange(size)
         for axis in axes:
-            length //= MESH.axis_size(axis)
-            start += coordinate[axis] * length
-        found.append(slice(start, start + length))
+            held = np.array_split(held, MESH.axis_size(axis))[coordinate[axis]]
+        found.append(slice(int(held[0]), int(held[-1]) + 1))
     return tuple(found)
 
 
@@ -76,19 +80,19 @@ def hold(value: Array, layout: Layout, rank: int) -> Array:
     draw = np.random.default_rng(7)
     parts = {position: draw.normal(size=value.shape) for position in positions[1:]}
     parts[positions[0]] = value - sum(parts.values(), np.zeros_like(value))
-    return parts[key(layout, rank)][block(layout, rank)]
+    return parts[key(layout, rank)][block(value.shape, layout, rank)]
 
 
-def read(parts: list[Array], layout: Layout) -> Array:
+def read(parts: list[Array], layout: Layout, shape: tuple[int, ...]) -> Array:
     """The global value that the ranks hold; replicas must agree to the bit."""
     sums: dict[tuple[int, ...], Array] = {}
     for rank, part in enumerate(parts):
-        whole = sums.setdefault(key(layout, rank), np.full(TENSOR.shape, np.nan))
-        where = block(layout, rank)
+        whole = sums.setdefault(key(layout, rank), np.full(shape, np.nan))
+        where = block(shape, layout, rank)
         assert part.shape == whole[where].shape
         assert np.isnan(whole[where]).all() or np.array_equal(whole[where], part)
         whole[where] = part
-    return sum(sums.values(), np.zeros(TENSOR.shape))
+    return sum(sums.values(), np.zeros(shape))
 
 
 def strided(array: Array) -> Tensor:
@@ -98,41 +102,42 @@ def strided(array: Array) -> Tensor:
     return padded[..., 0]
 
 
-VALUE, GRADIENT = np.random.default_rng(0).normal(size=(2, *TENSOR.shape))
+VALUES = {shape: np.random.default_rng(0).normal(size=shape) for shape in SHAPES}
+GRADIENTS = {shape: np.random.default_rng(1).normal(size=shape) for shape in SHAPES}
 
 
 def perform_steps(comm: Communicator) -> list[tuple[Array, Array]]:
     results = []
-    for step in all_steps():
-        x = strided(hold(VALUE, step.src, comm.rank)).requires_grad_()
+    for shape, step in all_steps():
+        x = strided(hold(VALUES[shape], step.src, comm.rank)).requires_grad_()
         before = x.detach().clone()
-        y = comm.apply(step, x)
-        y.backward(strided(hold(GRADIENT, adjoint(step.dst), comm.rank)))
+        y = comm.apply(step, x, shape)
+        y.backward(strided(hold(GRADIENTS[shape], adjoint(step.dst), comm.rank)))
         assert torch.equal(x, before)
         assert x.grad is not None
         results.append((y.detach().numpy(), x.grad.numpy()))
     return results
 
 
-TUPLES = (("node", "gpu"), ("gpu", "node"))
+TUPLES = tuple(itertools.product(SHAPES, (("node", "gpu"), ("gpu", "node"))))
 
 
 def perform_tuples(comm: Communicator) -> list[dict[str, Array]]:
     """The calls over two axes at once, in both orders."""
     results = []
-    for axes in TUPLES:
-        split = Layout(((), axes))
-        x = torch.from_numpy(hold(VALUE, split, comm.rank))
-        owed = torch.from_numpy(hold(VALUE, Layout(((), ()), axes), comm.rank))
-        whole = torch.from_numpy(VALUE.copy())
+    for shape, axes in TUPLES:
+        split, columns = Layout(((), axes)), shape[1]
+        x = torch.from_numpy(hold(VALUES[shape], split, comm.rank))
+        owed = torch.from_numpy(hold(VALUES[shape], Layout(((), ()), axes), comm.rank))
+        whole = torch.from_numpy(VALUES[shape].copy())
         results.append(
             {
-                "gather": comm.all_gather(x, 1, axes).numpy(),
+                "gather": comm.all_gather(x, 1, axes, size=columns).numpy(),
                 "scatter": comm.reduce_scatter(owed, -1, axes).numpy(),
                 "slice": comm.slice_invariant(whole, -1, axes).numpy(),
-                "turn": comm.all_to_all(x, -1, 0, axes).numpy(),
+                "turn": comm.all_to_all(x, -1, 0, axes, size=columns).numpy(),
                 "shard": comm.shard(whole, split).numpy(),
-                "unshard": comm.unshard(x, split).numpy(),
+                "unshard": comm.unshard(x, split, shape).numpy(),
             }
         )
     return results
@@ -155,7 +160,7 @@ def on_rank() -> dict[str, Any]:
     found["thin"] = thin.all_reduce(x, ("one", "all")).numpy()
     found["flags"] = comm.all_gather(torch.tensor([comm.rank == 1]), 0, "gpu").tolist()
     for name, error, call in (
-        ("uneven", LayoutError, lambda: comm.slice_invariant(x, 1, "gpu")),
+        ("few", LayoutError, lambda: comm.slice_invariant(x, 1, ("node", "gpu"))),
         ("size", MeshError, lambda: Communicator(Mesh.parse("cpu: gpu=8"))),
         ("nameless", MeshError, lambda: mesh_of(init_device_mesh("cpu", (4,)), "cpu")),
         ("axis", MeshError, lambda: comm.all_reduce(x, "tpu")),
@@ -173,22 +178,23 @@ def ranks() -> list[dict[str, Any]]:
 
 def test_every_step_is_the_identity_of_the_value(ranks: list[dict[str, Any]]) -> None:
     steps = all_steps()
-    assert {step.op for step in steps} >= {"all_reduce", "all_to_all", "slice_varying"}
-    for number, step in enumerate(steps):
-        value = read([r["steps"][number][0] for r in ranks], step.dst)
-        np.testing.assert_allclose(value, VALUE, rtol=0, atol=1e-14, err_msg=str(step))
+    assert {step.op for _, step in steps} >= {"all_reduce", "all_to_all", "slice_varying"}
+    for number, (shape, step) in enumerate(steps):
+        value = read([r["steps"][number][0] for r in ranks], step.dst, shape)
+        np.testing.assert_allclose(value, VALUES[shape], rtol=0, atol=1e-14, err_msg=str(step))
 
 
 def test_every_step_is_the_identity_of_the_gradient(ranks: list[dict[str, Any]]) -> None:
-    for number, step in enumerate(all_steps()):
-        gradient = read([r["steps"][number][1] for r in ranks], adjoint(step.src))
-        np.testing.assert_allclose(gradient, GRADIENT, rtol=0, atol=1e-14, err_msg=str(step))
+    for number, (shape, step) in enumerate(all_steps()):
+        found = read([r["steps"][number][1] for r in ranks], adjoint(step.src), shape)
+        np.testing.assert_allclose(found, GRADIENTS[shape], rtol=0, atol=1e-14, err_msg=str(step))
 
 
-@pytest.mark.parametrize(("number", "axes"), list(enumerate(TUPLES)))
+@pytest.mark.parametrize(("number", "case"), list(enumerate(TUPLES)))
 def test_several_axes_split_outermost_first(
-    ranks: list[dict[str, Any]], number: int, axes: tuple[str, ...]
+    ranks: list[dict[str, Any]], number: int, case: tuple[tuple[int, ...], tuple[str, ...]]
 ) -> None:
+    shape, axes = case
     got = {name: [r["tuples"][number][name] for r in ranks] for name in ranks[0]["tuples"][number]}
     columns, rows = Layout(((), axes)), Layout((axes, ()))
     for name, layout in (
@@ -199,7 +205,8 @@ def test_several_axes_split_outermost_first(
         ("shard", columns),
         ("unshard", Layout(((), ()))),
     ):
-        np.testing.assert_allclose(read(got[name], layout), VALUE, rtol=0, atol=1e-14)
+        value = read(got[name], layout, shape)
+        np.testing.assert_allclose(value, VALUES[shape], rtol=0, atol=1e-14)
 
 
 def test_axes_of_size_one_are_free(ranks: list[dict[str, Any]]) -> None:
@@ -222,7 +229,7 @@ def test_a_device_mesh_is_read(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_refusals_say_what_does_not_fit(ranks: list[dict[str, Any]]) -> None:
-    assert "[2, 3] does not split 2 ways" in ranks[0]["uneven"]
+    assert "3 does not split 4 ways" in ranks[0]["few"]
     assert "8 devices" in ranks[0]["size"]
     assert "4 processes" in ranks[0]["size"]
     assert "mesh_dim_names" in ranks[0]["nameless"]

@@ -119,10 +119,23 @@ class Ledger:
         self.mesh, self.device = mesh, torch.device("cpu")
         self.calls: list[Collective] = []
 
+    def part(self, size: int, axis: Any) -> int:
+        """The first device's part, which is the longest."""
+        for name in (axis,) if isinstance(axis, str) else axis:
+            size = -(-size // self.mesh.axis_size(name))
+        return size
+
     def __getattr__(self, op: str) -> Callable[..., Tensor]:
         forward, backward, shape = self.MOVES[op]
 
-        def move(x: Tensor, *, axis: Any, dim: int = 0, to_dim: int | None = None) -> Tensor:
+        def move(
+            x: Tensor,
+            *,
+            axis: Any,
+            dim: int = 0,
+            to_dim: int | None = None,
+            size: int | None = None,
+        ) -> Tensor:
             axes = (axis,) if isinstance(axis, str) else axis
             if forward is not None:
                 self.calls.append(Collective(forward, axes, x.nbytes))
@@ -130,10 +143,10 @@ class Ledger:
             for name in axes:
                 count *= self.mesh.axis_size(name)
             out = torch.cat([x] * count, dim) if shape in ("join", "both") else x.clone()
+            out = out if size is None else out.narrow(dim, 0, size)
             cut = {"cut": dim, "both": to_dim}.get(shape)
             if cut is not None:
-                assert out.shape[cut] % count == 0
-                out = out.narrow(cut, 0, out.shape[cut] // count)
+                out = out.narrow(cut, 0, self.part(out.shape[cut], axes))
             if backward is not None and out.requires_grad:
                 kind = backward
                 out.register_hook(

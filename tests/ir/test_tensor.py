@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.mesh import Mesh
@@ -36,12 +41,34 @@ def test_bad_layout_texts_are_named(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "shape"),
-    [("[6@gpu]", (6,)), ("[8, 8]", (8,)), ("[8@rack]", (8,)), ("[8@node@gpu]", (12,))],
+    [("[3@gpu]", (3,)), ("[8, 8]", (8,)), ("[8@rack]", (8,)), ("[8@node@gpu]", (7,))],
 )
 def test_layouts_that_do_not_fit_are_named(text: str, shape: tuple[int, ...]) -> None:
     layout = Layout.parse(text)[1]
     with pytest.raises(AutoparError):
         layout.check(shape, MESH)
+
+
+@given(st.integers(1, 60), st.permutations(["a", "b", "c"]), st.integers(0, 3))
+def test_parts_are_those_of_numpy_one_split_inside_the_other(
+    size: int, axes: list[str], depth: int
+) -> None:
+    mesh = Mesh.parse("cpu: a=2, b=3, c=5")
+    layout = Layout((tuple(axes[:depth]),))
+    if math.prod(mesh.axis_size(axis) for axis in axes[:depth]) > size:
+        with pytest.raises(LayoutError):
+            layout.check((size,), mesh)
+        return
+    layout.check((size,), mesh)
+    lengths = []
+    for rank in range(mesh.size):
+        position, held = mesh.coordinate(rank), np.arange(size)
+        for axis in axes[:depth]:
+            held = np.array_split(held, mesh.axis_size(axis))[position[axis]]
+        assert layout.bounds((size,), mesh, position) == ((held[0], len(held)),)
+        lengths.append(len(held))
+    assert layout.local_shape((size,), mesh) == (max(lengths),)
+    assert layout.is_even((size,), mesh) == (len(set(lengths)) == 1)
 
 
 @pytest.mark.parametrize("text", ["f32", "q8[2]", "f32[a]", "f32[2"])
