@@ -277,7 +277,8 @@ def _gathers(
             if other != dim and extent >= size:
                 dst = replace(layout, dims=_put(dims, other, (*dims[other], axis)))
                 call = Collective("all_to_all", (axis,), nbytes)
-                back = call if grad else None
+                way_back = Collective("all_to_all", (axis,), dst.local_bytes(tensor, mesh))
+                back = way_back if grad else None
                 yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)
 
 
