@@ -392,7 +392,9 @@ class Carrying(nn.Module):
 X = torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("names", [("a", "b", "c"), ("b3", "b7", "b1"), ("x_y", "class_", "_1")])
+@pytest.mark.parametrize(
+    "names", [("a", "b", "c"), ("3", "7", "1"), ("2", "1", "0"), ("b0", "b1", "b2")]
+)
 def test_blocks_whose_names_do_not_count_up_are_listed(names: tuple[str, ...]) -> None:
     program = assert_equals_model(case_of(Named(names), {"x": X}))
     (table,) = (value for key, value in vars(program).items() if key.endswith("_NAMES"))
