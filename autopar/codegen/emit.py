@@ -8,6 +8,7 @@ above the lines stands the user's own. The steps printed are those that the plan
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -45,10 +46,12 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
-        f'    "{name}": "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
+        f'    {_quoted(name)}: "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
         for name, node in graph.outputs
     )
-    inputs = "".join(f'    "{leaf.target}": "{leaf.type}",\n' for leaf in graph.leaves("input"))
+    inputs = "".join(
+        f'    {_quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
+    )
     loss = next((name for name, node in graph.outputs if node == graph.loss), None)
     random = any(draws_random_numbers(node) for node in graph.folded)
     table = _parameters(printer, blocks)
@@ -66,7 +69,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + "\n".join(_sorted_imports(imports))
         + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
         + f"OUTPUTS = {{\n{outputs}}}\n"
-        + (f'LOSS = "{loss}"\n' if loss else "LOSS = None\n")
+        + (f"LOSS = {_quoted(loss)}\n" if loss else "LOSS = None\n")
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 
@@ -142,6 +145,16 @@ def leaf_key(node: Node) -> str:
     return node.target
 
 
+def _read(node: Node) -> str:
+    """The expression for a leaf outside of blocks."""
+    return f"p[{_quoted(leaf_key(node))}]"
+
+
+def _quoted(text: str) -> str:
+    """A Python literal in double quotes, whatever the characters of a user's name."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _keys(graph: Graph, repeat: Repeat, name: str) -> _Keys:
     """Find one integer that counts up through all names, else fall back to a table."""
     first = repeat.iterations[0]
@@ -153,18 +166,19 @@ def _keys(graph: Graph, repeat: Repeat, name: str) -> _Keys:
         if found is None:
             break
         starts.add(found[0])
-        patterns[first[place]] = f'p[f"{found[1]}"]'
+        patterns[first[place]] = f"p[f{_quoted(found[1])}]"
     else:
         if len(starts) <= 1:
             return _Keys(repeat, patterns, min(starts, default=0), "")
-    rows = "".join(f"    {column!r},\n".replace("'", '"') for column in zip(*names, strict=True))
+    columns = (", ".join(map(_quoted, column)) for column in zip(*names, strict=True))
+    rows = "".join(f"    ({column}{',' * (len(names) == 1)}),\n" for column in columns)
     table = f"{name.upper()}_NAMES = (\n{rows})"
     read = {first[place]: f"p[names[{at}]]" for at, place in enumerate(places)}
     return _Keys(repeat, read, 0, table)
 
 
 def _pattern(names: list[str]) -> tuple[int, str] | None:
-    """("h.3.w", "h.4.w") -> (3, "h.{i}.w"); None if the names do not count up in one place."""
+    """("h.3.w", "h.4.w") -> (3, "h.{i}.w"), braces doubled; None unless one number counts up."""
     parts = [re.split(r"(?<=\.)(\d+)(?=\.)", "." + name + ".") for name in names]
     if len({len(part) for part in parts}) != 1:
         return None
@@ -175,7 +189,11 @@ def _pattern(names: list[str]) -> tuple[int, str] | None:
     start = int(parts[0][at])
     if any(part[at] != str(start + k) for k, part in enumerate(parts)):
         return None
-    return start, "".join([*parts[0][:at], "{i}", *parts[0][at + 1 :]])[1:-1]
+    before, after = (
+        "".join(part).replace("{", "{{").replace("}", "}}")
+        for part in (parts[0][:at], parts[0][at + 1 :])
+    )
+    return start, (before + "{i}" + after)[1:-1]
 
 
 def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
@@ -204,7 +222,7 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
     scope = Scope(
         printer,
         nodes,
-        lambda name: keys.read(name) if name in inside else f'p["{leaf_key(graph[name])}"]',
+        lambda name: keys.read(name) if name in inside else _read(graph[name]),
         leaving,
     )
     arguments = []
@@ -261,7 +279,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     used = [name for block in blocks for name in block.outside]
     used += [entry for block in blocks for entry, _ in block.repeat.carried]
     used += [node for _, node in graph.outputs]
-    scope = Scope(printer, nodes, lambda name: f'p["{leaf_key(graph[name])}"]', used)
+    scope = Scope(printer, nodes, lambda name: _read(graph[name]), used)
     for made in blocks:
         scope.fresh(made.function)  # no variable may hide it
     wanted = {name for node in nodes for name in node.inputs} | set(used)
@@ -270,7 +288,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             variable = scope.fresh(leaf.target.replace(".", "_"))
             scope.hold(leaf.name, variable, printer.result(leaf.name))
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
-            scope.line(f'{variable} = batch["{leaf.target}"]', note)
+            scope.line(f"{variable} = batch[{_quoted(leaf.target)}]", note)
     called: set[str] = set()
     for node in graph.nodes:
         if node.is_leaf:
@@ -284,7 +302,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     results = {
         name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
     }
-    returned = ", ".join(f'"{name}": {variable}' for name, variable in results.items())
+    returned = ", ".join(f"{_quoted(name)}: {variable}" for name, variable in results.items())
     lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines]
     return "\n".join(
         ["def forward(mesh, p, batch):", *_indented([*lines, f"return {{{returned}}}"])]
@@ -328,7 +346,7 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
-            lines.append(f"    {_stored(printer, node, repr(node.target))},")
+            lines.append(f"    {_stored(printer, node, _quoted(node.target))},")
     lines.append("]")
     for block in looped:
         leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]
@@ -348,7 +366,7 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
 
 def _stored(printer: Printer, node: Node, name: str) -> str:
     layout = printer.result(node.name)
-    text = f'stored({name}, "{node.type.dtype}{layout.format(node.type.shape)}"'.replace("'", '"')
+    text = f'stored({name}, "{node.type.dtype}{layout.format(node.type.shape)}"'
     dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
     if length is not None:
         text += f", piece=Piece({dim}, {start}, {length})"

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import emit
 from autopar.codegen.load import load
@@ -68,7 +69,7 @@ class Case:
 
 def case_of(model: nn.Module, batch: dict[str, Tensor]) -> Case:
     model = model.double()
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    batch = pytree.tree_map(lambda v: v.double() if v.is_floating_point() else v, batch)
     captured = capture(model, (), batch)
     return Case(model, batch, captured, prepare(captured.graph))
 
@@ -420,4 +421,30 @@ def test_two_runs_of_blocks_have_functions_of_their_own(names: tuple[str, str]) 
 def test_blocks_with_two_carried_values() -> None:
     case = case_of(Carrying(), {"x": X})
     assert [(r.count, len(r.carried)) for r in case.graph.repeats] == [(4, 2)]
+    assert_equals_model(case)
+
+
+class Keyed(nn.Module):
+    """Modules, batch and outputs under names that are no words."""
+
+    def __init__(self, names: tuple[str, ...], lists: bool) -> None:
+        super().__init__()
+        made = (nn.ModuleList([Block(), Block()]) if lists else Block() for _ in names)
+        self.stem, self.names = nn.Linear(8, 8), names
+        self.blocks = nn.ModuleDict(dict(zip(names, made, strict=True)))
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = self.stem(given[self.names[0]])
+        for name in self.names:
+            block = self.blocks[name]
+            for layer in block if isinstance(block, nn.ModuleList) else [block]:
+                x = layer(x)
+        return {"loss": x.square().mean(), self.names[0]: x}
+
+
+@pytest.mark.parametrize("lists", [True, False])
+@pytest.mark.parametrize("name", ["it's", 'say "so"', "q{0}", "a\\b", "a\nb", "[0:2]", "é ü", "#"])
+def test_names_of_any_characters_are_quoted(name: str, lists: bool) -> None:
+    case = case_of(Keyed((name, "other"), lists), {"given": {name: X.double()}})  # type: ignore[dict-item]
+    assert case.graph.repeats
     assert_equals_model(case)
