@@ -133,9 +133,10 @@ def expected(
     norms = sum(1 for target in targets if not linear.search(target))
     if plan == "data":
         return Counter({("to_varying", (*batch, tensor)): len(targets)})
+    steps: Counter[tuple[str, Axes]]
     if plan == "tensor":
-        steps = {("all_reduce", (tensor,)): 2, ("to_varying", (tensor,)): 2}
-        return Counter(steps | ({("to_varying", batch): len(targets)} if batch else {}))
-    steps = {("reduce_scatter", (tensor,)): 2, ("all_gather", (tensor,)): 2}
-    steps[("to_varying", (*batch, tensor))] = norms
-    return Counter(steps | ({("to_varying", batch): len(targets) - norms} if batch else {}))
+        steps = Counter({("all_reduce", (tensor,)): 2, ("to_varying", (tensor,)): 2})
+        return steps + Counter({("to_varying", batch): len(targets)} if batch else {})
+    steps = Counter({("reduce_scatter", (tensor,)): 2, ("all_gather", (tensor,)): 2})
+    steps["to_varying", (*batch, tensor)] = norms
+    return steps + Counter({("to_varying", batch): len(targets) - norms} if batch else {})
