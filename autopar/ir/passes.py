@@ -10,6 +10,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.interpret import annotate
 from autopar.ir.linear import lower_linears
 from autopar.ir.losses import lower_means
+from autopar.ir.norms import lower_batch_norms
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import eliminate_dead
 from autopar.ir.simplify import drop_identities, lower_splits
@@ -21,6 +22,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     lower_linears,
     split_fused,
     lower_means,
+    lower_batch_norms,
     causal_masks,
     simplify_masks,
     group_heads,
