@@ -175,6 +175,17 @@ class Case:
         """The rule applied to the example; RuleError if it does not fit."""
         return resolve(self.rule, self.node, self.types, self.node.types)
 
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Positions of the operands that are others after the operator has run."""
+        values = [operand.detach().clone() for operand in self.operands]
+        if self.node.op != "getitem":
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                given = dict(zip(self.node.inputs, values, strict=True))
+                execute(self.node, given, torch.device("cpu"))
+        pairs = enumerate(zip(values, self.operands, strict=True))
+        return frozenset(i for i, (after, before) in pairs if not after.equal(before))
+
     @property
     def _tolerance(self) -> float:
         return _SINGLE if any(kind.dtype == "f32" for kind in self.types) else _TOLERANCE
@@ -269,10 +280,18 @@ def _case(
         results, _ = _run(node, operands, [], forward_only=True)
         torch.manual_seed(1)
         again, _ = _run(node, operands, [], forward_only=True)
-        cotangents = [_noise(result, generator) for result in results]
-        _, gradients = _run(node, operands, cotangents)
     except Exception as error:  # operators written in Python may raise anything
         raise RuleError(f"cannot run {rule.op}", where=text, why=str(error)) from error
+    cotangents = [_noise(result, generator) for result in results]
+    try:
+        _, gradients = _run(node, operands, cotangents)
+    except Exception as error:
+        raise RuleError(
+            f"cannot run {rule.op} backwards",
+            where=text,
+            why=str(error),
+            todo='mark operands that take no gradient: "const f64[4, 6]"',
+        ) from error
     random = rule.op in _UNDETERMINED or any(map(_difference, results, again))
     node = replace(
         node,

@@ -204,13 +204,17 @@ def resolve(
 def _groups(
     rule: OpRule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
 ) -> Groups:
-    """The linear groups that hold floating tensors only: nothing else is summed by parts."""
+    """The linear groups that hold floating tensors only: nothing else is summed by parts.
+
+    A group with an operand that is not given does not count.
+    """
     linear = rule.linear(node) if callable(rule.linear) else rule.linear
     if isinstance(linear, bool):
         linear = (tuple(range(len(operands))),) if linear and operands else ()
     if not all(tensor.floating for tensor in results):
         return ()
-    return tuple(group for group in linear if all(operands[i].floating for i in group))
+    floating = {i for i, tensor in enumerate(operands) if tensor.floating}
+    return tuple(group for group in linear if floating.issuperset(group))
 
 
 def _read(term: str, shape: tuple[int, ...], whole: set[str], where: str) -> Dims:
