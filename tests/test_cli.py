@@ -32,10 +32,18 @@ def tiny(batch=8, seq=16, layers=2):
 ODD = """
 import torch
 
+@torch.library.custom_op("cli_test::mirror", mutates_args=())
+def mirror(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0).clone()
+
+@mirror.register_fake
+def _(x):
+    return torch.empty_like(x)
+
 class Odd(torch.nn.Linear):
     def forward(self, x):
         hidden = super().forward(x)
-        return torch.renorm(hidden, 2, 0, 1.0).sum()
+        return mirror(hidden).sum()
 
 def odd():
     return Odd(8, 8), {"x": torch.zeros(4, 8)}
@@ -183,9 +191,10 @@ def test_an_operator_without_a_rule_is_named_or_refused(tmp_path: Path) -> None:
     source = tmp_path / "odd.py"
     source.write_text(ODD)
     arguments = ("plan", f"{source}:odd", "--mesh", "H100: gpu=4")
-    assert "renorm" in run(*arguments).stderr
-    says = "aten.renorm has no sharding rule"
-    assert "odd.py:7" in refused(*arguments, "--unknown-ops", "error", says=says)
+    assert "mirror" in run(*arguments).stderr
+    says = "cli_test.mirror has no sharding rule"
+    line = 1 + ODD.splitlines().index("        return mirror(hidden).sum()")
+    assert f"odd.py:{line}" in refused(*arguments, "--unknown-ops", "error", says=says)
 
 
 def test_stages_are_shown_to_a_person_only(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
