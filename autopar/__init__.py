@@ -1,7 +1,8 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
 from autopar.compile import Program, compile, plan
+from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 
-__all__ = ["Mesh", "Plan", "Program", "compile", "plan"]
+__all__ = ["Mesh", "OpRule", "Plan", "Program", "compile", "plan", "rule"]

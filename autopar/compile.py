@@ -7,8 +7,8 @@ loss = program.step(**batch)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import evaluate
-from autopar.intra_op.rules import rules
+from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.table import table
 from autopar.ir.capture import Captured, capture
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -52,6 +53,7 @@ class Options:
     trace: str | Path | None = None
     pins: Mapping[str, str] | None = None
     solver: str = "ilp"
+    table: dict[str, OpRule] = field(default_factory=table)
 
 
 class Trace:
@@ -105,7 +107,7 @@ def make_plan(
         graph,
         mesh,
         AnalyticModel(mesh),
-        rules(),
+        options.table,
         memory_limit=limit,
         state_bytes=state_bytes,
         unknown_ops=options.unknown_ops,
@@ -121,7 +123,13 @@ def make_plan(
             why=f"peak {judged.peak:.4g} bytes, limit {limit:.4g}",
         )
     choice = polish(built, solution.choice)
-    made = Plan(fingerprint(graph), mesh, layouts(built, graph, choice), built.figures(choice))
+    made = Plan(
+        fingerprint(graph),
+        mesh,
+        layouts(built, graph, choice),
+        built.figures(choice),
+        replicated=built.replicated_seconds(choice),
+    )
     trace("plan.toml", made.to_toml)
     return made
 
@@ -137,9 +145,10 @@ def plan(
     unknown_ops: str = "replicate",
     trace: str | Path | None = None,
     pins: Mapping[str, str] | None = None,
+    rules: Sequence[OpRule] = (),
 ) -> Plan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
-    options = Options(loss_fn, memory, unknown_ops, trace, pins)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=table(rules))
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
@@ -159,6 +168,7 @@ def compile(
     trace: str | Path | None = None,
     pins: Mapping[str, str] | None = None,
     clip_norm: float | None = None,
+    rules: Sequence[OpRule] = (),
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -178,14 +188,17 @@ def compile(
         trace: a folder to which the first rank writes every intermediate value.
         pins: layouts that are fixed beforehand; see `autopar/intra_op/pins.py`.
         clip_norm: bound of the global norm of the gradients.
+        rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
+            proved on their examples first, and come before those that autopar has.
 
     Raises:
         MeshError: the mesh does not fit the processes.
+        RuleError: one of `rules` is wrong; names the strategy that computes something else.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
     """
-    options = Options(loss_fn, memory, unknown_ops, trace, pins)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=table(rules))
     program = Program(model, as_mesh(mesh), optimizer, plan, options, clip_norm)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
@@ -241,7 +254,7 @@ class Program:
         else:
             wanted = {node.name for node in graph.folded}
             self._plan.check(fingerprint(graph), wanted, self.mesh)
-            legal.check(graph, self._plan, rules())
+            legal.check(graph, self._plan, self._options.table)
             self._plan = replace(self._plan, mesh=self.mesh)
         self._source = emit(graph, self._plan, AnalyticModel(self.mesh).collective)
         trace("program.py", lambda: self._source)

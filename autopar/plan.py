@@ -65,6 +65,8 @@ class Plan:
         predicted: figures such as "step_seconds" and "peak_bytes".
         model: how the command line spelled the model, "source", "batch", "seq" and "layers" where
             they were given; data only, nothing runs it.
+        replicated: operators that run whole on every device for want of a sharding rule, each with
+            its predicted seconds.
     """
 
     graph: str
@@ -72,6 +74,7 @@ class Plan:
     nodes: dict[str, NodePlan]
     predicted: dict[str, float] = field(default_factory=dict)
     model: dict[str, str | int] = field(default_factory=dict)
+    replicated: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -86,6 +89,8 @@ class Plan:
         if self.model:
             document["model"] = dict(self.model)
         document["predicted"] = dict(self.predicted)
+        if self.replicated:
+            document["replicated"] = dict(self.replicated)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
         return tomlkit.dumps(document)
 
@@ -116,8 +121,9 @@ class Plan:
             nodes = {name: NodePlan.parse(str(line)) for name, line in table["layouts"].items()}
             predicted = {name: _figure(value) for name, value in table["predicted"].items()}
             model = _model(table.get("model", {}))
-            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted, model)
-        except (AutoparError, TypeError, ValueError, OverflowError) as error:
+            whole = {name: _figure(value) for name, value in table.get("replicated", {}).items()}
+            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted, model, whole)
+        except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 
     def save(self, path: str | Path) -> None:

@@ -70,6 +70,11 @@ class Built:
         peak = sum(value for name, value in totals.items() if name.endswith("bytes"))
         return {"step_seconds": step, "peak_bytes": peak, **totals}
 
+    def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
+        """Seconds of each operator that runs whole for want of a rule."""
+        rows = zip(self.names, self.problem.nodes, choice, strict=True)
+        return {name: node.cost[at] for name, node, at in rows if name in self.replicated}
+
 
 class Builder:
     """Collects the nodes and edges of one Problem; `build` is its only use."""

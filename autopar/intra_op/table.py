@@ -1,0 +1,43 @@
+"""The rules of one compilation: those that are found by folder, and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import RuleError
+from autopar.intra_op.prove import prove
+from autopar.intra_op.rule import OpRule, collect
+from autopar.intra_op.rules import rules
+
+
+def table(own: Sequence[OpRule] = ()) -> dict[str, OpRule]:
+    """All rules by operator; the user's own, proved here, come before those that are found.
+
+    Raises:
+        RuleError: one of them is no rule, has no example, cannot be run or is wrong, or two are for
+            one operator.
+    """
+    for item in own:
+        if not isinstance(item, OpRule):
+            raise RuleError(f"{item!r} is no rule", todo="make it with autopar.rule(...)")
+        _check(item)
+    return {**rules(), **collect(own)}
+
+
+def _check(item: OpRule) -> None:
+    if not item.examples:
+        raise RuleError(
+            f"the rule of {item.op} has no example",
+            why="a rule is proved before it is used",
+            todo='give it some, e.g. examples=["f64[4, 6], f64[6]"], with sizes that can be split',
+        )
+    report = prove(item)
+    if not report.proved:
+        raise RuleError(
+            f"the rule {item.spec!r} of {item.op} is wrong"
+            if isinstance(item.spec, str)
+            else f"the rule of {item.op} is wrong",
+            where="\n        ".join(map(str, report.failures[:3])),
+            why=f"{len(report.failures)} of {report.strategies} strategies compute something else",
+            todo=f"see what can be split: autopar rules --discover {item.op}",
+        )
