@@ -35,7 +35,7 @@ from autopar.intra_op.solvers import solve
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured, capture
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import prepare
 from autopar.ir.text import fingerprint, format_graph
 from autopar.plan import Plan
@@ -48,7 +48,7 @@ class Options:
     """What a user may say beyond model and mesh; see `compile`."""
 
     loss_fn: Callable[..., Tensor] | None = None
-    memory: float | None = None
+    memory: float | str | None = None
     unknown_ops: str = "replicate"
     trace: str | Path | None = None
     pins: Mapping[str, str] | None = None
@@ -103,6 +103,7 @@ def make_plan(
         PlanError: a pin names nothing or fits no choice.
     """
     limit = device(mesh).memory if options.memory is None else options.memory
+    limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
     built = build(
         graph,
         mesh,
@@ -141,7 +142,7 @@ def plan(
     example_inputs: Any,
     loss_fn: Callable[..., Tensor] | None = None,
     optimizer: OptimizerFactory = torch.optim.AdamW,
-    memory: float | None = None,
+    memory: float | str | None = None,
     unknown_ops: str = "replicate",
     trace: str | Path | None = None,
     pins: Mapping[str, str] | None = None,
@@ -163,7 +164,7 @@ def compile(
     plan: Plan | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
     unknown_ops: str = "replicate",
     trace: str | Path | None = None,
     pins: Mapping[str, str] | None = None,
@@ -183,7 +184,7 @@ def compile(
             arguments, or one tensor. Without it the first batch decides.
         loss_fn: the loss of the model's output and of those arguments of a batch that it names,
             such as labels that the model does not take. Without it the model returns its loss.
-        memory: bytes per device, a hard limit; by default the device's memory.
+        memory: bytes per device or text such as "64GiB", a hard limit; by default all there is.
         unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
         trace: a folder to which the first rank writes every intermediate value.
         pins: layouts that are fixed beforehand; see `autopar/intra_op/pins.py`.
@@ -223,6 +224,10 @@ class Program:
     ) -> None:
         check_processes(mesh)
         device(mesh)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ProgramError(
+                f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
+            )
         self.mesh = mesh
         self._model, self._factory, self._options = model, optimizer, options
         self._plan, self._clip_norm = plan, clip_norm

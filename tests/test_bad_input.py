@@ -31,6 +31,7 @@ from autopar.errors import (
     PlanError,
     PlanMismatchError,
     ProblemError,
+    ProgramError,
     UnknownDeviceError,
     UnknownOperatorError,
 )
@@ -42,6 +43,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
 from autopar.ir.text import parse_graph
+from tests import models
 from tests.codegen.test_failure import LIMIT, boom, run
 from tests.ranks import run_ranks
 
@@ -425,3 +427,17 @@ def wrong_calls() -> Iterator[Callable[[], Any]]:
     yield lambda: autopar.compile(Net(), ONE).plan
     yield lambda: autopar.Plan.from_toml("version = 1")
     yield lambda: autopar.Plan.load("no such file")
+
+
+def test_bounds_that_make_no_sense_are_refused() -> None:
+    model, batch = models.mlp()
+    with pytest.raises(ProgramError, match="clip_norm is -1"):
+        autopar.compile(model, "cpu: x=1", clip_norm=-1.0)
+    plan = partial(
+        autopar.plan, model, "cpu: x=1", example_inputs=batch, loss_fn=models.squared_error
+    )
+    with pytest.raises(InfeasibleError, match=r"into 1 KiB a device"):
+        plan(memory="1KiB")
+    with pytest.raises(MeshError, match="quantity 'plenty'"):
+        plan(memory="plenty")
+    assert plan(memory="64GiB").nodes == plan(memory=64 * 2.0**30).nodes
