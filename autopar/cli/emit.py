@@ -8,10 +8,11 @@ import click
 import torch
 
 from autopar.cli.console import stages, writing
-from autopar.cli.model import MODEL, Wanted, open_plan, shapes
+from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
+from autopar.intra_op.table import table
 from autopar.ir.text import format_graph
 
 
@@ -25,11 +26,13 @@ from autopar.ir.text import format_graph
     help="The folder of the program.",
 )
 @MODEL
+@RULES
 @shapes
 def command(
     file: Path,
     output: Path,
     model: str | None,
+    rule_files: tuple[Path, ...],
     batch: int | None,
     seq: int | None,
     layers: int | None,
@@ -41,8 +44,9 @@ def command(
     \b
     autopar emit plan.toml -o program
     """
+    known = table(own_rules(rule_files))
     with stages(quiet=False) as stage:
-        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), stage)
+        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
         stage("emit")
         source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
     tied = {k: v for k, v in captured.parameter_names.items() if k != v}

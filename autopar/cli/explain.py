@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from autopar.cli.console import JSON, print_json, print_out, stages
-from autopar.cli.model import MODEL, Wanted, open_plan, shapes
+from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.explain import Cost, Explanation, explain, moves, render
 from autopar.intra_op.build import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
-from autopar.intra_op.rules import rules
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.plan import NodePlan, Plan
@@ -24,12 +25,14 @@ from autopar.plan import NodePlan, Plan
 @click.command("explain")
 @click.argument("file", type=click.Path(path_type=Path), metavar="PLAN")
 @MODEL
+@RULES
 @shapes
 @click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
 @JSON
 def command(
     file: Path,
     model: str | None,
+    rule_files: tuple[Path, ...],
     batch: int | None,
     seq: int | None,
     layers: int | None,
@@ -45,20 +48,23 @@ def command(
     autopar explain plan.toml
     autopar explain plan.toml --model train.py:model
     """
+    known = table(own_rules(rule_files))
     with stages(quiet=as_json) as stage:
-        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), stage)
-        explanation = explained(captured.graph, chosen, device(chosen.mesh).memory)
+        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        explanation = explained(captured.graph, chosen, device(chosen.mesh).memory, known)
     if as_json:
         print_json({**asdict(explanation), "seconds": explanation.seconds})
     else:
         print_out(render(explanation, everything=everything))
 
 
-def explained(graph: Graph, chosen: Plan, limit: float) -> Explanation:
+def explained(
+    graph: Graph, chosen: Plan, limit: float, known: dict[str, OpRule] | None = None
+) -> Explanation:
     """The explanation of a plan whose layouts are known to be possible."""
     price = AnalyticModel(chosen.mesh)
     pins = Pins(graph, {})
-    builder = Builder(graph, chosen.mesh, price, rules(), 0.0, "replicate", pins)
+    builder = Builder(graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins)
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:

@@ -12,17 +12,27 @@ import click
 from autopar.cli.console import Stages
 from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.device import device
-from autopar.errors import PlanError
+from autopar.errors import ModelFileError, PlanError
 from autopar.intra_op import legal
-from autopar.intra_op.rules import rules
+from autopar.intra_op.rule import OpRule
 from autopar.ir.capture import Captured
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
 from autopar.zoo import load, names
+from autopar.zoo.load import opened
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MODEL = click.option(
     "--model", metavar="MODEL", help="The model, where the plan does not name it: as for `plan`."
+)
+
+RULES = click.option(
+    "--rules",
+    "rule_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="A Python file, run first, whose RULES are rules of own operators. Repeatable.",
 )
 
 
@@ -59,7 +69,11 @@ def capture_model(wanted: Wanted, options: Options, tracer: Trace) -> Captured:
 
 
 def open_plan(
-    file: Path, model: str | None, given: Wanted, stage: Callable[[str], None]
+    file: Path,
+    model: str | None,
+    given: Wanted,
+    known: dict[str, OpRule],
+    stage: Callable[[str], None],
 ) -> tuple[Plan, Captured]:
     """A plan and the captured model that it is for.
 
@@ -72,12 +86,32 @@ def open_plan(
     flags = {k: v for k, v in given.table().items() if k != "source"}
     named = {"source": model} if model else {"source": _source(chosen, file)}
     wanted = {"batch": None, "seq": None, "layers": None, **chosen.model, **flags, **named}
-    captured = capture_model(Wanted(**wanted), Options(), Stages(None, stage))  # type: ignore[arg-type]
+    options = Options(table=known)
+    captured = capture_model(Wanted(**wanted), options, Stages(None, stage))  # type: ignore[arg-type]
     stage("strategies")
     graph = captured.graph
     chosen.check(fingerprint(graph), {node.name for node in graph.folded}, chosen.mesh)
-    legal.check(graph, chosen, rules())
+    legal.check(graph, chosen, known)
     return chosen, captured
+
+
+def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
+    """The rules in the user's Python files, which are run; ModelFileError if one is no such file.
+
+    A file that only registers operators has no `RULES`.
+    """
+    found: list[OpRule] = []
+    for file in files:
+        with opened(file) as module:
+            given = getattr(module, "RULES", ())
+        if not isinstance(given, (tuple, list)) or not all(isinstance(r, OpRule) for r in given):
+            raise ModelFileError(
+                "the file's RULES are no rules",
+                where=str(file),
+                todo="write RULES = (autopar.rule(...), ...)",
+            )
+        found += given
+    return tuple(found)
 
 
 def _source(chosen: Plan, file: Path) -> str:

@@ -9,11 +9,12 @@ import click
 
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
 from autopar.cli.explain import explained
-from autopar.cli.model import Wanted, capture_model, is_data, shapes
+from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
 from autopar.compile import Options, as_mesh, make_plan
 from autopar.cost.device import device
 from autopar.errors import PlanError, ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary
+from autopar.intra_op.table import table
 from autopar.ir.mesh import parse_quantity
 from autopar.plan import Plan
 
@@ -22,6 +23,7 @@ from autopar.plan import Plan
 @click.argument("model")
 @click.option("--mesh", "mesh_text", required=True, help='The devices: "H100: node=2, gpu=8".')
 @shapes
+@RULES
 @click.option("--memory", metavar="SIZE", help='Limit a device: "80GiB"; else its whole memory.')
 @click.option(
     "--unknown-ops",
@@ -55,6 +57,7 @@ def command(
     batch: int | None,
     seq: int | None,
     layers: int | None,
+    rule_files: tuple[Path, ...],
     memory: str | None,
     unknown_ops: str,
     pin_texts: tuple[str, ...],
@@ -73,7 +76,8 @@ def command(
     """
     mesh = as_mesh(mesh_text)
     limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
-    options = Options(None, limit, unknown_ops, trace, _pins(pin_texts))
+    known = table(own_rules(rule_files))
+    options = Options(None, limit, unknown_ops, trace, _pins(pin_texts), table=known)
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
@@ -82,7 +86,7 @@ def command(
         graph = capture_model(wanted, options, tracer).graph
         stage("strategies")
         made = replace(make_plan(graph, mesh, options, tracer), model=wanted.table())
-        explanation = explained(graph, made, limit)
+        explanation = explained(graph, made, limit, known)
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:

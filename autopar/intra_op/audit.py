@@ -18,6 +18,10 @@ from autopar.ir.mesh import Mesh
 
 # Their kernels trust the shapes that they are given, and read beyond the end of a part.
 _UNCHECKED = ("aten.gru.input",)
+# Factors that could be split but had better not be.
+KEPT = {
+    ("aten.scaled_dot_product_attention", "e"): "every device would compute all of q k^T",
+}
 _WORD = re.compile(r"(\([^)]*\)|[A-Za-z_]\w*)!")
 
 
@@ -31,6 +35,7 @@ class Finding:
         factor: its name.
         holds: whether every strategy was right with that string.
         strategies: how many of them split the factor; with none, nothing was learnt.
+        reason: why it had better stay whole though it could be split.
     """
 
     op: str
@@ -39,6 +44,12 @@ class Finding:
     factor: str
     holds: bool
     strategies: int
+    reason: str = ""
+
+    @property
+    def telling(self) -> bool:
+        """Whether the rule or its example should be changed."""
+        return not self.strategies or (self.holds and not self.reason)
 
 
 def audit(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> tuple[Finding, ...]:
@@ -96,7 +107,8 @@ def _try(rule: OpRule, case: Case, factor: str, mesh_sizes: tuple[int, ...]) -> 
         warnings.simplefilter("ignore")
         holds = all(trial.failure(way, mesh) is None for way, mesh in runs)
         holds = bool(runs) and holds and prove(trial.rule, mesh_sizes).proved
-    return Finding(rule.op, case.example, spec, factor, holds, len(runs))
+    reason = KEPT.get((rule.op, factor), "")
+    return Finding(rule.op, case.example, spec, factor, holds, len(runs), reason)
 
 
 def _freed(spec: str, factor: str) -> str:

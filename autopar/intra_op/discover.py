@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -85,13 +86,19 @@ def _samples(bare: OpRule) -> Iterator[Case]:
     """Samples that the operator takes; only those with the fewest operands."""
     taken: int | None = None
     for sample in SAMPLES:
-        try:
-            case = read_example(bare, sample)
-        except RuleError:
+        case = _read(bare, sample) or _read(bare, re.sub(r"\bf64", "const f64", sample))
+        if case is None:
             continue
         taken = len(case.operands) if taken is None else taken
         if len(case.operands) == taken and case.results:
             yield case
+
+
+def _read(bare: OpRule, example: str) -> Case | None:
+    try:
+        return read_example(bare, example)
+    except RuleError:
+        return None
 
 
 def _proved(case: Case) -> tuple[Terms, Groups]:

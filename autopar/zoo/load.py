@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -132,10 +133,8 @@ def _architecture(path: Path, settings: Any) -> str:
 def _call_file(
     path: Path, name: str, flags: Mapping[str, int]
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    if not path.is_file():
-        raise ModelFileError("there is no such file", where=str(path), todo="correct the path")
-    with _importable(path.parent), _named_failures(path):
-        function = _function(path, name)
+    with opened(path) as module:
+        function = _function(path, module, name)
         _check_flags(path, function, flags)
         result = function(**flags)
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -152,14 +151,27 @@ def _call_file(
     return model, dict(inputs)
 
 
-def _function(path: Path, name: str) -> Callable[..., object]:
-    module_name = f"_autopar_model_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None  # the suffix .py has a loader
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
-    module_spec.loader.exec_module(module)
+@contextmanager
+def opened(path: Path) -> Iterator[ModuleType]:
+    """A Python file of the user's, run; what it raises, then or inside of the block, is named.
+
+    Raises:
+        ModelFileError: the file is missing, is no Python or fails.
+    """
+    if not path.is_file() or path.suffix != ".py":
+        raise ModelFileError("there is no such file", where=str(path), todo="correct the path")
+    name = f"_autopar_model_{path.stem}"
+    with _importable(path.parent), _named_failures(path):
+        module_spec = importlib.util.spec_from_file_location(name, path)
+        assert module_spec is not None
+        assert module_spec.loader is not None  # the suffix .py has a loader
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module  # dataclasses and pickle look a class's module up here
+        module_spec.loader.exec_module(module)
+        yield module
+
+
+def _function(path: Path, module: ModuleType, name: str) -> Callable[..., object]:
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value)]

@@ -14,8 +14,13 @@ def rules() -> dict[str, OpRule]:
     Raises:
         RuleError: two files have a rule for one operator.
     """
-    modules = [importlib.import_module(f"{__name__}.{m.name}") for m in _modules()]
-    return collect(item for module in modules for item in module.RULES)
+    return collect(item for family in families().values() for item in family)
+
+
+def families() -> dict[str, tuple[OpRule, ...]]:
+    """The rules of each file, by its name."""
+    modules = {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in _modules()}
+    return {name: tuple(module.RULES) for name, module in modules.items()}
 
 
 def _modules() -> list[pkgutil.ModuleInfo]:
