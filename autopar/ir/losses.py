@@ -63,11 +63,12 @@ def _divided(node: Node, total: Node, count: Arg, editor: Editor) -> Node:
 
 def _summed(node: Node, position: int, editor: Editor) -> Node:
     """The loss with its sum as result."""
-    head = (*node.args, *(None,) * position)[:position]
-    rest = node.args[position + 1 :]
     kwargs = tuple(item for item in node.kwargs if item[0] != "reduction")
     name = editor.fresh(f"{node.name}_sum")
-    return replace(node, name=name, args=(*head, _SUM, *rest), kwargs=kwargs)
+    if len(node.args) <= position:
+        return replace(node, name=name, kwargs=(*kwargs, ("reduction", _SUM)))
+    args = (*node.args[:position], _SUM, *node.args[position + 1 :])
+    return replace(node, name=name, args=args, kwargs=kwargs)
 
 
 def _elementwise(node: Node, editor: Editor) -> Node | None:

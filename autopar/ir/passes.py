@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.ir.attention import causal_masks, group_heads, simplify_masks
+from autopar.ir.bags import lower_bags
 from autopar.ir.fused import split_fused
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import annotate
@@ -23,6 +24,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     split_fused,
     lower_means,
     lower_batch_norms,
+    lower_bags,
     causal_masks,
     simplify_masks,
     group_heads,

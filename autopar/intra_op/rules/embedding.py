@@ -52,7 +52,16 @@ def _index_select(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"{' '.join(left)}, k -> {' '.join(right)}"
 
 
+_BAGS = "f64[8, 6], i64[6]<8, i64[1]<1"
 RULES = (
+    *(
+        rule(
+            f"aten.embedding_bag{overload}",
+            all_whole,  # bags of one size, which split, are written as look-ups and sums
+            examples=tuple(f"{_BAGS}, False, {mode}{tail}" for mode in range(3)),
+        )
+        for overload, tail in (("", ""), (".padding_idx", ", False, None, False, None"))
+    ),
     rule("aten.one_hot", "... -> ... k!", examples=("i64[4, 6]<8, 8",)),
     rule(
         "aten.embedding",
