@@ -83,7 +83,7 @@ def capture_graph(
         CaptureError: the model cannot be traced.
         BatchError: the model does not take the batch.
     """
-    captured = capture(model, args, kwargs, loss_fn=options.loss_fn)
+    captured = capture(model, args, kwargs, loss_fn=options.loss_fn, known=options.table)
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = prepare(
         captured.graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph))

@@ -6,12 +6,13 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.export import ExportedProgram
 
 from autopar.errors import AutoparError, CaptureError
@@ -46,6 +47,7 @@ def capture(
     *,
     loss_fn: Callable[..., Tensor] | None = None,
     name: str = "",
+    known: Container[str] | None = None,
 ) -> Captured:
     """The model's forward on a batch like `model(*args, **kwargs)`.
 
@@ -55,6 +57,8 @@ def capture(
     goes to it alone.
     Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
     model returns besides tensors (caches) is left out.
+    Where it is said which operators are `known`, others are taken apart into those that torch
+    defines them by, if it does.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation has no place in a Graph.
@@ -73,7 +77,7 @@ def capture(
         raise
     except Exception as error:
         raise _explain(error) from error
-    lowering = Lowering()
+    lowering = Lowering(known)
     first: dict[int, str] = {}
     names = {k: first.setdefault(id(v), k) for k, v in _tensors(model).items()}
     buffers = _place_leaves(lowering, program, wrapper, names)
@@ -213,9 +217,40 @@ class _Flat(nn.Module):
             if not self.all_for_loss:
                 given = {name: item for name, item in given.items() if name in self.for_loss}
             named = {"loss": self.loss_fn(value, **given), **named}
+        _refuse_own_gradients(named.values())
         self.seen.output, self.seen.labels = output, tuple(named)
         self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))
         return tuple(named.values())
+
+
+# Functions that torch makes for operators of other libraries, which stay, and for branches, which
+# are refused by name elsewhere.
+_GENERATED = ("GeneratedBackwardFor", "CondAutogradOp")
+
+
+def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
+    """CaptureError if a torch.autograd.Function is on the way to an output.
+
+    A trace keeps its forward only: the gradient would be that of the forward, not its own.
+    """
+    waiting = [output.grad_fn for output in outputs]
+    met = set()
+    while waiting:
+        step = waiting.pop()
+        if step is None or step in met:
+            continue
+        met.add(step)
+        waiting += [before for before, _ in step.next_functions]
+        name = type(step).__name__.removesuffix("Backward")
+        if isinstance(step, BackwardCFunction) and not name.startswith(_GENERATED):
+            raise CaptureError(
+                f"the model uses the torch.autograd.Function {name}",
+                why="its own backward would be lost",
+                todo="checkpoint with use_reentrant=False"
+                if name == "CheckpointFunction"
+                else "write its forward with operators of torch, or register it as an operator "
+                "with torch.library.custom_op and register_autograd",
+            )
 
 
 class _Loss(nn.Module):

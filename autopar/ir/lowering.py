@@ -13,16 +13,17 @@ import keyword
 import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx
+from torch._ops import OpOverload
 
 from autopar.errors import CaptureError
-from autopar.ir import writes
+from autopar.ir import composite, writes
 from autopar.ir.graph import Arg, Name, Node, Ref, Source
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
 from autopar.ir.tensor import TensorType
@@ -36,11 +37,16 @@ _PLACEMENT = ("device", "layout", "pin_memory")
 class Lowering:
     """Writes nodes, leaves first, in the order in which their traced nodes are given.
 
+    Args:
+        known: operators that stay as they are. Of others, those that torch defines by other
+            operators are taken apart into these; with None, nothing is.
+
     Attributes:
         nodes: what is written so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Container[str] | None = None) -> None:
+        self.known = known
         self.nodes: list[Node] = []
         self._by_name: dict[str, Node] = {}
         self._by_target: dict[str, Node] = {}
@@ -104,6 +110,8 @@ class Lowering:
             self._region(node, op)  # an operator over a graph of its own
         elif node.target is operator.getitem and first in self._regions:
             self._same[node] = self._regions[first][node.args[1]]  # type: ignore[index]
+        elif not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+            raise _no_place(getattr(node.target, "__name__", op))
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
         elif not _tensors(value):
@@ -117,8 +125,17 @@ class Lowering:
             self._same[node] = first
             shared = self._sharing[first.meta["val"].untyped_storage()]
             self._sharing[value.untyped_storage()] = shared
+        elif writes.writes_out(node):
+            made, copy = writes.without_out(node)
+            self._step(made, grad)
+            self._step(copy, grad)
+            self._same[node] = self._same[copy]
         elif writes.is_write(node):
             self._write(node, grad)
+        elif self.known is not None and composite.is_composite(node, self.known):
+            inputs = node.all_input_nodes
+            flows = [grad and self._by_name[self.read(i).name].requires_grad for i in inputs]
+            self._inline(node, composite.parts(node, flows), inputs, grad)
         else:
             self._compute(node, grad)
 
@@ -140,12 +157,21 @@ class Lowering:
                 where=str(source_of(inside)),
                 todo="cast the model and its inputs instead, e.g. model.to(torch.bfloat16)",
             )
+        self._inline(node, inner, operands, grad)
+
+    def _inline(
+        self, node: fx.Node, inner: fx.Graph, operands: Iterable[fx.Node], grad: bool
+    ) -> None:
+        """Lower a graph of its own in the place of `node`."""
         placeholders = (item for item in inner.nodes if item.op == "placeholder")
         for item, operand in zip(placeholders, operands, strict=True):
             self._same[item] = self._same.get(operand, operand)
         self.run(inner, grad)
         results: Any = inner.output_node().args[0]
-        self._regions[node] = [self._same.get(result, result) for result in results]
+        if isinstance(results, fx.Node):
+            self._same[node] = self._same.get(results, results)
+        else:
+            self._regions[node] = [self._same.get(result, result) for result in results]
 
     def _compute(self, node: fx.Node, grad: bool) -> None:
         op, args, kwargs = self._call(node, grad)
@@ -166,6 +192,7 @@ class Lowering:
 
     def _write(self, node: fx.Node, grad: bool) -> None:
         """An operator that writes into its first argument."""
+        writes.complete(node)
         written, *owners = chain = self._owners(node)
         leaf = self._leaves.get(chain[-1])
         flows = self._by_name[self.read(written).name].requires_grad
@@ -229,9 +256,8 @@ class Lowering:
     ) -> Ref:
         """The value that an in-place operator leaves in what it writes."""
         kind = tensor_type(node.args[0].meta["val"])  # type: ignore[union-attr]
-        source = args[1] if op == "aten.copy_" else None
-        if isinstance(source, Ref) and self._by_name[source.name].type == kind:
-            return source
+        if op == "aten.copy_":
+            return self._copy(node, args[1], grad)
         try:
             result = writes.functional_result(node)
         except (AttributeError, RuntimeError):
@@ -243,6 +269,23 @@ class Lowering:
         cast = (made, Name(kind.dtype))  # `x += y` keeps the dtype of x
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         return self._add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=value)
+
+    def _copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
+        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
+        assert isinstance(source, Ref)
+        target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+        if value.dtype != target.dtype:
+            value = value.to(target.dtype)
+            cast = (source, Name(DTYPE_NAMES[value.dtype]))
+            source = self._add(
+                node, f"{node.name}_cast", "aten.to.dtype", cast, grad=grad, value=value
+            )
+        if value.shape != target.shape:
+            wide = (source, tuple(map(int, target.shape)))
+            source = self._add(
+                node, f"{node.name}_wide", "aten.expand", wide, grad=grad, value=target
+            )
+        return source
 
     def _call(
         self, node: fx.Node, grad: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from functools import reduce
 from typing import Any
@@ -16,6 +17,13 @@ from autopar.ir.graph import Arg, Ref
 _RESHAPES = re.compile(
     r"aten\.(_unsafe_view|view|view_as|reshape|reshape_as|flatten|unflatten|squeeze|unsqueeze)_?\b"
 )
+_PIECES = re.compile(r"aten\.(unsafe_)?(split|split_with_sizes|chunk|tensor_split|unbind)\b")
+# In-place operators whose functional twins have names of their own.
+_TWINS = {
+    "aten.transpose_": "aten.transpose.int",
+    "aten.normal_": "aten.normal_functional",
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+}
 _TRANSPOSES = re.compile(r"aten\.(transpose|t|swapaxes|swapdims|mT|numpy_T)_?\b")
 
 
@@ -41,8 +49,18 @@ def is_write(node: fx.Node) -> bool:
     return True
 
 
+def complete(node: fx.Node) -> None:
+    """Give an operator whose functional twin has other defaults all its positional arguments."""
+    if str(node.target).removesuffix(".default") in _TWINS:
+        arguments = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+        defaults = (argument.default_value for argument in arguments if not argument.kwarg_only)
+        node.args = (*node.args, *defaults)
+
+
 def functional_name(op: str) -> str:
     """ "aten.add_.Tensor" -> "aten.add.Tensor"."""
+    if op.removesuffix(".default") in _TWINS:
+        return _TWINS[op.removesuffix(".default")]
     return re.sub(r"_(?=\.|$)", "", op, count=1)
 
 
@@ -57,6 +75,52 @@ def functional_result(node: fx.Node) -> Tensor:
     operands, keywords = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
     result: Tensor = twin(*operands, **keywords)
     return result
+
+
+def writes_out(node: fx.Node) -> bool:
+    """Whether a traced operator only writes its one result into a tensor that is given as `out`."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or "out" not in node.kwargs:
+        return False
+    written = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return written == ["out"] and _returning(node) is not None
+
+
+def _returning(node: fx.Node) -> Any:
+    """The overload that takes what an overload with `out` takes, and returns the result."""
+    target: Any = node.target
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    packet = target.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        schema = overload._schema
+        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
+            return overload
+    return None
+
+
+def without_out(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The operator that returns what `node` writes into `out`, and a copy into it.
+
+    Raises:
+        CaptureError: `out` has another shape, and would be resized.
+    """
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+    target, out = _returning(node), node.kwargs["out"]
+    assert isinstance(out, fx.Node)
+    operands, keywords = fx.node.map_arg((node.args, kwargs), lambda item: item.meta["val"])
+    value = target(*operands, **keywords)
+    if value.shape != out.meta["val"].shape:
+        raise CaptureError(
+            f"{node.target} resizes the tensor that it writes into",
+            todo="use the operation without out=",
+        )
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, node.args, kwargs)
+        copy = node.graph.call_function(torch.ops.aten.copy_.default, (out, made))
+    made.meta, copy.meta = {**node.meta, "val": value}, dict(node.meta)
+    return made, copy
 
 
 def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
@@ -83,6 +147,8 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
     if op == "aten.permute.default":
         order = [int(dim) % len(sizes) for dim in view.args[1]]  # type: ignore[union-attr, arg-type]
         return "aten.permute", (new, tuple(map(order.index, range(len(sizes)))))
+    if view.target is operator.getitem and _PIECES.match(str(view.args[0].target)):  # type: ignore[union-attr]
+        return _put_back_piece(view, old, new)
     value = view.meta["val"]
     if _RESHAPES.match(op):
         return "aten.reshape", (new, sizes)
@@ -92,3 +158,19 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
         f"a tensor is written through its view {op}",
         todo="write through slices, transposes or reshapes, or make a new tensor",
     )
+
+
+def _put_back_piece(view: fx.Node, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
+    """The same for one of the pieces that a tensor is cut into."""
+    whole, index = view.args
+    assert isinstance(whole, fx.Node)
+    assert isinstance(index, int)
+    pieces = whole.meta["val"]
+    at = 1 if "unbind" in str(whole.target) else 2
+    dim = whole.args[at] if len(whole.args) > at else whole.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    if at == 1:
+        return "aten.select_scatter", (old, new, dim, index)
+    sizes = [int(piece.shape[dim]) for piece in pieces]
+    start = sum(sizes[:index])
+    return "aten.slice_scatter", (old, new, dim, start, start + sizes[index])

@@ -89,6 +89,10 @@ _SPATIAL = {
     "max_pool2d_with_indices": (2, f"{_PLANE}, (2, 2)"),
     "max_pool3d_with_indices": (3, f"{_CUBE}, (2, 1, 2)"),
     "max_unpool2d": (2, "f64[2, 6, 2, 4], i64[2, 6, 2, 4]<8, (4, 8)"),
+    "max_unpool3d": (
+        3,
+        "f64[2, 2, 2, 2, 2], i64[2, 2, 2, 2, 2]<8, (4, 2, 4), (2, 1, 2), (0, 0, 0)",
+    ),
     "adaptive_avg_pool1d": (1, f"{_LINE}, (2,)"),
     "adaptive_avg_pool2d": (2, f"{_PLANE}, (1, 1)"),
     "adaptive_avg_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),

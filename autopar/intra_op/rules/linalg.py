@@ -68,6 +68,7 @@ _NO_GRADIENT = {
     "linalg_svd": f"const {_SQUARE}",
     "linalg_eigh": f"const {_SQUARE}",
     "linalg_eigvalsh": f"const {_SQUARE}",
+    "linalg_cholesky": "f64[6, 1, 1]>0",
     "linalg_cholesky_ex": f"const {_SQUARE}",
     "linalg_pinv.atol_rtol_tensor": f"const {_SQUARE}",
     "pinverse": f"const {_SQUARE}",

@@ -98,6 +98,7 @@ _FAMILIES: tuple[tuple[str, Linear, tuple[str, ...]], ...] = (
     ("pow.Tensor_Tensor float_power.Tensor_Tensor xlogy.Tensor", False, (_POSITIVE_PAIR,)),
     ("float_power.Tensor_Scalar", False, (f"{_REAL}, 2",)),
     ("special_xlog1py special_xlogy", False, (_POSITIVE_PAIR,)),
+    ("special_xlog1py.other_scalar xlogy.Scalar_Other", False, (f"{_POSITIVE}, 2.0",)),
     ("pow.Tensor_Scalar", False, (f"{_REAL}, 2", f"{_POSITIVE}, 0.5")),
     ("pow.Scalar", False, (f"2, {_REAL}",)),
     ("floor_divide remainder.Tensor fmod.Tensor gcd lcm", False, ("i64[4, 6]<8, i64[6]>0",)),

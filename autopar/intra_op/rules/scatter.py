@@ -190,11 +190,14 @@ RULES = (
             f"{_X}, {_X}",
         ),
     ),
-    rule(
-        "aten.diagonal",
-        _diagonal,
-        linear=True,
-        examples=("f64[4, 6, 8], 0, 0, 1", "f64[4, 6, 6], 0, -2, -1", "f64[4, 6]"),
+    *(
+        rule(
+            f"aten.{op}",
+            _diagonal,
+            linear=True,
+            examples=("f64[4, 6, 8], 0, 0, 1", "f64[4, 6, 6], 0, -2, -1", "f64[4, 6]"),
+        )
+        for op in ("diagonal", "diagonal_copy")
     ),
     rule(
         "aten.diagonal_scatter",

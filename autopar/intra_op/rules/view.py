@@ -241,6 +241,13 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "select.int": (_select, (f"{_X}, 1, -1",)),
     "cat": (_cat, ("(f64[4, 6], f64[4, 2]), 1", "(f64[4, 6], f64[4, 6], f64[2, 6])")),
     "stack": (_stack, ("(f64[4, 6], f64[4, 6]), 1", "(f64[4, 6], f64[4, 6]), -1")),
+    "rot90": (
+        lambda node, types: whole_along(
+            node, types, dimensions(argument(node, 2, "dims", (0, 1)), len(types[0].shape))
+        ),
+        (f"{_X}, 1, (0, 1)", f"{_X}, 2, (1, 2)"),
+    ),
+    "block_diag": (all_whole, ("(f64[4, 2], f64[2, 4])",)),
     "flip": (_named(1, "dims"), (f"{_X}, (1,)",)),
     "roll": (_named(2, "dims"), (f"{_X}, (1,), (1,)", "f64[4, 6], (1,)")),
     "tril": (_triangle, (_X, f"{_X}, -1")),

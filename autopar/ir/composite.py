@@ -1,0 +1,61 @@
+"""Operators that torch defines by other operators, taken apart into these.
+
+torch.export keeps such operators whole, which is right for a linear or an attention. An operator
+that nobody knows is better seen as what it is made of, which is known: `kron`, `vstack`, the cell
+of an LSTM, a loss of triplets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+# The only way to trace at the level of torch.export, above autograd: the public one traces below,
+# where autograd has nothing left to differentiate.
+from torch.fx.experimental.proxy_tensor import make_fx
+
+_IMPLICIT = "CompositeImplicitAutograd"
+
+
+def is_composite(node: fx.Node, known: Container[str]) -> bool:
+    """Whether a traced operator is unknown, and made of others for autograd and for all devices."""
+    target = node.target
+    if not isinstance(target, OpOverload) or str(target).removesuffix(".default") in known:
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IMPLICIT))
+
+
+def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:
+    """What a composite operator is made of: a graph of `node.all_input_nodes`.
+
+    Its operators bear the source of `node`.
+
+    Args:
+        node: the traced operator.
+        flows: for each of these inputs whether a gradient flows through it; some operators are made
+            of others where none does.
+    """
+    target: Any = node.target
+    inputs = node.all_input_nodes
+
+    def call(*tensors: Tensor) -> Any:
+        values = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        return target(*args, **kwargs)
+
+    # Named in the table, it alone is taken apart, and what it is made of stays whole.
+    trace = make_fx(call, decomposition_table={target: target.decompose}, pre_dispatch=True)
+    values = (item.meta["val"].detach() for item in inputs)
+    graph = trace(*(v.requires_grad_(f) for v, f in zip(values, flows, strict=True))).graph
+    for made in _operators(graph):
+        for key in ("stack_trace", "nn_module_stack"):
+            made.meta[key] = node.meta.get(key)
+    return graph
+
+
+def _operators(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.op == "call_function")
