@@ -34,10 +34,12 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured, capture
+from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import prepare
 from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.verify import verify
 from autopar.plan import Plan
 
 MeshLike = Mesh | DeviceMesh | str
@@ -85,9 +87,9 @@ def capture_graph(
     """
     captured = capture(model, args, kwargs, loss_fn=options.loss_fn, known=options.table)
     trace("capture.txt", lambda: format_graph(captured.graph))
-    graph = prepare(
-        captured.graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph))
-    )
+    graph = verify(decompose_unknown(captured.graph, options.table))
+    trace("decompose_unknown.txt", lambda: format_graph(graph))
+    graph = prepare(graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)))
     return replace(captured, graph=graph)
 
 

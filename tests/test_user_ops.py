@@ -164,3 +164,18 @@ def test_an_own_rule_comes_before_the_one_that_is_there() -> None:
     plan = autopar.plan(model, MESH, example_inputs=x, rules=[whole])
     assert "@" not in str(plan.nodes["linear"])
     assert "@" in str(autopar.plan(model, MESH, example_inputs=x).nodes["linear"])
+
+
+class Safe(Gated):
+    """With an operator for which there is no rule, but a definition by operators that have one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.ops.aten._safe_softmax(self.up(x), -1)
+        return (self.down(weights) - x).square().mean()
+
+
+def test_an_operator_without_a_rule_is_split_by_its_definition() -> None:
+    assert "aten._safe_softmax" not in rules()
+    x = torch.randn(8, 4, 16, dtype=torch.float64)
+    plan = autopar.plan(Safe().double(), MESH, example_inputs=x, unknown_ops="error")
+    assert "@" in str(plan.nodes["_safe_softmax_softmax"])

@@ -28,7 +28,7 @@ _NEUTRAL = {
     "aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.mul.Scalar": 1, "aten.div.Scalar": 1,
     "aten.pow.Tensor_Scalar": 1,
 }  # fmt: skip
-_SPLITS = {
+SPLITS = {
     "aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes": 2, "aten.chunk": 2,
     "aten.unsafe_split.Tensor": 2, "aten.unsafe_split_with_sizes": 2, "aten.unsafe_chunk": 2,
     "aten.tensor_split.sections": 2, "aten.tensor_split.indices": 2,
@@ -172,7 +172,7 @@ def lower_splits(graph: Graph) -> Graph:
             if editor[part.name].types == node.types:
                 return part
             return replace(node, op="aten.expand", args=(part, node.type.shape), kwargs=())
-        if whole.op != "aten.unbind.int" and whole.op not in _SPLITS:
+        if whole.op != "aten.unbind.int" and whole.op not in SPLITS:
             return None
         if not isinstance(whole.args[0], Ref):
             return None
@@ -181,7 +181,7 @@ def lower_splits(graph: Graph) -> Graph:
             dim = dimension(argument(whole, 1, "dim"), len(source.shape))
             place = index % len(whole.types)
             return replace(node, op="aten.select.int", args=(whole.args[0], dim, place), kwargs=())
-        dim = dimension(argument(whole, _SPLITS[whole.op], "dim"), len(source.shape))
+        dim = dimension(argument(whole, SPLITS[whole.op], "dim"), len(source.shape))
         index %= len(whole.types)
         start = sum(kind.shape[dim] for kind in whole.types[:index])
         end = start + whole.types[index].shape[dim]
