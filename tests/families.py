@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import autopar
 from tests import models
 
 Batch = dict[str, Any]
@@ -88,16 +89,34 @@ def gemma() -> Made:
     return Exact(transformers.GemmaForCausalLM(config)), _tokens()
 
 
-def mixtral() -> Made:
+def mixtral(implementation: str = "batched_mm") -> Made:
     """A mixture of experts; the loss of the router is part of the loss."""
     config = transformers.MixtralConfig(
         **_sizes(
             num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
         ),
         output_router_logits=True,
-        experts_implementation="batched_mm",
+        experts_implementation=implementation,
     )
     return Exact(transformers.MixtralForCausalLM(config)), _tokens()
+
+
+def mixtral_grouped() -> Made:
+    """The same by an operator that transformers brings; see `OWN_RULES`."""
+    return mixtral("grouped_mm")
+
+
+# Rows come sorted by expert: all of them, and all experts, meet on every device.
+OWN_RULES = {
+    "mixtral_grouped": (
+        autopar.rule(
+            "transformers::grouped_mm_fallback",
+            "s! k, e! k n, e! -> s! n",
+            flops="2 out k",
+            examples=["f64[4, 6], f64[2, 6, 8], i64[2]<4"],
+        ),
+    )
+}
 
 
 def t5() -> Made:
@@ -442,6 +461,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "qwen3": qwen3,
     "gemma": gemma,
     "mixtral": mixtral,
+    "mixtral_grouped": mixtral_grouped,
     "t5": t5,
     "clip": clip,
     "resnet": resnet,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.intra_op.rules import rules
+from autopar.intra_op import legal
+from autopar.intra_op.table import table
 from autopar.ir.capture import Captured
-from tests.families import FAMILIES, make
+from tests.families import FAMILIES, OWN_RULES, make
 from tests.ranks import run_ranks
 
 # Slow devices on fast links: even small tensors are worth splitting.
@@ -23,7 +24,7 @@ SLOW = "toy[1GFLOP/s 64GiB 1GB/s]: "
 LINE, GRID = f"{SLOW}gpu=4 @10GB/s 1us", f"{SLOW}data=2 @10GB/s 1us, tensor=2 @10GB/s 1us"
 CLUSTER = "H100: node=2, gpu=8"
 LEARNING_RATE, MOMENTUM, STEPS, TOLERANCE = 0.05, 0.9, 3, 1e-9
-QUICK = ("t5", "mixtral", "clip", "wide_resnet", "unet", "gshard")
+QUICK = ("t5", "mixtral", "wide_resnet", "unet", "gshard", "dlrm")
 
 
 @dataclass(frozen=True)
@@ -70,68 +71,97 @@ def train_whole(name: str) -> Run:
 
 
 class Jobs:
-    """Models, captured once for all ranks, each with its plans for some meshes."""
+    """Models, captured once for all ranks."""
 
-    def __init__(self, names: list[str], meshes: tuple[str, ...]) -> None:
+    def __init__(self, names: list[str]) -> None:
         self.captured: dict[str, Captured] = {}
-        self.plans: dict[tuple[str, str], autopar.Plan] = {}
         compiler = importlib.import_module("autopar.compile")
-        options, nothing = compiler.Options(), compiler.Trace(None)
         for name in names:
             model, batch = make(name)
-            self.captured[name] = compiler.capture_graph(model, (), batch, options, nothing)
-            for mesh in meshes:
-                self.plans[name, mesh] = compiler.make_plan(
-                    self.captured[name].graph, autopar.Mesh.parse(mesh), options, nothing
-                )
+            options = compiler.Options(table=table(OWN_RULES.get(name, ())))
+            captured = compiler.capture_graph(model, (), batch, options, compiler.Trace(None))
+            self.captured[name] = captured
 
-    def train(self) -> dict[tuple[str, str], Run]:
+    def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
         compiler = importlib.import_module("autopar.compile")
         runs = {}
-        for (name, mesh), plan in self.plans.items():
+        for name, captured in self.captured.items():
             model, batch = make(name)
-            found = self.captured[name]
-            with patch.object(compiler, "capture_graph", lambda *_, found=found: found):
+            with patch.object(compiler, "capture_graph", lambda *_, found=captured: found):
                 program = autopar.compile(
-                    model, mesh, optimizer=sgd, plan=plan, example_inputs=batch
+                    model,
+                    mesh,
+                    optimizer=sgd,
+                    example_inputs=batch,
+                    rules=OWN_RULES.get(name, ()),
                 )
             torch.manual_seed(1)
             losses = [program.step(**batch).item() for _ in range(STEPS)]
-            runs[name, mesh] = Run(losses, program.state_dict(), program.source)
+            runs[name] = Run(losses, program.state_dict(), program.source)
         return runs
 
 
-def check(names: list[str], meshes: tuple[str, ...]) -> None:
+def check(jobs: Jobs, mesh: str) -> None:
     """Train the models in one process group, and judge every one of them."""
-    whole = {name: train_whole(name) for name in names}
-    ranks = run_ranks(Jobs(names, meshes).train)
+    ranks = run_ranks(jobs.train, mesh)
     wrong = {}
-    for name, mesh in ranks[0]:
-        runs = [rank[name, mesh] for rank in ranks]
-        error = max(max(run.errors(whole[name])) for run in runs)
+    for name in ranks[0]:
+        runs, whole = [rank[name] for rank in ranks], train_whole(name)
+        error = max(max(run.errors(whole)) for run in runs)
         if not error <= TOLERANCE:
-            wrong[name, mesh] = f"off by {error:.2g}"
+            wrong[name] = f"off by {error:.2g}"
         elif any(run.losses != runs[0].losses for run in runs):
-            wrong[name, mesh] = "the ranks report different losses"
+            wrong[name] = "the ranks report different losses"
         elif not re.search(r"mesh\.(all_reduce|reduce_scatter|all_gather|slice)\(", runs[0].source):
-            wrong[name, mesh] = "nothing is split"
-    assert not wrong, "\n".join(f"{where}: {fault}" for where, fault in wrong.items())
+            wrong[name] = "nothing is split"
+    assert not wrong, "\n".join(f"{name}: {fault}" for name, fault in wrong.items())
 
 
-def test_every_operator_has_a_rule() -> None:
-    """Of all models; those without one would be computed whole."""
-    table = set(rules())
-    for name, captured in Jobs(list(FAMILIES), ()).captured.items():
+@pytest.fixture(scope="module")
+def quick() -> Jobs:
+    return Jobs(list(QUICK))
+
+
+def judge_operators(jobs: Jobs) -> None:
+    """Every operator has a rule; one without would be computed whole."""
+    for name, captured in jobs.captured.items():
         used = {node.op for node in captured.graph.nodes if not node.is_leaf}
-        assert used <= table, name
+        assert used <= set(table(OWN_RULES.get(name, ()))), name
 
 
-def test_training() -> None:
-    check(list(QUICK), (GRID,))
+def test_every_operator_has_a_rule(quick: Jobs) -> None:
+    judge_operators(quick)
+
+
+def test_training(quick: Jobs) -> None:
+    check(quick, GRID)
+
+
+@pytest.fixture(scope="module")
+def full() -> Jobs:
+    return Jobs(list(FAMILIES))
+
+
+@pytest.mark.slow
+def test_every_operator_of_all_models_has_a_rule(full: Jobs) -> None:
+    judge_operators(full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cluster_is_planned(full: Jobs, name: str) -> None:
+    """On two levels of links; the plan is one that the rules allow."""
+    compiler = importlib.import_module("autopar.compile")
+    options, graph = (
+        compiler.Options(table=table(OWN_RULES.get(name, ()))),
+        full.captured[name].graph,
+    )
+    plan = compiler.make_plan(graph, autopar.Mesh.parse(CLUSTER), options, compiler.Trace(None))
+    legal.check(graph, plan, options.table)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [LINE, GRID])
-def test_training_of_all(mesh: str) -> None:
-    check(list(FAMILIES), (mesh,))
+def test_training_of_all(full: Jobs, mesh: str) -> None:
+    check(full, mesh)
