@@ -151,7 +151,8 @@ def plan(
     rules: Sequence[OpRule] = (),
 ) -> Plan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=table(rules))
+    known = table(rules, accelerator())
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=known)
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
@@ -201,8 +202,11 @@ def compile(
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
     """
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=table(rules))
-    program = Program(model, as_mesh(mesh), optimizer, plan, options, clip_norm)
+    made = as_mesh(mesh)
+    check_processes(made)  # and this process has a device of its own
+    known = table(rules, accelerator())
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=known)
+    program = Program(model, made, optimizer, plan, options, clip_norm)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
@@ -398,6 +402,11 @@ def local_device() -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def accelerator() -> torch.device | None:
+    """This process's GPU, None without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def check_processes(mesh: Mesh) -> None:

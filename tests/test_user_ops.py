@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import PlanError, RuleError, UnknownOperatorError
 from autopar.intra_op.rules import rules
+from autopar.intra_op.table import table
 from autopar.plan import Plan
 from tests.ranks import run_ranks
 
@@ -39,6 +40,12 @@ def gate_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 gate.register_autograd(
     gate_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
+
+
+@torch.library.custom_op("userops::gpu_only", mutates_args=(), device_types="cuda")
+def gpu_only(x: Tensor) -> Tensor:
+    """What a kernel of one's own is like."""
+    return x * 2
 
 
 class Gated(nn.Module):
@@ -149,6 +156,31 @@ def test_a_wrong_rule_is_refused_by_name(says: str, rule: Any) -> None:
     assert says in str(raised.value)
     with pytest.raises(RuleError):
         autopar.compile(model, "cpu: x=1", rules=[rule])
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+def test_a_rule_is_proved_in_the_dtype_of_its_examples(dtype: str) -> None:
+    example = f"{dtype}[4, 6, 8], {dtype}[8]"
+    own = table([autopar.rule("userops::gate", "b s h, h -> b s h", examples=[example])])
+    assert own["userops.gate"].examples == (example,)
+    with pytest.raises(RuleError, match="wrong"):
+        table([claim("b s h, h! -> b s h!", example, linear=True)])
+
+
+ON_GPU = autopar.rule("userops::gpu_only", "... -> ...", examples=["const f64[4, 6]"])
+
+
+def test_an_operator_for_gpus_only_cannot_be_proved_without_one() -> None:
+    with pytest.raises(RuleError, match=r"cannot run userops\.gpu_only"):
+        table([ON_GPU])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_operator_for_gpus_only_is_proved_on_one() -> None:
+    assert "userops.gpu_only" in table([ON_GPU], torch.device("cuda"))
+    wrong = autopar.rule("userops::gpu_only", "a b -> b a", examples=["const f64[6, 6]"])
+    with pytest.raises(RuleError, match="wrong"):
+        table([wrong], torch.device("cuda"))
 
 
 def test_two_rules_for_one_operator_are_refused() -> None:

@@ -46,6 +46,9 @@ SAMPLES = (
 def discover(op: str, examples: Sequence[str] = ()) -> OpRule:
     """A proved rule for an operator.
 
+    The operator is run on operands that may not fit one another, as a user might call it; a kernel
+    that reads them without a look ends the process.
+
     Args:
         op: its name, "aten.mm" or "mylib::op".
         examples: argument lists as of `OpRule.examples`; by default those `SAMPLES` that it takes.
@@ -150,7 +153,7 @@ def _common(cases: list[Case], found: list[Groups]) -> Groups:
     telling = [
         set(groups)
         for case, groups in zip(cases, found, strict=True)
-        if all(result.is_floating_point() for result in case.results)
+        if all(kind.floating for kind in case.node.types)
     ]
     return tuple(sorted(set.intersection(*telling))) if telling else ()
 
@@ -224,7 +227,7 @@ def _divides(case: Case, factor: Factor) -> bool:
 def _contraction(case: Case, choice: tuple[Position, ...]) -> Factor | None:
     """A sum of parts under which other operands are added once."""
     split = {i for i, _ in choice}
-    rest = [i for i, t in enumerate(case.operands) if i not in split and t.is_floating_point()]
+    rest = [i for i, kind in enumerate(case.types) if i not in split and kind.floating]
     summed: tuple[int | None, ...] = (None,) * len(case.results)
     for count in range(1, len(rest) + 1):
         for added in itertools.combinations(rest, count):
@@ -249,7 +252,8 @@ def _run_halves(
     for i, dim in choice:
         values[i] = [half.clone() for half in values[i][0].tensor_split(2, dim)]
     for i in added:
-        part = torch.randn(values[i][0].shape, generator=case.generator).to(values[i][0])
+        like = values[i][0]
+        part = torch.randn(like.shape, dtype=like.dtype, generator=case.generator)
         values[i] = [part, values[i][0] - part]
     split = tuple(("x",) if d == place else () for d in range(len(case.node.type.shape)))
     extents = [lambda size, _: (size + 1) // 2, lambda size, _: size // 2]
@@ -309,12 +313,8 @@ def _same(case: Case, one: Tensor, other: Tensor) -> bool:
 
 def _linear(case: Case) -> Groups:
     """The largest sets of operands in which the results are jointly linear."""
-    floating = [
-        i
-        for i, tensor in enumerate(case.operands)
-        if tensor.is_floating_point() and i not in case.written
-    ]
-    if not all(result.is_floating_point() for result in case.results):
+    floating = [i for i, t in enumerate(case.types) if t.floating and i not in case.written]
+    if not all(kind.floating for kind in case.node.types):
         return ()
     found: list[tuple[int, ...]] = []
     for count in range(len(floating), 0, -1):

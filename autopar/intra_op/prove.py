@@ -19,6 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,10 +37,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.text import parse_graph
 
-_OPERAND = re.compile(r"(const )?((?:bool|[cfiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
+_OPERAND = re.compile(r"(const )?((?:bool|b?[cfiu]\d+)\[[\d, ]*\])(?:([<>])(\d+))?")
+Device = torch.device | str
 _UNDETERMINED = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty")
-# Relative to the largest element; the second where an example has operands in f32.
-_TOLERANCE, _SINGLE = 1e-9, 1e-4
+# Relative to the largest element, by the coarsest floating operand of an example.
+_TOLERANCE = {"f64": 1e-9, "f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Report:
         return f"{self.op}: {self.strategies} strategies, {verdict}"
 
 
-def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
+def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "cpu") -> Report:
     """Run a rule's examples under every strategy, on one axis of each size and on two axes.
 
     Operators that draw random numbers, or leave memory as it is, are compared by shape only.
@@ -100,8 +102,9 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
     """
-    with torch.random.fork_rng(devices=[]):
-        return _report(rule, [read_example(rule, text) for text in rule.examples], mesh_sizes)
+    with _own_randomness(device):
+        cases = [read_example(rule, text, device) for text in rule.examples]
+        return _report(rule, cases, mesh_sizes)
 
 
 def prove_node(
@@ -182,13 +185,13 @@ class Case:
         if self.node.op != "getitem":
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 given = dict(zip(self.node.inputs, values, strict=True))
-                execute(self.node, given, torch.device("cpu"))
+                execute(self.node, given, _device(values))
         pairs = enumerate(zip(values, self.operands, strict=True))
         return frozenset(i for i, (after, before) in pairs if not after.equal(before))
 
     @property
     def _tolerance(self) -> float:
-        return _SINGLE if any(kind.dtype == "f32" for kind in self.types) else _TOLERANCE
+        return max(_TOLERANCE.get(dtype, 0.0) for dtype in ("f64", *(t.dtype for t in self.types)))
 
     def failure(self, strategy: Strategy, mesh: Mesh) -> Failure | None:
         """What is wrong with one strategy; the worst difference, if there is any."""
@@ -245,7 +248,7 @@ class Case:
         ]
 
 
-def read_example(rule: OpRule, example: str) -> Case:
+def read_example(rule: OpRule, example: str, device: Device = "cpu") -> Case:
     """Read one example and run it; the rule is not looked at but for its operator's name.
 
     Raises:
@@ -257,7 +260,7 @@ def read_example(rule: OpRule, example: str) -> Case:
     def operand(match: re.Match[str]) -> str:
         constant, text, relation, bound = match.groups()
         value = _draw(TensorType.parse(text), relation, int(bound or 0), generator)
-        operands.append(value.requires_grad_(_flows(value) and not constant))
+        operands.append(value.to(device).requires_grad_(_flows(value) and not constant))
         return f"%x{len(operands) - 1}"
 
     text = f"graph 'example'\n%y = {rule.op}({_OPERAND.sub(operand, example)}) : ()"
@@ -267,8 +270,19 @@ def read_example(rule: OpRule, example: str) -> Case:
         raise RuleError(
             f"cannot read an example of {rule.op}", where=example, why=error.why
         ) from error
-    with torch.random.fork_rng(devices=[]):
+    with _own_randomness(device):
         return _case(rule, node, operands, example, generator)
+
+
+def _own_randomness(device: Device) -> AbstractContextManager[None]:
+    """A block whose random numbers leave the caller's generators as they are."""
+    at = torch.device(device)
+    return torch.random.fork_rng([] if at.type == "cpu" else [at])
+
+
+def _device(operands: Sequence[Tensor]) -> torch.device:
+    """Where an operator on these operands runs."""
+    return next((operand.device for operand in operands), torch.device("cpu"))
 
 
 def _case(
@@ -330,8 +344,8 @@ def _numbers(value: Tensor) -> Tensor:
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Random numbers of the shape and dtype of `like`."""
     if _flows(like):
-        return torch.randn(like.shape, dtype=like.dtype, generator=generator)
-    return torch.randint(0, 9, like.shape, generator=generator).to(like.dtype)
+        return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
+    return torch.randint(0, 9, like.shape, generator=generator).to(like)
 
 
 def _run(
@@ -345,7 +359,7 @@ def _run(
     values: dict[str, Any] = dict(zip(node.inputs, copies, strict=True))
     if node.op == "getitem":
         values = {name: (value,) for name, value in values.items()}
-    value = execute(node, values, torch.device("cpu"))
+    value = execute(node, values, _device(copies))
     results = [value] if isinstance(value, Tensor) else list(value)
     gradients: list[Tensor | None] = [None] * len(copies)
     if forward_only:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.intra_op.prove import prove
 from autopar.intra_op.rule import OpRule, collect
 from autopar.intra_op.rules import rules
 
 
-def table(own: Sequence[OpRule] = ()) -> dict[str, OpRule]:
+def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dict[str, OpRule]:
     """All rules by operator; the user's own, proved here, come before those that are found.
+
+    They are proved on the CPU, or on `device` if there is no such operator for the CPU.
 
     Raises:
         RuleError: one of them is no rule, has no example, cannot be run or is wrong, or two are for
@@ -20,18 +24,23 @@ def table(own: Sequence[OpRule] = ()) -> dict[str, OpRule]:
     for item in own:
         if not isinstance(item, OpRule):
             raise RuleError(f"{item!r} is no rule", todo="make it with autopar.rule(...)")
-        _check(item)
+        _check(item, device)
     return {**rules(), **collect(own)}
 
 
-def _check(item: OpRule) -> None:
+def _check(item: OpRule, device: torch.device | None) -> None:
     if not item.examples:
         raise RuleError(
             f"the rule of {item.op} has no example",
             why="a rule is proved before it is used",
             todo='give it some, e.g. examples=["f64[4, 6], f64[6]"], with sizes that can be split',
         )
-    report = prove(item)
+    try:
+        report = prove(item)
+    except RuleError:
+        if device is None or device.type == "cpu":
+            raise
+        report = prove(item, device=device)
     if not report.proved:
         raise RuleError(
             f"the rule {item.spec!r} of {item.op} is wrong"

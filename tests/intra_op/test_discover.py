@@ -37,6 +37,7 @@ EXAMPLES = {
     "aten.reshape": ("f64[4, 6, 8], (4, 48)",),
     "aten.expand": ("f64[4, 1], (6, 4, 8)",),
     "aten.zeros": ("(4, 6)",),
+    "aten.view_as_real": ("c128[4, 6]",),
     "aten.scaled_dot_product_attention": (HEADS,),
     "aten.conv2d": ("f64[2, 4, 4, 3], f64[6, 4, 2, 2], f64[6], (2, 1), (1, 0)",),
 }
