@@ -18,8 +18,9 @@ from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import RULES, own_rules
 from autopar.errors import RuleError
 from autopar.intra_op.audit import audit
+from autopar.intra_op.case import Failure
 from autopar.intra_op.discover import discover, source
-from autopar.intra_op.prove import Failure, Report, prove
+from autopar.intra_op.prove import Report, prove
 from autopar.intra_op.reference import entry, page
 from autopar.intra_op.rule import OpRule, collect, graph_name
 from autopar.intra_op.rules import families

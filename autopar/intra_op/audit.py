@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.intra_op.prove import Case, prove, read_example
+from autopar.intra_op.case import Case, read_example
+from autopar.intra_op.prove import prove
 from autopar.intra_op.rule import OpRule, written
 from autopar.intra_op.strategy import strategies
 from autopar.ir.mesh import Mesh

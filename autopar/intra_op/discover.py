@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.intra_op.prove import Case, prove, read_example
+from autopar.intra_op.case import Case, read_example
+from autopar.intra_op.prove import prove
 from autopar.intra_op.rule import Groups, OpRule, graph_name, resolve
 from autopar.intra_op.strategy import strategies
 from autopar.intra_op.terms import Factor, Position, Terms, write

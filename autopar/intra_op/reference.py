@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
-from autopar.intra_op.prove import read_example
+from autopar.intra_op.case import read_example
 from autopar.intra_op.rule import Groups, OpRule, resolve, written
 
 _HEAD = """# Sharding rules

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
+from autopar.intra_op.case import read_example
 from autopar.intra_op.discover import discover, source
-from autopar.intra_op.prove import prove, read_example
+from autopar.intra_op.prove import prove
 from autopar.intra_op.rule import OpRule, Signature, resolve, rule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies

@@ -38,6 +38,7 @@ def test_every_rule_is_proved_on_its_examples(op: str) -> None:
     assert report.proved, str(report)
 
 
+IN_PLACE = rule("aten.add_.Tensor", "a, a -> a", examples=("i64[4], i64[4]",))
 LINEAR = "f64[4, 6], f64[8, 6], f64[8]"
 WRONG = {
     "exp is not linear": rule("aten.exp", "... -> ...", linear=True, examples=("f64[4, 6]",)),
@@ -103,6 +104,14 @@ def test_a_layout_that_is_wrong_backwards_only_is_caught(monkeypatch: pytest.Mon
     report = prove(RULES["aten.linear"])
     assert {f.value for f in report.failures} >= {f"gradient of operand {i}" for i in range(3)}
     assert all(failure.value.startswith("gradient") for failure in report.failures)
+
+
+def test_what_is_written_into_must_be_whole() -> None:
+    """Every device holds the whole of a buffer, and would write into a slice that is dropped."""
+    report = prove(IN_PLACE)
+    assert {failure.strategy for failure in report.failures} >= {"a@x"}
+    assert all("written into" in failure.value for failure in report.failures)
+    assert prove(replace(IN_PLACE, spec="a!, a! -> a!")).proved
 
 
 def test_random_operators_are_compared_by_shape() -> None:
