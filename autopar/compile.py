@@ -15,17 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen import folder
-from autopar.codegen.collectives import mesh_of
 from autopar.codegen.emit import emit
-from autopar.codegen.executor import Executor, OptimizerFactory
+from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
-from autopar.codegen.runtime import Runtime, from_first_rank, same_on_all_ranks
+from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.processes import (
+    MeshLike,
+    accelerator,
+    as_mesh,
+    check_processes,
+    from_first_rank,
+    local_device,
+    same_on_all_ranks,
+)
+from autopar.codegen.runtime import Runtime
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
-from autopar.errors import BatchError, MeshError, ProgramError
+from autopar.errors import BatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.polish import polish
@@ -41,8 +49,6 @@ from autopar.ir.passes import prepare
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
-
-MeshLike = Mesh | DeviceMesh | str
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,18 @@ class Trace:
         """Keep one value, headed by what made it."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
         file = self.folder / f"{self.count:02}_{name}"
         head = "" if file.suffix == ".json" else f"# Constructed by {file.stem[3:]}\n"
-        file.write_text(head + text(), encoding="utf-8")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(head + text(), encoding="utf-8")
+        except OSError as error:
+            raise ProgramError(
+                f"cannot write the trace to {self.folder}",
+                why=str(error),
+                todo="name a folder that can be written",
+            ) from error
 
 
 def capture_graph(
@@ -378,57 +391,6 @@ class Program:
         return from_first_rank(write)
 
 
-def as_mesh(mesh: MeshLike) -> Mesh:
-    """A mesh from any of its three forms.
-
-    Raises:
-        MeshError: text that is no mesh, or a DeviceMesh without axis names.
-        UnknownDeviceError: the DeviceMesh's device is not in devices.toml.
-    """
-    if isinstance(mesh, str):
-        return Mesh.parse(mesh)
-    if isinstance(mesh, DeviceMesh):
-        return mesh_of(mesh, device_name(mesh.device_type))
-    return mesh
-
-
-def device_name(kind: str) -> str:
-    """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
-    return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
-
-
-def local_device() -> torch.device:
-    """Where this process computes: its GPU under nccl, else the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def accelerator() -> torch.device | None:
-    """This process's GPU, None without one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def check_processes(mesh: Mesh) -> None:
-    """Join torchrun's process group if there is none; MeshError unless it has the mesh's size."""
-    if not dist.is_initialized() and mesh.size > 1:
-        if not dist.is_torchelastic_launched():
-            raise MeshError(
-                f"mesh {str(mesh)!r} has {mesh.size} devices",
-                why="this is one process without a process group",
-                todo=f"start it with `torchrun --nproc-per-node {mesh.size}`; "
-                "autopar.plan needs no processes",
-            )
-        folder.join_process_group()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != mesh.size:
-        raise MeshError(
-            f"mesh {str(mesh)!r} has {mesh.size} devices",
-            why=f"there are {world} processes",
-            todo=f"start {mesh.size} processes or write a mesh of {world}",
-        )
-
-
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of an example batch."""
     if isinstance(example_inputs, Mapping):
@@ -436,17 +398,6 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
-
-
-def state_bytes(optimizer: OptimizerFactory) -> float:
-    """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements."""
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    made = optimizer([parameter])
-    parameter.grad = torch.zeros_like(parameter)
-    made.step()
-    held = made.state[parameter].values()
-    total = sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.ndim)
-    return total / (parameter.numel() * parameter.element_size())
 
 
 def _parameters(model: nn.Module, captured: Captured) -> dict[str, Tensor]:

@@ -117,8 +117,9 @@ def test_an_unknown_device_is_named_with_those_that_are_near(call: Callable[[str
 
 
 @pytest.mark.parametrize("text", ["", "H100", "H100:", "H100: gpu", "H100: gpu=0", "H100: gpu=-4",
-                                  "H100: gpu=4, gpu=2", "gpu=4", "H100: gpu=4 @fast"])  # fmt: skip
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+                                  "H100: gpu=4, gpu=2", "gpu=4", "H100: gpu=4 @fast",
+                                  None, 4])  # fmt: skip
+def test_what_is_no_mesh_is_refused(text: Any) -> None:
     error = refused(MeshError, lambda: planned(text))
     assert error.todo or error.why
 
@@ -146,6 +147,22 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_trained(
     for name, value in program.state_dict().items():
         assert torch.equal(value, before[name])
     assert program.step(**BATCH).isfinite()  # it goes on
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.LBFGS, torch.optim.SGD([nn.Parameter(torch.ones(1))])]
+)
+def test_what_makes_no_steps_is_no_optimizer(optimizer: Any) -> None:
+    error = refused(ProgramError, lambda: planned(optimizer=optimizer))
+    assert "optimizer" in error.what
+    assert "closure" in error.todo
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here already")
+    error = refused(ProgramError, lambda: planned(trace=tmp_path / "file"))
+    assert str(tmp_path / "file") in error.what
+    assert (tmp_path / "file").read_text() == "here already"
 
 
 @pytest.mark.parametrize("batch", [{}, {"y": torch.randn(8, 16)}, {**BATCH, "y": torch.ones(1)}])

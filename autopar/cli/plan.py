@@ -10,7 +10,8 @@ import click
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
 from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
-from autopar.compile import Options, as_mesh, make_plan
+from autopar.codegen.processes import as_mesh
+from autopar.compile import Options, make_plan
 from autopar.cost.device import device
 from autopar.errors import PlanError, ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary

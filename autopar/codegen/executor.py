@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from autopar.codegen.failure import Watch
+from autopar.codegen.optimizer import OptimizerFactory
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime
 from autopar.codegen.state import State
@@ -19,7 +19,6 @@ from autopar.errors import BatchError, ProgramError, StateError
 from autopar.ir.interpret import tensor_type
 from autopar.ir.tensor import Layout
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 # Their update of one element depends on others: on a shard it would not be the whole tensor's.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 # Batches are compared between ranks in the first steps only: it waits for the device.

@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from autopar.codegen.executor import Executor, OptimizerFactory
+from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
+from autopar.codegen.optimizer import OptimizerFactory
 from autopar.codegen.runtime import Runtime
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh

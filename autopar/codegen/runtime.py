@@ -6,21 +6,16 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.random import Random
 from autopar.codegen.state import Parameter, Piece
-from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-
-Value = TypeVar("Value")
 
 
 class Runtime(Communicator):
@@ -67,35 +62,6 @@ class Runtime(Communicator):
         return self.random.attention(
             q, k, v, mask, p, is_causal=is_causal, scale=scale, layout=layout
         )
-
-
-def from_first_rank(make: Callable[[], Value]) -> Value:
-    """What `make` returns on the first rank, on every rank; it runs there alone.
-
-    Raises:
-        AutoparError: the one that `make` raised, on every rank.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return make()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [make()]
-        except AutoparError as error:
-            box = [error]
-    dist.broadcast_object_list(box)
-    if isinstance(box[0], AutoparError):
-        raise box[0]
-    return cast(Value, box[0])
-
-
-def same_on_all_ranks(text: str) -> bool:
-    """Whether every rank says the same."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return len(set(texts)) == 1
 
 
 def stored(

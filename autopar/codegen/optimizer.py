@@ -1,0 +1,36 @@
+"""Optimizers as users pass them: any function that makes a torch optimizer of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.errors import ProgramError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def state_bytes(optimizer: OptimizerFactory) -> float:
+    """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements.
+
+    Raises:
+        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+    """
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        made = optimizer([parameter])
+        made.step()
+    except Exception as error:  # a factory is the user's code and may raise anything
+        raise ProgramError(
+            f"cannot make a step with the optimizer {getattr(optimizer, '__name__', optimizer)}",
+            why=f"on one parameter of 16 elements: {type(error).__name__}: {error}",
+            todo="pass a function of parameters that returns a torch optimizer whose step needs no "
+            "closure, functools.partial(torch.optim.AdamW, lr=3e-4)",
+        ) from error
+    held = made.state[parameter].values()
+    total = sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.ndim)
+    return total / (parameter.numel() * parameter.element_size())

@@ -1,0 +1,103 @@
+"""The processes that run a program: the mesh they form, where each computes, what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.codegen.collectives import mesh_of
+from autopar.codegen.folder import join_process_group
+from autopar.errors import AutoparError, MeshError
+from autopar.ir.mesh import Mesh
+
+MeshLike = Mesh | DeviceMesh | str
+Value = TypeVar("Value")
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """A mesh from any of its three forms.
+
+    Raises:
+        MeshError: text that is no mesh, a DeviceMesh without axis names, or none of the three.
+        UnknownDeviceError: the DeviceMesh's device is not in devices.toml.
+    """
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if isinstance(mesh, DeviceMesh):
+        return mesh_of(mesh, device_name(mesh.device_type))
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{mesh!r} is no mesh",
+            todo='pass a torch DeviceMesh, an autopar.Mesh or its text, "H100: node=2, gpu=8"',
+        )
+    return mesh
+
+
+def device_name(kind: str) -> str:
+    """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
+    return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+
+
+def local_device() -> torch.device:
+    """Where this process computes: its GPU under nccl, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def accelerator() -> torch.device | None:
+    """This process's GPU, None without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Join torchrun's process group if there is none; MeshError unless it has the mesh's size."""
+    if not dist.is_initialized() and mesh.size > 1:
+        if not dist.is_torchelastic_launched():
+            raise MeshError(
+                f"mesh {str(mesh)!r} has {mesh.size} devices",
+                why="this is one process without a process group",
+                todo=f"start it with `torchrun --nproc-per-node {mesh.size}`; "
+                "autopar.plan needs no processes",
+            )
+        join_process_group()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.size:
+        raise MeshError(
+            f"mesh {str(mesh)!r} has {mesh.size} devices",
+            why=f"there are {world} processes",
+            todo=f"start {mesh.size} processes or write a mesh of {world}",
+        )
+
+
+def from_first_rank(make: Callable[[], Value]) -> Value:
+    """What `make` returns on the first rank, on every rank; it runs there alone.
+
+    Raises:
+        AutoparError: the one that `make` raised, on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [make()]
+        except AutoparError as error:
+            box = [error]
+    dist.broadcast_object_list(box)
+    if isinstance(box[0], AutoparError):
+        raise box[0]
+    return cast(Value, box[0])
+
+
+def same_on_all_ranks(text: str) -> bool:
+    """Whether every rank says the same."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return len(set(texts)) == 1
