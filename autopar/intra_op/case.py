@@ -206,10 +206,22 @@ def read_node(rule: OpRule, graph: Graph, node: Node) -> Case:
         kind = replace(source.type, dtype="f64") if source.type.floating else source.type
         grad = source.requires_grad and node.requires_grad
         operands.append(_draw(kind, None, 0, generator).requires_grad_(grad and kind.floating))
+    return read_call(rule, node, operands)
+
+
+def read_call(rule: OpRule, node: Node, operands: Sequence[Tensor]) -> Case:
+    """A node of a graph, run on these operands, in the order in which it reads them.
+
+    Those that ask for a gradient get one.
+
+    Raises:
+        RuleError: torch refuses the node.
+    """
     numbers = itertools.count()
     node = node.map_refs(lambda _: Ref(f"x{next(numbers)}"))
     with own_randomness("cpu"):
-        return _case(rule, node, operands, str(node.source), generator)
+        generator = torch.Generator().manual_seed(0)
+        return _case(rule, node, list(operands), str(node.source), generator)
 
 
 def own_randomness(device: Device) -> AbstractContextManager[None]:
