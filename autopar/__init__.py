@@ -2,7 +2,8 @@
 
 from autopar.compile import Program, compile, plan
 from autopar.intra_op.rule import OpRule, rule
+from autopar.ir.annotation import shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 
-__all__ = ["Mesh", "OpRule", "Plan", "Program", "compile", "plan", "rule"]
+__all__ = ["Mesh", "OpRule", "Plan", "Program", "compile", "plan", "rule", "shard"]

@@ -69,6 +69,10 @@ class CaptureError(AutoparError):
     """torch.export cannot trace the model; names the user's line and what to change."""
 
 
+class AnnotationError(AutoparError):
+    """An `autopar.shard` that cannot be obeyed; names the user's line."""
+
+
 class UnknownOperatorError(AutoparError):
     """An operator without a sharding rule, where `unknown_ops="error"` refuses it."""
 

@@ -31,6 +31,8 @@ RESERVED = (
     "stored",
     "Piece",
 )
+# What stands for a layout of its own and computes nothing.
+IDENTITIES = ("autopar.share", "autopar.shard")
 _WORDS = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "cross_entropy",
@@ -139,7 +141,7 @@ class Scope:
         self._uses: dict[str, int] = {}
         self._source = Source()
         nodes = tuple(nodes)
-        self._assigned = _assigned([node for node in nodes if node.op != "autopar.share"])
+        self._assigned = _assigned([node for node in nodes if node.op not in IDENTITIES])
         for name in (*(n for node in nodes for n in node.inputs), *results):
             self._uses[name] = self._uses.get(name, 0) + 1
 
@@ -227,7 +229,7 @@ class Scope:
 
     def add(self, node: Node) -> None:
         """Write one operator."""
-        if node.op == "autopar.share":
+        if node.op in IDENTITIES:
             self._share(node)
             return
         planned = self.printer.planned(node.name)
@@ -259,7 +261,9 @@ class Scope:
         planned = self.printer.planned(node.name)
         value, tensor = node.inputs[0], node.type
         (_, into), (_, out) = planned.operands[0], planned.results[0]
-        before = self._look_up(value).variable
+        before, found = self._look_up(value).variable, self._look_up(value).layout
+        if node.op == "autopar.shard" and found != into:
+            self._cite(node.source)
         variable = self.operand(value, into)
         steps = self._steps(value, tensor, into, out)
         if variable == before and variable.isidentifier() and not steps:
@@ -316,7 +320,7 @@ class Scope:
             parts = [part for part in node.target.split(".") if not part.isdigit()]
             start = node.keyword("start")
             return "_".join(parts[-2:]) + (f"_{start}" if start is not None else "")
-        if node.op == "autopar.share":
+        if node.op in IDENTITIES:
             return self.wish(self.printer.graph[node.inputs[0]])
         module = node.source.module.rpartition(".")[2]
         if node.op in _NAMED_AFTER_MODULE and module.isidentifier():

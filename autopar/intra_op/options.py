@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.errors import AnnotationError
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import strategies
+from autopar.ir.annotation import Annotation
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -76,18 +78,38 @@ def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Op
             yield Option(label, (keep,), (use,), 1.0, stored=keep)
 
 
+def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
+    """The choices of an `autopar.shard`: the layouts that it allows.
+
+    Raises:
+        AnnotationError: it cannot be read or does not fit; names the user's line.
+    """
+    shape, text = node.type.shape, str(node.args[1])
+    try:
+        found = tuple(Annotation.parse(text, shape).layouts(shape, mesh))
+    except AnnotationError as error:
+        error.where = str(node.source)
+        raise
+    return tuple(Option(layout.format(shape), (layout,), (layout,), 1.0) for layout in found)
+
+
 def node_options(
     graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule]
 ) -> tuple[tuple[Option, ...], Signature | None]:
     """The choices of one node that is no parameter, and its signature where it has a rule.
 
-    Running it whole comes first. It is the only choice of inputs, buffers and operators without a
-    rule.
+    An annotation has its operand's rule, and of the layouts those that it allows.
+
+    Of others, running it whole comes first. It is the only choice of inputs, buffers and operators
+    without a rule.
     """
-    rule = table.get(node.op)
+    annotated = node.op == "autopar.shard"
+    rule = table.get("autopar.share" if annotated else node.op)
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)
+    if annotated:
+        return annotated_options(node, mesh), signature
     options = tuple(
         Option(str(s), s.operands, s.results, s.share(signature.sizes, mesh))
         for s in strategies(signature, mesh)

@@ -5,7 +5,8 @@ knows ("input_ids", "transformer.wte.weight"). A `param` may be a piece of a par
 one dimension (`dim=1, start=0, length=768`), so that the parts of a fused projection shard on
 their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
-(the identity, see passes.py) and `autopar.detach`.
+(the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
+annotation.py) and `autopar.detach`.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def execute(node: Node, results: Mapping[str, Any], device: torch.device) -> Any
     kwargs = {key: _materialise(value, results) for key, value in node.kwargs}
     if node.op == "getitem":
         return args[0][args[1]]
-    if node.op == "autopar.share":
+    if node.op in ("autopar.share", "autopar.shard"):
         return args[0]
     if node.op == "autopar.detach":
         return args[0].detach()

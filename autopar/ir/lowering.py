@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage, fx
 from torch._ops import OpOverload
 
-from autopar.errors import CaptureError
+from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir import composite, writes
 from autopar.ir.graph import Arg, Name, Node, Ref, Source
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
@@ -81,7 +81,7 @@ class Lowering:
             if node.op == "call_function":
                 try:
                     self._step(node, grad)
-                except CaptureError as error:
+                except AutoparError as error:
                     error.where = error.where or str(source_of(node))
                     raise
 
@@ -125,6 +125,8 @@ class Lowering:
             self._same[node] = first
             shared = self._sharing[first.meta["val"].untyped_storage()]
             self._sharing[value.untyped_storage()] = shared
+        elif op == "autopar.shard.default":
+            self._annotate(node, grad)
         elif writes.writes_out(node):
             made, copy = writes.without_out(node)
             self._step(made, grad)
@@ -179,6 +181,16 @@ class Lowering:
             op = writes.functional_name(op)
         self._with_grad[node] = grad
         self._set(node, self._add(node, node.name, op, args, kwargs, grad=grad))
+
+    def _annotate(self, node: fx.Node, grad: bool) -> None:
+        """An annotation stays whole; AnnotationError if nobody reads its result."""
+        if not node.users:
+            raise AnnotationError(
+                "the result of autopar.shard is not used",
+                why="an annotation is obeyed where its result is read",
+                todo="write x = autopar.shard(x, ...)",
+            )
+        self._compute(node, grad)
 
     def _set(self, node: fx.Node, value: Ref) -> None:
         self._values[node] = value

@@ -1,0 +1,148 @@
+"""Annotations: layouts that a model's own code asks for, after GSPMD (arXiv:2105.04663, section 3).
+
+    x = autopar.shard(x, "[b@data, s, h]")
+
+Outside autopar `shard` gives `x` itself. When a model is captured it stays in the graph as an
+operator `autopar.shard`: the identity, which the planner holds in the layout that is written, the
+value and its gradient alike. See `shard` for the notation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AnnotationError, LayoutError, MeshError
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+_LIBRARY = torch.library.Library("autopar", "DEF")
+# The result shares its operand's storage, as that of a view does, so that a write into one of them
+# is a write into the other, as it is outside autopar. A composite of an operator with shapes and a
+# derivative needs none of its own.
+_LIBRARY.define("shard(Tensor(a) x, str layout) -> Tensor(a)")
+_LIBRARY.impl("shard", lambda x, layout: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
+
+
+def shard(x: Tensor, layout: str) -> Tensor:
+    """`x`, which autopar will hold in `layout`; to be used inside a model's forward.
+
+    `layout` has an entry for each dimension, "[b@data, s, ?]":
+
+        b@data      split over the mesh axis data, b@data@tensor over both, data outermost
+        s           not split; the word is free, a number must be the dimension's size
+        ?           left open: the planner may split it over axes that the annotation does not name
+        ?@data      split over data, and inside that perhaps over others
+
+    The gradient is held in the same layout. Behind the bracket may stand "+sum(axis)" for a value
+    that is owed a sum along an axis, and "-sum(axis)" for a gradient that is.
+
+    The annotation is obeyed where the result is read, not where `x` itself is. Outside autopar, in
+    eager mode and under torch.compile, the result is `x` itself and nothing is done or checked.
+
+    Returns:
+        `x`. When the model is captured the errors of `Annotation.layouts` are raised for a layout
+        that does not fit.
+    """
+    if not torch.compiler.is_exporting():
+        return x
+    marked: Tensor = torch.ops.autopar.shard(x, layout)
+    return marked
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """An annotation, read for a tensor of some shape.
+
+    Attributes:
+        layout: what is fixed.
+        open: dimensions that may be split over further axes.
+    """
+
+    layout: Layout
+    open: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, shape: tuple[int, ...]) -> Annotation:
+        """Read "[b@data, ?, 64] -sum(tensor)" for a tensor of `shape`.
+
+        Raises:
+            AnnotationError: it cannot be read, has another number of dimensions or another size, or
+                names an axis twice.
+        """
+        match = re.fullmatch(r"\s*\[([^\]]*)\](.*)", text)
+        if match is None:
+            raise _unreadable(text)
+        entries = [entry.strip() for entry in match[1].split(",") if entry.strip()]
+        if len(entries) != len(shape):
+            raise AnnotationError(
+                f"the annotation {text!r} has {len(entries)} dimensions, the value {len(shape)}",
+                why=f"the value's shape is {list(shape)}",
+                todo="write one entry for each dimension",
+            )
+        words = [re.fullmatch(r"(\?|\w+)\s*((?:@.*)?)", entry) for entry in entries]
+        sized = []
+        for word, size in zip(words, shape, strict=True):
+            if word is None:
+                raise _unreadable(text)
+            if word[1].isdigit() and int(word[1]) != size:
+                raise AnnotationError(
+                    f"the annotation {text!r} says {word[1]} of a dimension of size {size}",
+                    why=f"the value's shape is {list(shape)}",
+                    todo="write a letter in its place, or another dimension",
+                )
+            sized.append(f"{size}{word[2]}")
+        try:
+            _, layout = Layout.parse(f"[{', '.join(sized)}]{match[2]}")
+        except LayoutError as error:
+            if "twice" in error.what:
+                raise AnnotationError(
+                    f"the annotation {text!r} names an axis twice",
+                    why="an axis splits one dimension at most",
+                    todo="leave one of them out",
+                ) from None
+            raise _unreadable(text) from None
+        return cls(layout, tuple(i for i, word in enumerate(words) if word and word[1] == "?"))
+
+    def layouts(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Layout]:
+        """Every layout on a mesh that agrees with the annotation; axes of one device are left out.
+
+        Raises:
+            AnnotationError: the mesh has no such axis, or a dimension has too few elements.
+        """
+        try:
+            self.layout.check(shape, mesh)
+        except (LayoutError, MeshError) as error:
+            raise AnnotationError(
+                f"the annotation {self.layout.format(shape)} does not fit the mesh {mesh}",
+                why=f"{error.what}; {error.why}",
+                todo=error.todo or "name one of these axes, or give the mesh such an axis",
+            ) from None
+        many = {axis.name for axis in mesh.axes if axis.size > 1}
+        fixed = Layout(
+            tuple(tuple(axis for axis in dim if axis in many) for dim in self.layout.dims),
+            tuple(axis for axis in self.layout.partial if axis in many),
+            tuple(axis for axis in self.layout.varying if axis in many),
+        )
+        free = [name for name in mesh.names if name in many and name not in self.layout.axes]
+        for places in itertools.product((None, *self.open), repeat=len(free)):
+            dims = list(fixed.dims)
+            for axis, dim in zip(free, places, strict=True):
+                if dim is not None:
+                    dims[dim] = (*dims[dim], axis)
+            counts = [math.prod(mesh.axis_size(axis) for axis in dim) for dim in dims]
+            if all(n <= max(size, 1) for n, size in zip(counts, shape, strict=True)):
+                yield fixed.with_dims(tuple(dims))
+
+
+def _unreadable(text: str) -> AnnotationError:
+    return AnnotationError(
+        f"cannot read the annotation {text!r}",
+        todo='write e.g. "[b@data, s, h@tensor]", "?" for a dimension that is left open',
+    )
