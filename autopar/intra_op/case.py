@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, RuleError
+from autopar.intra_op.peers import ThreadDevice, on_all_devices
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import Strategy
+from autopar.ir.exchange import across
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.interpret import TORCH_DTYPES, execute, tensor_type
 from autopar.ir.localise import localise
@@ -28,6 +30,7 @@ _OPERAND = re.compile(r"(const )?((?:bool|b?[cfiu]\d+)\[[\d, ]*\])(?:([<>])(\d+)
 Device = torch.device | str
 _UNDETERMINED = ("aten.empty.memory_format", "aten.empty_like", "aten.new_empty")
 # Relative to the largest element, by the coarsest floating operand of an example.
+_Outcome = tuple[list[Tensor], list[Tensor | None]]  # results, gradients of the operands
 _TOLERANCE = {"f64": 1e-9, "f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 
 
@@ -101,7 +104,7 @@ class Case:
                 given = dict(zip(self.node.inputs, values, strict=True))
                 execute(self.node, given, _device(values))
         pairs = enumerate(zip(values, self.operands, strict=True))
-        return frozenset(i for i, (after, before) in pairs if not after.equal(before))
+        return frozenset(i for i, (after, before) in pairs if _difference(after, before))
 
     @property
     def _tolerance(self) -> float:
@@ -136,11 +139,16 @@ class Case:
             for value, layout in zip(self.cotangents, layouts[1], strict=True)
         ]
         wants = [value.requires_grad for value in self.operands]
-        runs = []
-        for rank in range(mesh.size):
-            node = localise(self.node, strategy.results, _extent(mesh, rank))
+
+        def run(rank: int, device: ThreadDevice | None) -> _Outcome:
+            steps = localise(self.node, self.types, *layouts, _extent(mesh, rank))
             local = [part[rank].requires_grad_(w) for part, w in zip(inputs, wants, strict=True)]
-            runs.append(_run(node, local, [part[rank] for part in owed], self.random))
+            return _run(steps, local, [part[rank] for part in owed], self.random, device)
+
+        if across(self.node, self.types, strategy.operands):
+            runs = on_all_devices(mesh, run)
+        else:
+            runs = [run(rank, None) for rank in range(mesh.size)]
         for i, (whole, layout) in enumerate(zip(self.results, layouts[1], strict=True)):
             parts = [results[i] for results, _ in runs]
             worst = _worst(whole, parts, layout, layout.partial, mesh, self.random)
@@ -241,14 +249,14 @@ def _case(
     """Run a node whole, twice with other random numbers, and backwards."""
     try:
         torch.manual_seed(0)
-        results, _ = _run(node, operands, [], forward_only=True)
+        results, _ = _run((node,), operands, [], forward_only=True)
         torch.manual_seed(1)
-        again, _ = _run(node, operands, [], forward_only=True)
+        again, _ = _run((node,), operands, [], forward_only=True)
     except Exception as error:  # operators written in Python may raise anything
         raise RuleError(f"cannot run {rule.op}", where=text, why=str(error)) from error
     cotangents = [_noise(result, generator) for result in results]
     try:
-        _, gradients = _run(node, operands, cotangents)
+        _, gradients = _run((node,), operands, cotangents)
     except Exception as error:
         raise RuleError(
             f"cannot run {rule.op} backwards",
@@ -299,17 +307,26 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _run(
-    node: Node, operands: Sequence[Tensor], cotangents: Sequence[Tensor], forward_only: bool = False
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The results of `node`, and the gradients of the operands that ask for one.
+    steps: Sequence[Node],
+    operands: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    forward_only: bool = False,
+    device: ThreadDevice | None = None,
+) -> _Outcome:
+    """The results of the last step, and the gradients of the operands that ask for one.
 
     In-place operators work on copies.
     """
+    names = {name: None for step in steps for name in step.inputs}
+    made = {step.name for step in steps}
     copies = [value.detach().clone().requires_grad_(value.requires_grad) for value in operands]
-    values: dict[str, Any] = dict(zip(node.inputs, copies, strict=True))
-    if node.op == "getitem":
+    read = [name for name in names if name not in made]
+    values: dict[str, Any] = dict(zip(read, copies, strict=True))
+    if steps[0].op == "getitem":
         values = {name: (value,) for name, value in values.items()}
-    value = execute(node, values, _device(copies))
+    for step in steps:
+        values[step.name] = execute(step, values, _device(copies), device)
+    value = values[steps[-1].name]
     results = [value] if isinstance(value, Tensor) else list(value)
     gradients: list[Tensor | None] = [None] * len(copies)
     if forward_only:
@@ -370,10 +387,14 @@ def _worst(
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference of two tensors of one shape, relative where the elements are large."""
+    """Largest difference of two tensors of one shape, relative where the elements are large.
+
+    NaN equals NaN, and infinity equals infinity.
+    """
     a, b = (_numbers(tensor.detach()).double().flatten() for tensor in (one, other))
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     if not unequal.any():
         return 0.0
-    difference = (a - b)[unequal].abs().max().item() / max(1.0, b.abs().max().item())
+    scale = max(1.0, b.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
+    difference = (a - b)[unequal].abs().max().item() / scale
     return math.inf if math.isnan(difference) else difference
