@@ -97,6 +97,10 @@ class PlanError(AutoparError):
     """A plan file that is damaged, not a plan, or names layouts that are not legal."""
 
 
+class PinError(PlanError):
+    """A pin that fits nothing or contradicts another, or a plan by name that does not apply."""
+
+
 class PlanMismatchError(PlanError):
     """A plan for another model or another mesh; shows what differs."""
 
