@@ -2,65 +2,107 @@
 
     {"transformer.h.*.mlp.c_fc.weight": "[256@tensor, 64]", "transformer.h.*": "[8, 16@tensor, 64]"}
 
-A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes. A
-parameter's pin is the layout in which it is used, a module's that of the last value computed in it.
-A layout with a `-sum(...)` must agree in it, one without leaves it open. How a parameter is stored
-may be said too, before an arrow: ZeRO-3 is "[256@data, 64] => [256, 64] -sum(data)". Equal blocks
-are planned alike: a pin on one is a pin on all.
+A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes,
+"%linear_3". A parameter's pin is the layout in which it is used, a module's that of the last value
+computed in it. A layout with a `-sum(...)` must agree in it, one without leaves it open. How a
+parameter is stored may be said too, before an arrow: ZeRO-3 is
+"[256@data, 64] => [256, 64] -sum(data)". Equal blocks are planned alike: a pin on one is a pin on
+all.
+
+A pin may speak of some mesh axes only: "[8@node, 16, 64] along node" leaves open what becomes of
+the other axes. Several pins on one name are written in a row, with ";" between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from autopar.errors import PlanError
+from autopar.errors import PinError
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
 
+_SHOWN = 12  # choices of a node that an error lists
+
 
 @dataclass(frozen=True)
 class Pin:
-    """One pin, read: a shape, a layout, and for a parameter how it is stored if that is said."""
+    """One pin, read.
+
+    Attributes:
+        shape: of the value.
+        layout: in which it is, or is used.
+        stored: for a parameter how it is stored, None if that is not said.
+        along: the only mesh axes that are spoken of, None for all.
+    """
 
     shape: tuple[int, ...]
     layout: Layout
-    stored: Layout | None
+    stored: Layout | None = None
+    along: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Read "[8, 4@gpu]" or "[8@gpu, 4] => [8, 4]".
+        """Read "[8, 4@gpu]", "[8@gpu, 4] => [8, 4]" or "[8@node, 4] along node".
 
         Raises:
             LayoutError: a layout that cannot be read.
-            PlanError: two shapes.
+            PinError: two shapes, or an axis beside those that are spoken of.
         """
-        before, arrow, used = text.rpartition("=>")
+        layouts, word, axes = text.partition(" along ")
+        before, arrow, used = layouts.rpartition("=>")
         shape, layout = Layout.parse(used)
-        if not arrow:
-            return cls(shape, layout, None)
-        stored_shape, stored = Layout.parse(before)
+        stored_shape, stored = Layout.parse(before) if arrow else (shape, None)
         if stored_shape != shape:
-            raise PlanError(
+            raise PinError(
                 f"the pin {text!r} has two shapes",
                 why="a parameter is used in the shape in which it is stored",
             )
-        return cls(shape, layout, stored)
+        if not word:
+            return cls(shape, layout, stored)
+        along = tuple(axis.strip() for axis in axes.split(","))
+        said = {*layout.axes, *(stored.axes if stored else ())}
+        if not all(along) or not said.issubset(along):
+            raise PinError(
+                f"cannot read the pin {text!r}",
+                why=f"it is along {axes.strip() or 'nothing'}, "
+                f"and speaks of {', '.join(sorted(said - set(along))) or 'no axis'}",
+                todo='write e.g. "[8@node, 16] along node"',
+            )
+        return cls(shape, layout, stored, along)
 
     def __str__(self) -> str:
         text = self.layout.format(self.shape)
-        return text if self.stored is None else f"{self.stored.format(self.shape)} => {text}"
+        if self.stored is not None:
+            text = f"{self.stored.format(self.shape)} => {text}"
+        return text if self.along is None else f"{text} along {', '.join(self.along)}"
+
+    def spoken_of(self, layout: Layout) -> Layout:
+        """A layout without the axes that the pin does not speak of."""
+        along = self.along
+        if along is None:
+            return layout
+
+        def cut(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if axis in along)
+
+        return Layout(tuple(map(cut, layout.dims)), cut(layout.partial), cut(layout.varying))
 
     def agrees(self, option: Option) -> bool:
         """Whether an option is what the pin says."""
-        layout, pin = option.results[0], self.layout
+        layout, pin = self.spoken_of(option.results[0]), self.layout
         return (
             layout.dims == pin.dims
             and set(layout.partial) == set(pin.partial)
             and (not pin.varying or set(layout.varying) == set(pin.varying))
-            and self.stored in (None, option.stored)
+            and (
+                self.stored is None
+                or (option.stored is not None and self.spoken_of(option.stored) == self.stored)
+            )
         )
 
 
@@ -68,12 +110,12 @@ class Pins:
     """The pins of one graph; `keep` filters options, `check` refuses pins that met nothing.
 
     Raises:
-        LayoutError, PlanError: a pin that cannot be read.
+        LayoutError, PinError: a pin that cannot be read.
     """
 
     def __init__(self, graph: Graph, pins: Mapping[str, str]) -> None:
         self.graph = graph
-        self.pins = {key: Pin.parse(text) for key, text in pins.items()}
+        self.pins = [(key, Pin.parse(part)) for key, text in pins.items() for part in parts(text)]
         self.unmet = set(pins)
         self.names: dict[str, set[str]] = {}
         last: dict[str, str] = {}
@@ -91,32 +133,59 @@ class Pins:
         """The options that agree with every pin on this node.
 
         Raises:
-            PlanError: there are none.
+            PinError: there are none; names the pin, or the pins that contradict each other.
         """
-        for key, pin in self.pins.items():
-            if not any(fnmatchcase(name, key) for name in self.names[node.name]):
-                continue
-            self.unmet.discard(key)
-            fitting = tuple(option for option in options if pin.agrees(option))
-            if pin.shape != node.type.shape or not fitting:
-                found = dict.fromkeys(_label(option, node) for option in options)
-                raise PlanError(
-                    f"the pin {key!r} = {str(pin)!r} fits no choice of %{node.name}",
-                    where=self._place(node),
-                    why=f"its choices are {'; '.join(found)}",
-                    todo="pin it to one of these, or leave the pin out",
-                )
-            options = fitting
-        return options
+        fitting: list[tuple[str, Pin, frozenset[int]]] = []
+        for key, pin in self.pins:
+            if any(fnmatchcase(name, key) for name in self.names[node.name]):
+                self.unmet.discard(key)
+                agree = frozenset(i for i, option in enumerate(options) if pin.agrees(option))
+                if pin.shape != node.type.shape or not agree:
+                    raise self._unfit(key, pin, node, options)
+                fitting.append((key, pin, agree))
+        left = frozenset(range(len(options))).intersection(*(agree for _, _, agree in fitting))
+        if not left:
+            raise self._contradiction(fitting, node, options)
+        return tuple(option for i, option in enumerate(options) if i in left)
+
+    def _unfit(self, key: str, pin: Pin, node: Node, options: tuple[Option, ...]) -> PinError:
+        return PinError(
+            f"the pin {key!r} = {str(pin)!r} fits no choice of %{node.name}",
+            where=self._place(node),
+            why=f"{_reason(pin, node, options)}; its choices are {_listed(node, options)}",
+            todo="pin it to one of these, or leave the pin out",
+        )
+
+    def _contradiction(
+        self,
+        fitting: list[tuple[str, Pin, frozenset[int]]],
+        node: Node,
+        options: tuple[Option, ...],
+    ) -> PinError:
+        """Names two pins that leave nothing together, or all if it takes more than two."""
+        pairs = itertools.combinations(fitting, 2)
+        guilty = next(((a, b) for a, b in pairs if not a[2] & b[2]), tuple(fitting))
+        said = " and ".join(f"{key!r} = {str(pin)!r}" for key, pin, _ in guilty)
+        leaves = (
+            f"{str(pin)!r} leaves {_listed(node, [options[i] for i in sorted(agree)], 4)}"
+            for _, pin, agree in guilty
+        )
+        return PinError(
+            f"the pins {said} contradict each other on %{node.name}",
+            where=self._place(node),
+            why="; ".join(leaves),
+            todo="correct one of them, or leave it out",
+        )
 
     def _place(self, node: Node) -> str:
         """The user's line, or name of what has none."""
         leaf = self.graph[node.inputs[0]] if node.op == "autopar.share" else node
-        return f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else str(node.source)
+        return f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else f"{node.op} at {node.source}"
 
     def _names(self, node: Node) -> Iterator[str]:
         """The node's own names; a share has its parameter's."""
         yield node.name
+        yield f"%{node.name}"
         if node.is_leaf:
             yield node.target
         elif node.op == "autopar.share":
@@ -125,15 +194,59 @@ class Pins:
                 yield source.target
 
     def check(self) -> None:
-        """PlanError if a pin named nothing in the graph."""
+        """PinError if a pin named nothing in the graph."""
         if self.unmet:
-            raise PlanError(
+            raise PinError(
                 f"pins that name nothing: {', '.join(sorted(self.unmet))}",
                 why="a pin names a parameter, an input, a module or a node",
                 todo="take names from model.named_parameters(), model.named_modules() or the plan",
             )
 
 
+def parts(text: str) -> list[str]:
+    """The pins that stand in a row in one text."""
+    return re.split(r"\s*;\s*", text.strip())
+
+
+def joined(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """One mapping of several; pins on one name stand in a row, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for group in groups:
+        for key, text in group.items():
+            found.setdefault(key, {}).update(dict.fromkeys(parts(text)))
+    return {key: "; ".join(texts) for key, texts in found.items()}
+
+
 def _label(option: Option, node: Node) -> str:
     """What a pin would write for an option."""
     return option.label if option.stored else option.results[0].format(node.type.shape)
+
+
+def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
+    found = list(dict.fromkeys(_label(option, node) for option in options))
+    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
+    return "; ".join(found[:limit]) + more
+
+
+def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
+    """Why no option agrees with a pin: its shape, a dimension, or a sum."""
+    if pin.shape != node.type.shape:
+        return f"its shape is {list(node.type.shape)}"
+    layouts = [pin.spoken_of(option.results[0]) for option in options]
+    if node.op == "input":
+        return "a batch is given whole to every device"
+    for dim, axes in enumerate(pin.layout.dims):
+        if axes and not any(layout.dims[dim] for layout in layouts):
+            return f"{node.op} needs dimension {dim} whole"
+        if not any(layout.dims[dim] == axes for layout in layouts):
+            said = " and ".join(axes)
+            how = f"is not split over {said}" if axes else "is always split"
+            return f"dimension {dim} of {node.type.shape[dim]} {how} by any strategy of {node.op}"
+    if not any(set(layout.partial) == set(pin.layout.partial) for layout in layouts):
+        return f"no strategy of {node.op} leaves {_owed(pin)}"
+    return f"no strategy of {node.op} does all of this at once"
+
+
+def _owed(pin: Pin) -> str:
+    axes = ", ".join(pin.layout.partial)
+    return f"a sum over {axes} owed" if axes else "no sum owed"

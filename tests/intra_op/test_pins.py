@@ -8,12 +8,14 @@ from functools import cache
 import pytest
 
 from autopar.cost.model import AnalyticModel
-from autopar.errors import LayoutError, PlanError
+from autopar.errors import LayoutError, PinError
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.options import Option, node_options, parameter_options
+from autopar.intra_op.pins import Pin, Pins, joined
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.capture import capture
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
@@ -117,8 +119,11 @@ def test_a_node_is_pinned_by_its_name() -> None:
 def test_several_pins_on_one_node_must_all_be_kept() -> None:
     made, _ = plan({FC: "[32, 128@gpu]", "*.h.0.mlp.c_fc.weight": "[32, 128@gpu]"})
     assert used(made, FC)[0].results[0] == Layout.parse("[32, 128@gpu]")
-    with pytest.raises(PlanError, match="fits no choice"):
+    with pytest.raises(PinError, match="contradict each other") as caught:
         plan({FC: "[32, 128@gpu]", "*.h.0.mlp.c_fc.weight": "[32@gpu, 128]"})
+    assert repr(FC) in caught.value.what
+    assert "'*.h.0.mlp.c_fc.weight'" in caught.value.what
+    assert "c_fc.weight" in caught.value.where
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_several_pins_on_one_node_must_all_be_kept() -> None:
     ],
 )
 def test_a_pin_that_fits_no_choice_is_refused_with_those_there_are(key: str, text: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PinError) as caught:
         plan({key: text})
     assert repr(key) in caught.value.what
     assert text in caught.value.what
@@ -151,7 +156,7 @@ def test_a_pin_in_one_of_equal_blocks_holds_in_all() -> None:
     assert made[last_in("transformer.h.0")].results[0] == Layout.parse("[8, 16, 32@gpu]")
     both = {"transformer.h.0.mlp.c_fc.weight": text, "transformer.h.1.mlp.c_fc.weight": text}
     assert used(plan(both)[0], FC)[0].results[0] == Layout.parse(text)
-    with pytest.raises(PlanError, match="fits no choice"):
+    with pytest.raises(PinError, match="contradict each other"):
         plan({**both, "transformer.h.2.mlp.c_fc.weight": "[32, 128]"})
 
 
@@ -162,15 +167,15 @@ def test_a_pin_may_say_how_a_parameter_is_stored() -> None:
     assert entry.results[0][1].dims == ((), ())
     kept = "[32, 128] => [32, 128]"
     assert used(plan({FC: kept})[0], FC)[0].operands[0] == Layout.parse("[32, 128]")
-    with pytest.raises(PlanError, match="fits no choice") as caught:
+    with pytest.raises(PinError, match="fits no choice") as caught:
         plan({FC: "[32, 128] => [32@gpu, 128]"})
     assert "[32@gpu, 128] => [32@gpu, 128]" in caught.value.why
-    with pytest.raises(PlanError, match="two shapes"):
+    with pytest.raises(PinError, match="two shapes"):
         plan({FC: "[128, 32@gpu] => [32, 128]"})
 
 
 def test_pins_that_name_nothing_are_all_named() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PinError) as caught:
         plan({"transformer.h.*.mpl.*": "[32]", FC: "[32, 128]", "nothing": "[8]"})
     assert "nothing" in caught.value.what
     assert "transformer.h.*.mpl.*" in caught.value.what
@@ -181,3 +186,89 @@ def test_pins_that_name_nothing_are_all_named() -> None:
 def test_a_layout_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(LayoutError, match="cannot read"):
         plan({FC: "32 by 128"})
+
+
+GRID = Mesh.parse("cpu[1GFLOP/s 1GiB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @10GB/s 1us")
+
+
+def kept(pins: dict[str, str], node: Node) -> tuple[Option, ...]:
+    """The choices of a node, or of a parameter's share, on GRID that pins leave."""
+    if node.op == "autopar.share":
+        leaf = graph()[node.inputs[0]]
+        options = tuple(parameter_options(leaf.type, GRID, leaf.requires_grad))
+    else:
+        options, _ = node_options(graph(), node, GRID, rules())
+    return Pins(graph(), pins).keep(node, options)
+
+
+def fc_share() -> Node:
+    (leaf,) = (n for n in graph().leaves("param") if fnmatchcase(n.target, FC.replace("*", "0")))
+    (share,) = graph().users[leaf.name]
+    return graph()[share]
+
+
+def test_a_pin_along_one_axis_leaves_the_other_open() -> None:
+    both = "[32@node, 128] => [32, 128] -sum(node) along node; [32, 128@gpu] along gpu"
+    (only,) = {(o.stored, o.results[0]) for o in kept({FC: both}, fc_share())}
+    assert only == (
+        Layout((("node",), ("gpu",))),
+        Layout(((), ("gpu",)), varying=("node",)),
+    )
+    # Along node it is split by rows, whatever becomes of gpu; alone that would be one choice.
+    along = {o.results[0] for o in kept({FC: "[32@node, 128] along node"}, fc_share())}
+    assert {layout.dims[0][:1] for layout in along} == {("node",)}
+    assert {Layout((("node", "gpu"), ())), Layout((("node",), ("gpu",)))} < along
+    assert len({o.results[0] for o in kept({FC: "[32@node, 128]"}, fc_share())}) < len(along)
+
+
+def test_pins_along_different_axes_contradict_where_no_strategy_does_both() -> None:
+    norm = graph()[last_in("transformer.ln_f")]
+    pins = {"transformer.ln_f": "[8@node, 16, 32] along node"}
+    assert kept({**pins, f"%{norm.name}": "[8, 16@gpu, 32] along gpu"}, norm)
+    with pytest.raises(PinError, match="contradict each other") as caught:
+        kept({**pins, "*.ln_f": "[8, 16@node, 32] along node, gpu"}, norm)
+    assert "'transformer.ln_f'" in caught.value.what
+    assert "'*.ln_f'" in caught.value.what
+    assert f"%{norm.name}" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    "text", ["[8@gpu, 16] along node", "[8@node] along node,", "[4@gpu] => [4] along"]
+)
+def test_a_pin_speaks_of_no_axis_that_it_is_not_along(text: str) -> None:
+    with pytest.raises(PinError, match="cannot read") as caught:
+        Pin.parse(text + " ")
+    assert caught.value.todo
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[8, 16@gpu] -sum(node)",
+        "[8@gpu, 16] => [8, 16] -sum(gpu)",
+        "[8@node, 16] along node",
+        "[8@node@gpu, 4] => [8, 4] along node, gpu",
+    ],
+)
+def test_a_pin_prints_as_it_reads(text: str) -> None:
+    assert str(Pin.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        (FC, "[32, 64@gpu]", "its shape is [32, 128]"),
+        ("input_ids", "[8@gpu, 16]", "a batch is given whole"),
+        ("transformer.ln_f", "[8, 16, 32@gpu]", "aten.layer_norm needs dimension 2 whole"),
+        ("transformer.ln_f", "[8, 16, 32] +sum(gpu)", "leaves a sum over gpu owed"),
+    ],
+)
+def test_why_no_strategy_gives_a_layout(key: str, text: str, reason: str) -> None:
+    with pytest.raises(PinError, match="fits no choice") as caught:
+        plan({key: text})
+    assert reason in caught.value.why
+
+
+def test_pins_of_several_groups_are_joined_name_by_name() -> None:
+    groups = [{"a": "[8@x] along x", "b": "[4]"}, {"a": "[8@x] along x; [8] along y"}]
+    assert joined(groups) == {"a": "[8@x] along x; [8] along y", "b": "[4]"}
