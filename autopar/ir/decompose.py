@@ -91,6 +91,8 @@ def _definition(
         lowering.run(graph)
         found: Any = graph.output_node().args[0]
         read = [found] if isinstance(found, fx.Node) else list(found)
+        if not all(isinstance(item, fx.Node) for item in read):
+            return None  # a result that is a list of tensors
         results = [lowering.read(item).name for item in read]
     except CaptureError:
         return None

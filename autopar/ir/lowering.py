@@ -29,9 +29,13 @@ from autopar.ir.interpret import DTYPE_NAMES, tensor_type
 from autopar.ir.tensor import TensorType
 
 _TORCH = os.path.dirname(torch.__file__)
-_CHECKS = re.compile(r"aten\.(_assert_|_functional_assert|sym_constrain_range)")
+_CHECKS = re.compile(
+    r"aten\.(_assert_|_functional_assert|sym_constrain_range|_linalg_check_errors)"
+)
 # Where a tensor is placed is decided by the plan.
 _PLACEMENT = ("device", "layout", "pin_memory")
+# These look at the type of their second operand alone, and no gradient flows into it.
+_LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
 
 
 class Lowering:
@@ -318,7 +322,7 @@ class Lowering:
             ref = self.read(arg)
             return ref if grad else self._detach(arg, ref)
         if isinstance(arg, torch.dtype):
-            return Name(DTYPE_NAMES[arg])
+            return Name(_dtype(arg))
         if isinstance(arg, torch.memory_format):
             return Name(str(arg).removeprefix("torch."))
         if isinstance(arg, (list, tuple)):
@@ -357,7 +361,8 @@ class Lowering:
         types = tuple(map(_type, _tensors(node.meta["val"] if value is None else value)))
         made = Node(name, op, args, kwargs, types, source_of(node))
         if grad and op != "aten.detach" and any(kind.floating for kind in types):
-            flows = any(self._by_name[read].requires_grad for read in made.inputs)
+            read = made.inputs[:1] if op in _LIKE else made.inputs
+            flows = any(self._by_name[name].requires_grad for name in read)
             made = replace(made, requires_grad=flows)
         self._by_name[name] = made
         self.nodes.append(made)
@@ -389,7 +394,20 @@ def _type(value: Tensor) -> TensorType:
             why="its sizes depend on values, which are not known when a model is captured",
             todo="choose by torch.where or a mask, which keeps the size",
         )
+    if value.layout is not torch.strided:
+        raise CaptureError(
+            f"a tensor of layout {value.layout}",
+            why="a graph holds dense tensors only",
+            todo="convert it with to_dense() before it enters the model",
+        )
+    _dtype(value.dtype)
     return tensor_type(value)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    if dtype not in DTYPE_NAMES:
+        raise CaptureError(f"a tensor of {dtype}", todo="convert it to another dtype")
+    return DTYPE_NAMES[dtype]
 
 
 def _no_place(op: str) -> CaptureError:
