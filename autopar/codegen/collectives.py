@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen import torch_private
 from autopar.errors import LayoutError, MeshError
+from autopar.ir.across import Across, Axes
 from autopar.ir.collective import GATHERS, Step
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.tensor import Layout, part_of
 
-Axes = str | tuple[str, ...]
 _Move = Callable[[Tensor], Tensor]
 
 
@@ -134,8 +134,43 @@ class Group:
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over the group, on every rank."""
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.process_group)
+        if self.size > 1:
+            dist.all_reduce(total, group=self.process_group)
         return total
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over the group, on every rank."""
+        largest = x.clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+        return largest
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the ranks with the blocks before and after this one's sent here, None at the ends.
+
+        `before` goes to the rank before, `after` to the one after; shapes are equal on all ranks.
+        """
+        if self.size == 1:
+            return None, None
+        blocks = _parts(self.sizes, self.order, self.size)
+        rank_of = {start: rank for rank, (start, _) in enumerate(blocks)}
+        sides = (
+            (rank_of.get(self.index - 1), before, after),
+            (rank_of.get(self.index + 1), after, before),
+        )
+        # All ranks take part; most pairs of them have nothing to say to one another.
+        sent, taken = [before.new_empty(0)] * self.size, [before.new_empty(0)] * self.size
+        for rank, outgoing, incoming in sides:
+            if rank is not None:
+                sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
+        counts = [[piece.numel() for piece in pieces] for pieces in (taken, sent)]
+        out = before.new_empty(sum(counts[0]))
+        dist.all_to_all_single(out, torch.cat(sent), *counts, group=self.process_group)
+        taken = list(out.split(counts[0]))
+        head, tail = (
+            None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
+        )
+        return head, tail
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's block of the sum over the group."""
@@ -309,7 +344,7 @@ class Groups:
         return Group(names, sizes, order, index, self._handles.get(wide))
 
 
-class Communicator(Groups):
+class Communicator(Groups, Across):
     """What a generated program calls to communicate over one mesh; see `Groups` for arguments.
 
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one

@@ -8,6 +8,7 @@ graph: shape arguments have been made local before (see ir/localise.py).
 
 from __future__ import annotations
 
+import json
 import keyword
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]
     keywords = {key: _text(value, names) for key, value in node.kwargs}
+    if node.op.startswith("mesh."):
+        return f"{node.op}({_call(args, keywords)})"
     base = node.op.removeprefix("aten.")
     if node.op == "getitem":
         return f"{args[0]}[{args[1]}]"
@@ -77,6 +80,8 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
         if arg.text.startswith("mesh."):
             return arg.text  # a size that differs between devices
         return str(TORCH_DTYPES.get(arg.text, f"torch.{arg.text}"))
+    if isinstance(arg, str):
+        return json.dumps(arg)
     if isinstance(arg, tuple):
         items = [_text(item, names) for item in arg]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from autopar.codegen.ops import expression
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import GATHERS, Collective, Resharder, Step
+from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Name, Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
@@ -105,6 +106,15 @@ class Printer:
         if step.backward is not None:
             note += f"  backward {step.backward.kind} {self._call_note(step.backward)}"
         return note
+
+    def exchange_note(self, node: Node, planned: NodePlan) -> str:
+        """What an operator itself sends in each direction, "" for nearly all."""
+        types = tuple(self.graph[name].type for name in node.inputs)
+        layouts = tuple(layout for _, layout in planned.operands)
+        forward, backward = exchanged(node, types, layouts, self.plan.mesh)
+        notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
+        notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
+        return "".join(f"  {note}" for note in notes)
 
     def _call_note(self, call: Collective) -> str:
         return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
@@ -242,19 +252,29 @@ class Scope:
             for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
         ]
         layouts = tuple(layout for _, layout in planned.results)
-        code = self._random(node, operands, layouts) or expression(
-            localise(node, layouts, self.printer.extent), operands
-        )
+        code = self._random(node, operands, layouts) or self._local(node, planned, operands)
         note = "; ".join(
             f"{tensor.dtype}{layout.format(tensor.shape)}"
             for tensor, layout in zip(node.types, layouts, strict=True)
         )
+        note += self.printer.exchange_note(node, planned)
         if not self._uses.get(node.name):
             self.line(code, note)  # run for what it writes
             return
         variable = self.fresh(self.wish(node))
         self.hold(node.name, variable, layouts[0])
         self.line(f"{variable} = {code}", note)
+
+    def _local(self, node: Node, planned: NodePlan, operands: list[str]) -> str:
+        """The operator on local parts; borders that it needs of its neighbours come before."""
+        types = tuple(map(self._type, node.inputs))
+        into, out = (tuple(layout for _, layout in s) for s in (planned.operands, planned.results))
+        *before, last = localise(node, types, into, out, self.printer.extent)
+        for step in before:
+            variable = self.fresh(f"{self.wish(node)}_halo")
+            self.line(f"{variable} = {expression(step, operands[:1])}")
+            operands = [variable, *operands[1:]]
+        return expression(last, operands)
 
     def _share(self, node: Node) -> None:
         """The identity: a variable of its own only where the layout changes."""

@@ -258,9 +258,10 @@ def _run_halves(
         values[i] = [part, values[i][0] - part]
     split = tuple(("x",) if d == place else () for d in range(len(case.node.type.shape)))
     extents = [lambda size, _: (size + 1) // 2, lambda size, _: size // 2]
+    whole = tuple(Layout.replicated(len(kind.shape)) for kind in case.types)
     halves = []
     for half, extent in enumerate(extents):
-        node = localise(case.node, (Layout(split),), extent)
+        (node,) = localise(case.node, case.types, whole, (Layout(split),), extent)
         copies = (value[half].clone() for value in values)
         try:
             with torch.no_grad():

@@ -8,6 +8,8 @@ gradient is owed a sum; a result that lacks it is itself owed a sum.
 
     ...      any number of leading dimensions, aligned right, broadcast against one another
     k!       k must stay whole
+    k~       k is split inside the operator, which asks the other devices for what it needs along
+             it: results that lack k are whole; k~3 takes parts of at least 3 elements
     (h d)    one dimension that runs over h and, inside it, d; only the outermost can be split
     1        a dimension without a factor, always whole
     +n       an additive operand: under a split contraction it is a partial sum itself
@@ -25,8 +27,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Arg, Node
@@ -130,6 +132,7 @@ class Signature:
         linear: groups of operands through which partial sums may pass.
         varying: whether gradients that are owed a sum may pass through the operator.
         merged: factors that share a dimension with others; they split evenly or not at all.
+        exchanged: factors marked "~", with the fewest elements that a part of each may have.
     """
 
     operands: tuple[Dims, ...]
@@ -141,6 +144,7 @@ class Signature:
     linear: Groups = ()
     varying: bool = False
     merged: frozenset[str] = frozenset()
+    exchanged: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -175,8 +179,9 @@ def resolve(
         )
     sizes: dict[str, int] = {}
     whole: set[str] = set()
+    exchanged: dict[str, int] = {}
     read = [
-        _read(term.lstrip("+"), tensor.shape, whole, f"{rule.op}: {spec!r}")
+        _read(term.lstrip("+"), tensor.shape, whole, exchanged, f"{rule.op}: {spec!r}")
         for term, tensor in zip([*terms, *outs], [*operands, *results], strict=True)
     ]
     _infer(read, [*operands, *results], sizes, f"{rule.op}: {spec!r}")
@@ -198,6 +203,7 @@ def resolve(
         groups,
         bool(groups) and node.requires_grad,
         frozenset(merged),
+        exchanged,
     )
 
 
@@ -217,9 +223,11 @@ def _groups(
     return tuple(group for group in linear if floating.issuperset(group))
 
 
-def _read(term: str, shape: tuple[int, ...], whole: set[str], where: str) -> Dims:
+def _read(
+    term: str, shape: tuple[int, ...], whole: set[str], exchanged: dict[str, int], where: str
+) -> Dims:
     """The factors of each dimension of one operand; "..." filled in, size-1 dimensions bare."""
-    words = re.findall(r"\([^)]*\)!?|\.\.\.|[A-Za-z_]\w*!?|1", term)
+    words = re.findall(r"\([^)]*\)!?|\.\.\.|[A-Za-z_]\w*(?:!|~\d*)?|1", term)
     fixed = [word for word in words if word != "..."]
     leading = len(shape) - len(fixed)
     if leading < 0 or (leading > 0 and "..." not in words):
@@ -231,7 +239,9 @@ def _read(term: str, shape: tuple[int, ...], whole: set[str], where: str) -> Dim
             at = len(dims)
             dims += [n if shape[at + i] > 1 else () for i, n in enumerate(names)]
             continue
-        factors = tuple(f for f in word.rstrip("!").strip("()").split() if f != "1")
+        marked = [f.partition("~") for f in word.rstrip("!").strip("()").split() if f != "1"]
+        factors = tuple(name for name, _, _ in marked)
+        exchanged.update({name: int(least or 1) for name, mark, least in marked if mark})
         if word.endswith("!"):
             whole.update(factors)
         dims.append(factors)

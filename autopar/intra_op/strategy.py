@@ -72,6 +72,8 @@ def _splits(signature: Signature, part: str, count: int) -> bool:
     dimension such parts would not be parts of that dimension.
     """
     size = signature.sizes.get(part, 0)
+    if size // count < signature.exchanged.get(part, 0):
+        return False
     return size % count == 0 or (size >= count and part not in signature.merged)
 
 
@@ -95,6 +97,8 @@ def _layout(
         where = [i for i, dim in enumerate(dims) if _leads(part, dim, signature)]
         if where:
             split[where[0]] = (*split[where[0]], axis)
+        elif operand is None and part in signature.exchanged:
+            continue  # the operator has put it together
         elif _summed(part, signature, operand):
             partial.append(axis)
         else:

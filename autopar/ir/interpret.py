@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import GraphError
+from autopar.ir.across import Across
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -191,13 +192,16 @@ def _piece(node: Node, value: Tensor) -> Tensor:
     return value
 
 
-def execute(node: Node, results: Mapping[str, Any], device: torch.device) -> Any:
+def execute(
+    node: Node, results: Mapping[str, Any], device: torch.device, mesh: Across | None = None
+) -> Any:
     """The value of one operator node, as torch computes it.
 
     Args:
         node: an operator, no leaf.
         results: the value of every node it reads, by name.
         device: where operators that read no tensor (zeros, arange) create theirs.
+        mesh: what localised operators ("mesh.embedding") call.
 
     Returns:
         A tensor, or a tuple or list of them for an operator with several results.
@@ -209,6 +213,8 @@ def execute(node: Node, results: Mapping[str, Any], device: torch.device) -> Any
     kwargs = {key: _materialise(value, results) for key, value in node.kwargs}
     if node.op == "getitem":
         return args[0][args[1]]
+    if node.op.startswith("mesh."):
+        return getattr(mesh, node.op.removeprefix("mesh."))(*args, **kwargs)
     if node.op in ("autopar.share", "autopar.shard"):
         return args[0]
     if node.op == "autopar.detach":

@@ -1,9 +1,9 @@
 """An operator as one device runs it: shape arguments become those of the local part.
 
 Nearly every operator runs on local parts with the arguments of the whole: sizes are read off the
-operands. Those that are told a size (reshape, expand, full) must be told the local one. Code
-generation prints the localised node and the proofs of the rules run it, so that what is proved is
-what is emitted.
+operands. Those that are told a size (reshape, expand, full) must be told the local one, and those
+that look into a split dimension ask the other devices (see exchange.py). Code generation prints the
+localised nodes and the proofs of the rules run them, so that what is proved is what is emitted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autopar.ir.exchange import across
 from autopar.ir.graph import Arg, Node
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
 
 # Operator -> position of the argument that holds the shape of the result.
 SHAPE_ARGUMENT = {
@@ -31,25 +32,33 @@ SHAPE_ARGUMENT = {
 
 
 def localise(
-    node: Node, results: tuple[Layout, ...], extent: Callable[[int, tuple[str, ...]], Arg]
-) -> Node:
-    """`node` with the shape argument of one device's part.
+    node: Node,
+    types: tuple[TensorType, ...],
+    operands: tuple[Layout, ...],
+    results: tuple[Layout, ...],
+    extent: Callable[[int, tuple[str, ...]], Arg],
+) -> tuple[Node, ...]:
+    """`node` as one device runs it.
 
     Args:
         node: an operator with global shapes.
+        types, operands: global types and layouts of what it reads.
         results: the layouts of its results.
         extent: how many of a dimension's elements a device holds if these axes split it: a number,
             or a symbol for one where devices hold different numbers.
 
     Returns:
-        The node as one device runs it; the same node where no argument names a shape. Its `types`
-        stay global.
+        The steps, nearly always one, the last of which gives the results. Their `types` stay
+        global.
     """
+    steps = across(node, types, operands)
+    if steps:
+        return steps
     at = SHAPE_ARGUMENT.get(node.op)
     if at is None or not results[0].sharded_axes:
-        return node
+        return (node,)
     shape = tuple(
         extent(size, axes) if axes else size
         for size, axes in zip(node.type.shape, results[0].dims, strict=True)
     )
-    return replace(node, args=(*node.args[:at], shape, *node.args[at + 1 :]))
+    return (replace(node, args=(*node.args[:at], shape, *node.args[at + 1 :])),)

@@ -1,5 +1,5 @@
-"""Look-ups: split by what is looked up or by what is beside it; the dimension that is searched
-stays whole."""
+"""Look-ups: split by what is looked up, by what is beside it, or by what is searched, where every
+device looks up what it has and the results add up."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def _index(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"{', '.join(terms)} -> {' '.join([*rest[:place], *found, *rest[place:]])}"
 
 
+def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Gradients that are scaled by how often a row is read must see all of the reads."""
+    words = "v!" if argument(node, 3, "scale_grad_by_freq", False) is True else "v"
+    return f"{words} h, ... -> ... h"
+
+
 def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
     """Beside `dim` an index only reaches its own position, or fewer than there are."""
     into, index = types[0].shape, types[1].shape
@@ -36,7 +42,7 @@ def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
     left, right = [], []
     for i, name in enumerate(letters(len(index))):
         if i == dim or into[i] != index[i]:
-            left.append(f"t{i}!")
+            left.append(f"t{i}" if i == dim and types[0].floating else f"t{i}!")
             right.append(name if i == dim else f"{name}!")
         else:
             left.append(name)
@@ -47,7 +53,8 @@ def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
 def _index_select(node: Node, types: tuple[TensorType, ...]) -> str:
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dim"), len(names))
-    left = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
+    searched = "" if types[0].floating else "!"
+    left = [f"{n}{searched}" if i == dim else n for i, n in enumerate(names)]
     right = ["k" if i == dim else n for i, n in enumerate(names)]
     return f"{' '.join(left)}, k -> {' '.join(right)}"
 
@@ -65,8 +72,12 @@ RULES = (
     rule("aten.one_hot", "... -> ... k!", examples=("i64[4, 6]<8, 8",)),
     rule(
         "aten.embedding",
-        "v! h, ... -> ... h",
-        examples=("f64[8, 6], i64[4, 6]<8", "f64[8, 6], i64[4]<8, 2"),
+        _embedding,
+        examples=(
+            "f64[8, 6], i64[4, 6]<8",
+            "f64[7, 6], i64[4]<7, 2",
+            "f64[8, 6], i64[4]<8, -1, True",
+        ),
     ),
     rule(
         "aten.index.Tensor",

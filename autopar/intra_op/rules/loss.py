@@ -1,4 +1,4 @@
-"""Losses: the class dimension stays whole; a sum over a split batch is a partial sum.
+"""Losses: a sum over a split batch is a partial sum; classes may be split where they are labels.
 
 A mean over a part is not a part of the mean, so a loss reduced to a mean stays whole (the passes
 write such a loss as a sum and a division by the global count).
@@ -24,16 +24,24 @@ def _multi_margin(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _by_class(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Scores (class), (batch, class) or (batch, class, ...); targets are classes or weights."""
+    """Scores (class), (batch, class) or (batch, class, ...); targets are classes or weights.
+
+    Every device reads the scores that it has of the labels. The cross entropy also needs the sum of
+    all scores' exponentials, which it asks the others for.
+    """
     reduction = argument(node, 3, "reduction", MEAN)
     if reduction == MEAN:
         return all_whole(node, types)
     rank = len(types[0].shape)
     samples = [f"b{i}" for i in range(rank - 1)]
-    scores = [*samples[:1], "c!", *samples[1:]]
-    targets = scores if len(types[1].shape) == rank else samples
+    labelled, entropy = len(types[1].shape) < rank, node.op == "aten.cross_entropy_loss"
+    classes = "c~" if entropy else "c"
+    if not labelled or (entropy and len(types) > 2):
+        classes = "c!"
+    scores = [*samples[:1], classes, *samples[1:]]
+    targets = samples if labelled else scores
     result = samples if reduction == NONE else []
-    return f"{' '.join(scores)}, {' '.join(targets)}, c! -> {' '.join(result)}"
+    return f"{' '.join(scores)}, {' '.join(targets)}, {classes} -> {' '.join(result)}"
 
 
 def _elementwise(position: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
@@ -55,6 +63,7 @@ _CLASSES = (
     "f64[4, 3, 6], i64[4, 6]<3, None, 0",
     f"{_SCORES}, i64[4]<6",
     "f64[6], i64[]<6, None, 2",
+    "f64[4, 7], i64[4]<7, None, 2, 0",
 )
 _PAIR = "f64[4, 6]<1, f64[4, 6]<1"
 _LOSSES = {
@@ -74,7 +83,11 @@ RULES = (
         "aten.cross_entropy_loss",
         _by_class,
         flops=lambda node, types: f"5 {types[0].numel}",
-        examples=(*_CLASSES, f"{_SCORES}, f64[4, 6]>0, None, 2, -100, 0.1"),
+        examples=(
+            *_CLASSES,
+            f"{_SCORES}, f64[4, 6]>0, None, 2, -100, 0.1",
+            f"{_SCORES}, i64[4]<6, None, 2, 1, 0.1",
+        ),
     ),
     rule(
         "aten.multi_margin_loss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import argument, broadcast, dimensions, letters, rule, whole_along
+from autopar.intra_op.rule import argument, broadcast, dimensions, letters, rule
 from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -16,8 +16,11 @@ def _over_trailing(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
-    """softmax and log_softmax."""
-    return whole_along(node, types, dimensions(argument(node, 1, "dim"), len(types[0].shape)))
+    """softmax and log_softmax, which exchange a maximum and a sum."""
+    names = letters(len(types[0].shape))
+    (dim,) = dimensions(argument(node, 1, "dim"), len(names))
+    term = " ".join(f"{n}~" if i == dim else n for i, n in enumerate(names))
+    return f"{term} -> {term}"
 
 
 def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:

@@ -1,4 +1,5 @@
-"""Reductions: a sum over a split dimension is a partial sum, all others run over whole ones."""
+"""Reductions: a sum over a split dimension is a partial sum; the largest and the smallest are
+exchanged; all others run over whole dimensions."""
 
 from __future__ import annotations
 
@@ -25,6 +26,16 @@ def _over(position: int, mark: str, default: int | None = None) -> _Spec:
     return spec
 
 
+def _compared(position: int) -> _Spec:
+    """As `_over`; an index into the whole of a tensor names no dimension."""
+
+    def spec(node: Node, types: tuple[TensorType, ...]) -> str:
+        flat = node.op in ("aten.argmax", "aten.argmin") and argument(node, position, "dim") is None
+        return _over(position, "!" if flat else "~")(node, types)
+
+    return spec
+
+
 def _along(position: int) -> _Spec:
     """Cumulative sums, sorting: the dimension is kept, and whole."""
 
@@ -39,16 +50,21 @@ _X = "f64[4, 6, 8]"
 _DIMS = (f"{_X}, (1,)", f"{_X}, (0, -1), True")
 _DIM = (f"{_X}, 1", f"{_X}, -1, True")
 _ALL = (_X,)
-# Operator -> (position of its dimensions, examples); what it runs over stays whole.
-_WHOLE: dict[str, tuple[int, tuple[str, ...]]] = {
-    "mean.dim": (1, _DIMS),
+# Operator -> (position of its dimensions, examples); along those, devices compare what they found.
+_COMPARED: dict[str, tuple[int, tuple[str, ...]]] = {
     "amax": (1, _DIMS),
-    "amin": (1, _DIMS),
+    "amin": (1, (*_DIMS, "i64[4, 6], (1,)")),
     "logsumexp": (1, _DIMS),
     "max.dim": (1, _DIM),
     "min.dim": (1, _DIM),
     "argmax": (1, (*_DIM, _X)),
     "argmin": (1, _DIM),
+    "max": (1, _ALL),
+    "min": (1, _ALL),
+}
+# The same; what they run over stays whole.
+_WHOLE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "mean.dim": (1, _DIMS),
     "any.dim": (1, ("bool[4, 6], 1",)),
     "any.dims": (1, ("bool[4, 6], (1,)",)),
     "all.dim": (1, ("bool[4, 6], 1",)),
@@ -86,7 +102,7 @@ _LAST: dict[str, tuple[int, tuple[str, ...]]] = {
     "mode": (1, ("f64[4, 6]", f"{_X}, 1, True")),
     "kthvalue": (2, (f"{_X}, 2", f"{_X}, 2, 1, True")),
 }
-_TOTAL = ("mean", "max", "min", "any", "all", "var", "std", "median", "nanmedian", "norm.Scalar")
+_TOTAL = ("mean", "any", "all", "var", "std", "median", "nanmedian", "norm.Scalar")
 
 
 def _renorm(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -114,6 +130,10 @@ def _search(node: Node, types: tuple[TensorType, ...]) -> str:
 RULES = (
     rule("aten.sum", _over(1, ""), linear=True, examples=(*_ALL, "bool[4, 6]", "f64[]")),
     rule("aten.sum.dim_IntList", _over(1, ""), linear=True, examples=(*_DIMS, f"{_X}, None")),
+    *(
+        rule(f"aten.{op}", _compared(position), examples=examples)
+        for op, (position, examples) in _COMPARED.items()
+    ),
     *(
         rule(f"aten.{op}", _over(position, "!"), linear=op == "mean.dim", examples=examples)
         for op, (position, examples) in _WHOLE.items()

@@ -1,0 +1,141 @@
+"""Convolutions and pooling as windows that slide: what a part of an image needs of its neighbours.
+
+Output o sees the inputs from o s - p to o s - p + d (k - 1), for kernel k, stride s, padding p and
+dilation d. Where the input is s times as long as the output, a device with the outputs [a, b) holds
+the inputs [a s, b s) and lacks p before them and d (k - 1) + 1 - s - p after.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Arg, Node
+from autopar.ir.rewrite import argument
+from autopar.ir.tensor import TensorType
+
+_OPERATOR = re.compile(r"aten\.(conv|max_pool|avg_pool)([123])d(\.padding)?$")
+_CEIL = {"max_pool": 5, "avg_pool": 4}
+
+
+@dataclass(frozen=True)
+class Halo:
+    """What a part of one dimension needs: inputs `before` and `after` its own, negative if fewer.
+
+    Attributes:
+        before, after: numbers of elements.
+        stride: inputs for each output.
+        fill: what stands beyond the ends.
+    """
+
+    before: int
+    after: int
+    stride: int
+    fill: float
+
+    @property
+    def least(self) -> int:
+        """The fewest outputs of a part whose neighbours alone have all it needs."""
+        return max(1, -(-max(self.before, self.after) // self.stride))
+
+
+def windowed(node: Node) -> bool:
+    """Whether the operator slides a window."""
+    return _OPERATOR.match(node.op) is not None
+
+
+def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
+    """Dimension of the input that can be split -> what its parts need of one another.
+
+    Args:
+        node: an operator of which `windowed` is true.
+        types: of its operands.
+    """
+    kind, space = _kind(node)
+    kernel, stride, padding, dilation = _window(node, types)
+    if not padding or _refused(node, kind, padding):
+        return {}
+    found = {}
+    fill = -math.inf if kind == "max_pool" else 0.0
+    for i in range(space):
+        dim = len(types[0].shape) - space + i
+        length, steps = types[0].shape[dim], node.type.shape[dim]
+        halo = Halo(
+            padding[i], dilation[i] * (kernel[i] - 1) + 1 - stride[i] - padding[i], stride[i], fill
+        )
+        if length == steps * stride[i] and halo.after <= padding[i]:
+            found[dim] = halo
+    return found
+
+
+def without_padding(
+    node: Node, value: Arg, types: tuple[TensorType, ...], dims: frozenset[int]
+) -> Node:
+    """The operator on `value`, whose borders along `dims` are there."""
+    kind, space = _kind(node)
+    kernel, stride, padding, dilation = _window(node, types)
+    first = len(types[0].shape) - space
+    left = tuple(0 if first + i in dims else pad for i, pad in enumerate(padding))
+    if kind == "conv":
+        bias, groups = argument(node, 2, "bias"), argument(node, 6, "groups", 1)
+        args: tuple[Arg, ...] = (value, node.args[1], bias, stride, left, dilation, groups)
+        op = node.op.removesuffix(".padding")
+        return replace(node, op=op, args=args, kwargs=())
+    args = (value, kernel, stride, left)
+    if kind == "max_pool":
+        args += (dilation,)
+    elif len(node.args) > 6 or node.keyword("divisor_override") is not None:
+        args += (False, True, argument(node, 6, "divisor_override"))
+    return replace(node, args=args, kwargs=())
+
+
+def _kind(node: Node) -> tuple[str, int]:
+    match = _OPERATOR.match(node.op)
+    assert match is not None
+    return match[1], int(match[2])
+
+
+def _window(
+    node: Node, types: tuple[TensorType, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(kernel, stride, padding, dilation), one number for each dimension.
+
+    No padding where it is not the same on both sides.
+    """
+    kind, space = _kind(node)
+    if kind != "conv":
+        kernel = _numbers(argument(node, 1, "kernel_size"), space, (1,) * space)
+        stride = _numbers(argument(node, 2, "stride"), space, kernel)
+        padding = _numbers(argument(node, 3, "padding"), space, (0,) * space)
+        dilated = argument(node, 4, "dilation") if kind == "max_pool" else None
+        return kernel, stride, padding, _numbers(dilated, space, (1,) * space)
+    kernel = types[1].shape[-space:]
+    ones = (1,) * space
+    stride = _numbers(argument(node, 3, "stride"), space, ones)
+    dilation = _numbers(argument(node, 5, "dilation"), space, ones)
+    padded = argument(node, 4, "padding")
+    if padded == "same":
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        even = all(total % 2 == 0 for total in reach)
+        return kernel, stride, tuple(t // 2 for t in reach) if even else (), dilation
+    given = None if padded == "valid" else padded
+    return kernel, stride, _numbers(given, space, (0,) * space), dilation
+
+
+def _numbers(arg: Arg, space: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    """One number for each dimension."""
+    if isinstance(arg, int):
+        return (arg,) * space
+    numbers = tuple(int(str(n)) for n in arg) if isinstance(arg, tuple) else ()
+    return numbers * space if len(numbers) == 1 else numbers or default
+
+
+def _refused(node: Node, kind: str, padding: tuple[int, ...]) -> bool:
+    """Whether windows at the ends are not like those inside."""
+    if kind == "conv":
+        return False
+    if argument(node, _CEIL[kind], "ceil_mode", False) is True:
+        return True
+    counts_padding = argument(node, 5, "count_include_pad", True) is True
+    return kind == "avg_pool" and any(padding) and not counts_padding
