@@ -117,6 +117,25 @@ def _shuffled(node: Node, types: tuple[TensorType, ...]) -> str:
     return whole_along(node, types, (1,))
 
 
+def _windows(node: Node, types: tuple[TensorType, ...]) -> str:
+    """What a window holds comes after its channel; of a single channel it is one row, and whole."""
+    image, columns = "... c h! w!", "... (c k) l!"
+    outward = node.op == "aten.im2col"
+    if (types[0] if outward else node.type).shape[-3] == 1:
+        image, columns = "... 1 h! w!", "... k! l!"
+    return f"{image} -> {columns}" if outward else f"{columns} -> {image}"
+
+
+def _pixels(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Channels to pixels, or back. In a row of one channel the outermost factor would be p."""
+    packed, spread = "... (c p q) h w", "... c (h p) (w q)"
+    outward = node.op == "aten.pixel_shuffle"
+    many, few = (types[0], node.type) if outward else (node.type, types[0])
+    if not many.numel or (few.shape[-3] == 1 and many.shape[-2] == 1):
+        return all_whole(node, types)
+    return f"{packed} -> {spread}" if outward else f"{spread} -> {packed}"
+
+
 def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
     """Every point of the grid may look at any place of its image."""
     space = len(types[0].shape) - 2
@@ -132,13 +151,19 @@ RULES = (
     ),
     rule(
         "aten.im2col",
-        "... c h! w! -> ... (c k) l!",
-        examples=(f"{_PLANE}, (2, 2), (1, 1), (0, 0), (2, 2)",),
+        _windows,
+        examples=(
+            f"{_PLANE}, (2, 2), (1, 1), (0, 0), (2, 2)",
+            "f64[2, 1, 4, 8], (2, 2), (1, 1), (0, 0), (2, 2)",
+        ),
     ),
     rule(
         "aten.col2im",
-        "... (c k) l! -> ... c h! w!",
-        examples=("f64[2, 24, 8], (4, 8), (2, 2), (1, 1), (0, 0), (2, 2)",),
+        _windows,
+        examples=(
+            "f64[2, 24, 8], (4, 8), (2, 2), (1, 1), (0, 0), (2, 2)",
+            "f64[2, 4, 8], (4, 8), (2, 2), (1, 1), (0, 0), (2, 2)",
+        ),
     ),
     rule(
         "aten.grid_sampler",
@@ -151,15 +176,15 @@ RULES = (
     rule("aten.affine_grid_generator", all_whole, examples=("f64[2, 2, 3], (2, 3, 2, 4), False",)),
     rule(
         "aten.pixel_shuffle",
-        "... (c p q) h w -> ... c (h p) (w q)",
+        _pixels,
         linear=True,
-        examples=("f64[2, 24, 4, 6], 2",),
+        examples=("f64[2, 24, 4, 6], 2", "f64[2, 4, 1, 6], 2"),
     ),
     rule(
         "aten.pixel_unshuffle",
-        "... c (h p) (w q) -> ... (c p q) h w",
+        _pixels,
         linear=True,
-        examples=("f64[2, 6, 4, 12], 2",),
+        examples=("f64[2, 6, 4, 12], 2", "f64[2, 1, 2, 12], 2"),
     ),
     rule("aten.channel_shuffle", _shuffled, linear=True, examples=("f64[4, 6, 2, 2], 3",)),
 )

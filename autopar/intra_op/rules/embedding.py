@@ -38,6 +38,8 @@ def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:
 def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
     """Beside `dim` an index only reaches its own position, or fewer than there are."""
     into, index = types[0].shape, types[1].shape
+    if len(into) != len(index) or not into:
+        return all_whole(node, types)  # a number counts as one element, an empty index as any shape
     (dim,) = dimensions(argument(node, 1, "dim"), len(index))
     left, right = [], []
     for i, name in enumerate(letters(len(index))):

@@ -53,7 +53,8 @@ def _tensordot(node: Node, types: tuple[TensorType, ...]) -> str:
     for k, (a, b) in enumerate(zip(*dims, strict=True)):
         names[0][a] = names[1][b] = f"k{k}"
     out = [name for own in names for name in own if not name.startswith("k")]
-    return f"{' '.join(names[0])}, {' '.join(names[1])} -> {' '.join(out)}"
+    left = ", ".join(broadcast(own, tensor) for own, tensor in zip(names, types, strict=True))
+    return f"{left} -> {' '.join(out)}"
 
 
 def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -128,7 +129,14 @@ RULES = (
         examples=("f64[4, 1], f64[2, 4, 6], f64[2, 6, 2]",),
     ),
     rule("aten.inner", _inner, examples=("f64[2, 4, 6], f64[4, 6]", "f64[6], f64[6]")),
-    rule("aten.tensordot", _tensordot, examples=("f64[4, 6, 2], f64[2, 6, 4], (1, 2), (1, 0)",)),
+    rule(
+        "aten.tensordot",
+        _tensordot,
+        examples=(
+            "f64[4, 6, 2], f64[2, 6, 4], (1, 2), (1, 0)",
+            "f64[4, 1, 2], f64[2, 6, 4], (1, 2), (1, 0)",
+        ),
+    ),
     rule(
         "aten.bilinear",
         "... i, ... j, o i j, +o -> ... o",

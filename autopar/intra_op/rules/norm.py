@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import argument, broadcast, dimensions, letters, rule
+from autopar.intra_op.rule import all_whole, argument, broadcast, dimensions, letters, rule
 from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -27,6 +27,8 @@ def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:
     """Whole in training: its statistics are those of the whole batch, and it writes into the
     running ones, which every device holds."""
     rank = len(types[0].shape)
+    if rank < 2:
+        return all_whole(node, types)
     if argument(node, 5, "training") is True:
         tracked = isinstance(argument(node, 3, "running_mean"), Ref)
         names = ["b!", "c!" if tracked else "c", *(f"s{i}!" for i in range(rank - 2))]

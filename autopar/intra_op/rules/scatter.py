@@ -22,6 +22,8 @@ def _scatter(node: Node, types: Types) -> str:
     What is added along `dim` may be added in parts.
     """
     rank, added = len(types[0].shape), node.op == "aten.scatter_add"
+    if not all(tensor.shape for tensor in types):
+        return all_whole(node, types)  # a number counts as one element
     (dim,) = dimensions(argument(node, 1, "dim"), rank)
     terms: list[list[str]] = [[] for _ in types]
     for i, name in enumerate(letters(rank)):
@@ -121,11 +123,20 @@ def _diag_embed(node: Node, types: Types) -> str:
     return "... k! -> ... a! b!"
 
 
+def _whole_term(prefix: str, tensor: TensorType) -> str:
+    return " ".join(f"{prefix}{i}!" for i in range(len(tensor.shape)))
+
+
+def _take(node: Node, types: Types) -> str:
+    return f"{_whole_term('t', types[0])}, ... -> ..."
+
+
 def _take_along(node: Node, types: Types) -> str:
     """Like gather, but beside `dim` the operands are broadcast."""
     dim = argument(node, 2, "dim")
     if dim is None:  # of all elements in a row
-        return f"{' '.join(f't{i}!' for i in range(len(types[0].shape)))}, k -> k"
+        row = " ".join(letters(len(types[1].shape)))
+        return f"{_whole_term('t', types[0])}, {row} -> ({row})"
     names = letters(len(types[0].shape))
     (at,) = dimensions(dim, len(names))
     into, index = ([f"t{at}!" if i == at else n for i, n in enumerate(names)], names)
@@ -206,11 +217,16 @@ RULES = (
         examples=("f64[4, 6, 8], f64[4, 6], 0, 1, 2",),
     ),
     rule("aten.diag_embed", _diag_embed, linear=True, examples=("f64[4, 6]",)),
-    rule("aten.take", "t0! t1!, ... -> ...", examples=("f64[4, 6], i64[4, 6]<24",)),
+    rule("aten.take", _take, examples=("f64[4, 6], i64[4, 6]<24", "f64[2, 3, 2], i64[6]<12")),
     rule(
         "aten.take_along_dim",
         _take_along,
-        examples=("f64[4, 6], i64[4, 2]<6, 1", "f64[1, 6], i64[4, 2]<6, 1", "f64[4, 6], i64[6]<24"),
+        examples=(
+            "f64[4, 6], i64[4, 2]<6, 1",
+            "f64[1, 6], i64[4, 2]<6, 1",
+            "f64[4, 6], i64[6]<24",
+            "f64[4, 6], i64[4, 2]<24",
+        ),
     ),
     rule("aten.masked_scatter", all_whole, examples=("f64[4, 6], bool[4, 6], f64[4, 6]",)),
 )

@@ -59,6 +59,8 @@ def _moved(names: Sequence[str], order: Sequence[int]) -> str:
 def _transpose(node: Node, types: Types) -> str:
     rank = len(types[0].shape)
     order = list(range(rank))
+    if not order:
+        return " -> "
     a, b = dimensions(node.args[1:3], rank)
     order[a], order[b] = order[b], order[a]
     return _moved(letters(rank), order)
@@ -92,7 +94,8 @@ def _unsqueeze(node: Node, types: Types) -> str:
 def _squeeze(node: Node, types: Types) -> str:
     """A dimension that is only dropped if it has size 1 must not get that size by a split."""
     shape = types[0].shape
-    dims = dimensions(argument(node, 1, "dim"), len(shape))
+    named = argument(node, 1, "dim")
+    dims = () if named == () else dimensions(named, len(shape))
     names = [f"{n}!" if i in dims else n for i, n in enumerate(letters(len(shape)))]
     right = [n for i, n in enumerate(names) if i not in dims or shape[i] > 1]
     return f"{' '.join(names)} -> {' '.join(right)}"
@@ -127,12 +130,14 @@ def _select(node: Node, types: Types) -> str:
 
 
 def _cat(node: Node, types: Types) -> str:
-    """The dimension that is joined stays whole."""
-    rank = len(types[0].shape)
+    """The dimension that is joined stays whole; an operand without elements may have no others."""
+    rank = len(node.type.shape)
     (dim,) = dimensions(argument(node, 1, "dim", 0), rank)
     terms = [
         " ".join(f"c{k}!" if i == dim else f"d{i}" for i in range(rank))
-        for k in range(len(types) + 1)
+        if len(tensor.shape) == rank
+        else f"c{k}!"
+        for k, tensor in enumerate((*types, node.type))
     ]
     return f"{', '.join(terms[:-1])} -> {terms[-1]}"
 
@@ -218,7 +223,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "view": (_reshape, (f"{_X}, (24, 8)", f"{_X}, (4, 6, 2, 4)", "f64[4, 6], (8, 3)")),
     "reshape": (_reshape, (f"{_X}, (4, 48)", "f64[24], (4, 1, 6)", "f64[2, 6], (3, 4)")),
     "flatten.using_ints": (_reshape, (f"{_X}, 1", f"{_X}, 0, 1")),
-    "transpose.int": (_transpose, (f"{_X}, 1, -1",)),
+    "transpose.int": (_transpose, (f"{_X}, 1, -1", "f64[], 0, 0")),
     "swapaxes": (_transpose, (f"{_X}, 0, 1",)),
     "t": (_reverse, ("f64[4, 6]", "f64[4]")),
     "numpy_T": (_reverse, ("f64[4, 6]",)),
@@ -228,7 +233,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "unsqueeze": (_unsqueeze, ("f64[4, 6], 1", "f64[4, 6], -1")),
     "squeeze": (_squeeze, ("f64[2, 1, 3]",)),
     "squeeze.dim": (_squeeze, ("f64[4, 1, 6], 1", "f64[2, 6], 0")),
-    "squeeze.dims": (_squeeze, ("f64[2, 1, 6], (0, 1)",)),
+    "squeeze.dims": (_squeeze, ("f64[2, 1, 6], (0, 1)", "f64[4, 1], ()")),
     "expand": (_expand, ("f64[4, 1], (6, 4, 8)", "f64[], (4, 6)", "f64[6], (4, -1)")),
     "slice.Tensor": (_cut, (f"{_X}, 1, 2, 5", f"{_X}, 0, 0, 9223372036854775807")),
     "narrow": (_named(1, "dim"), (f"{_X}, 1, 2, 4",)),
@@ -239,7 +244,14 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
         ("(f64[4], f64[6]), indexing='ij'", "(f64[4], f64[6], f64[2]), indexing='xy'"),
     ),
     "select.int": (_select, (f"{_X}, 1, -1",)),
-    "cat": (_cat, ("(f64[4, 6], f64[4, 2]), 1", "(f64[4, 6], f64[4, 6], f64[2, 6])")),
+    "cat": (
+        _cat,
+        (
+            "(f64[4, 6], f64[4, 2]), 1",
+            "(f64[4, 6], f64[4, 6], f64[2, 6])",
+            "(f64[0], f64[4, 6]), 1",
+        ),
+    ),
     "stack": (_stack, ("(f64[4, 6], f64[4, 6]), 1", "(f64[4, 6], f64[4, 6]), -1")),
     "rot90": (
         lambda node, types: whole_along(
