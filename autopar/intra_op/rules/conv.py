@@ -103,6 +103,7 @@ _SPATIAL = {
     "upsample_bilinear2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
     "upsample_trilinear3d.vec": (3, f"{_CUBE}, (6, 4, 6), False, None"),
     "upsample_bicubic2d.vec": (2, f"{_PLANE}, (8, 12), False, None"),
+    "_upsample_bilinear2d_aa": (2, f"{_PLANE}, (2, 6), False"),
     "_upsample_bilinear2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
     "_upsample_bicubic2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
     **{
@@ -136,6 +137,18 @@ def _pixels(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"{packed} -> {spread}" if outward else f"{spread} -> {packed}"
 
 
+def _fractional(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
+    """Each channel of each sample has random numbers of its own, drawn beforehand."""
+
+    def spec(node: Node, types: tuple[TensorType, ...]) -> str:
+        if len(types[0].shape) != space + 2:
+            return all_whole(node, types)
+        image, out = _names("i", space), _names("o", space)
+        return f"b c {image}, b c k! -> b c {out}, b c {out}"
+
+    return spec
+
+
 def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
     """Every point of the grid may look at any place of its image."""
     space = len(types[0].shape) - 2
@@ -165,6 +178,15 @@ RULES = (
             "f64[2, 4, 8], (4, 8), (2, 2), (1, 1), (0, 0), (2, 2)",
         ),
     ),
+    *(
+        rule(
+            f"aten.fractional_max_pool{space}d",
+            _fractional(space),
+            examples=(f"{image}, {(2,) * space}, {(2,) * space}, const f64[2, 4, {space}]<1",),
+        )
+        for space, image in ((2, "f64[2, 4, 6, 6]"), (3, "f64[2, 4, 6, 6, 6]"))
+    ),
+    rule("aten.grid_sampler_3d", _grid, examples=(f"{_CUBE}, f64[2, 2, 4, 2, 3]<1, 0, 0, False",)),
     rule(
         "aten.grid_sampler",
         _grid,

@@ -23,6 +23,11 @@ def _over(position: int, default: Arg) -> Callable[[Node, Types], str]:
 
 _X, _Z = "f64[4, 6, 6]", "c128[4, 6, 6]"
 _LINES = {"fft": _X, "ifft": _Z, "rfft": _X, "irfft": _Z, "hfft": _Z, "ihfft": _X}
+_KERNELS = {
+    "c2c": f"{_Z}, (1, 2), 0, True",
+    "c2r": f"{_Z}, (2,), 0, 10",
+    "r2c": f"{_X}, (2,), 0, True",
+}
 _LAST, _PLANE = -1, (-2, -1)
 RULES = (
     *(
@@ -43,11 +48,15 @@ RULES = (
         rule(f"aten.fft_{op}shift", _over(1, None), linear=True, examples=(f"{_X}, (1,)",))
         for op in ("fft", "ifft")
     ),
+    *(
+        rule(f"aten._fft_{op}", _over(1, None), linear=True, examples=(example,))
+        for op, example in _KERNELS.items()
+    ),
     rule("aten.view_as_complex", "... k! -> ...", linear=True, examples=("f64[4, 6, 2]",)),
     rule("aten.view_as_real", "... -> ... k!", linear=True, examples=("c128[4, 6]",)),
     *(
         rule(f"aten.{op}", "... -> ...", linear=True, examples=("c128[4, 6]",))
-        for op in ("real", "imag", "conj", "_conj", "resolve_conj")
+        for op in ("real", "imag", "conj", "_conj", "_conj_physical", "resolve_conj")
     ),
     rule("aten.complex", "..., ... -> ...", linear=True, examples=("f64[4, 6], f64[6]",)),
     rule("aten.polar", "..., ... -> ...", examples=("f64[4, 6], f64[6]",)),

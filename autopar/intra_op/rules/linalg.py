@@ -11,12 +11,17 @@ from autopar.ir.tensor import TensorType
 Types = tuple[TensorType, ...]
 
 
-def _matrices(core: int) -> Callable[[Node, Types], str]:
-    """Each operand ends in `core` whole dimensions; each result begins with the batch."""
+def _matrices(*cores: int) -> Callable[[Node, Types], str]:
+    """Each operand ends in as many whole dimensions as `cores` says, or the last of them.
+
+    Each result begins with the batch.
+    """
 
     def spec(node: Node, types: Types) -> str:
-        lead = types[0].shape[: len(types[0].shape) - core]
-        if any(tensor.shape[: len(tensor.shape) - core] != lead for tensor in types):
+        ends = (*cores, *cores[-1:] * len(types))
+        leads = [t.shape[: len(t.shape) - core] for t, core in zip(types, ends, strict=False)]
+        lead = leads[0]
+        if any(other != lead for other in leads):
             return all_whole(node, types)
         names = letters(len(lead))
         terms = [
@@ -59,6 +64,10 @@ _MATRICES = {
     "matrix_exp": _SQUARE,
     "linalg_matrix_exp": _SQUARE,
     "linalg_solve": _PAIR,
+    "_linalg_solve_ex": _PAIR,
+    "cholesky_inverse": _SQUARE,
+    "cholesky_solve": _PAIR,
+    "triangular_solve": _PAIR,
     "linalg_solve_triangular": f"{_PAIR}, upper=True",
     "linalg_lu": _SQUARE,
     "trace": "f64[6, 6]",
@@ -69,14 +78,27 @@ _NO_GRADIENT = {
     "linalg_eigh": f"const {_SQUARE}",
     "linalg_eigvalsh": f"const {_SQUARE}",
     "linalg_cholesky": "f64[6, 1, 1]>0",
+    "cholesky": "f64[6, 1, 1]>0",
+    "linalg_eig": f"const {_SQUARE}",
+    "geqrf": f"const {_SQUARE}",
+    "linalg_lu_factor_ex": _SQUARE,
+    "linalg_ldl_factor_ex": f"const {_SQUARE}",
     "linalg_cholesky_ex": f"const {_SQUARE}",
     "linalg_pinv.atol_rtol_tensor": f"const {_SQUARE}",
     "pinverse": f"const {_SQUARE}",
+}
+_REFLECTORS = {
+    "linalg_householder_product": "f64[6, 2, 2], f64[6, 2]",
+    "ormqr": "f64[6, 2, 2], f64[6, 2], f64[6, 2, 2]",
 }
 RULES = (
     *(
         rule(f"aten.{op}", _matrices(2), flops="6 out", examples=(example,))
         for op, example in (_MATRICES | _NO_GRADIENT).items()
+    ),
+    *(
+        rule(f"aten.{op}", _matrices(2, 1, 2), flops="6 out", examples=(example,))
+        for op, example in _REFLECTORS.items()
     ),
     rule("aten.cdist", "... m k!, ... n k! -> ... m n", examples=("f64[4, 6, 2], f64[4, 8, 2]",)),
     rule(

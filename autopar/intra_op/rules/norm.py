@@ -8,11 +8,12 @@ from autopar.ir.tensor import TensorType
 
 
 def _over_trailing(node: Node, types: tuple[TensorType, ...]) -> str:
-    """layer_norm and rms_norm: `normalized_shape` trailing dimensions are whole."""
+    """`normalized_shape` trailing dimensions are whole; mean and deviation may be given back."""
     shape = argument(node, 1, "normalized_shape")
     count = len(shape) if isinstance(shape, tuple) else 1
     tail = " ".join(f"n{i}!" for i in range(count))
-    return f"... {tail}, {tail}, {tail} -> ... {tail}"
+    ones = " ".join(["1"] * count)
+    return f"... {tail}, {tail}, {tail} -> ... {tail}, ... {ones}, ... {ones}"
 
 
 def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -66,6 +67,12 @@ RULES = (
         _over_trailing,
         flops="8 out",
         examples=("f64[4, 6, 8], (8,), f64[8], f64[8]", "f64[4, 6, 8], (6, 8)"),
+    ),
+    rule(
+        "aten.native_layer_norm",
+        _over_trailing,
+        flops="8 out",
+        examples=("f64[4, 6, 8], (8,), f64[8], f64[8], 1e-05",),
     ),
     rule("aten.rms_norm", _over_trailing, flops="6 out", examples=("f64[4, 6, 8], (8,), f64[8]",)),
     rule("aten.softmax.int", _over_one, flops="5 out", examples=("f64[4, 6, 8], 1", "f64[6], -1")),

@@ -57,11 +57,32 @@ _FAMILIES: tuple[tuple[str, Linear, tuple[str, ...]], ...] = (
         """abs asinh ceil celu cos cosh elu erf erfc exp exp2 expm1 floor frac gelu hardshrink
         hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu
         log_sigmoid logical_not mish nan_to_num relu relu6 round selu sgn sigmoid sign signbit silu
-        sin sinc sinh softplus softshrink special_erfcx special_expit special_i0e special_log_ndtr
-        special_ndtr square tan tanh trunc""",
+        sin sinc sinh softplus softshrink special_erfcx special_expit special_i0e special_i1
+        special_i1e special_log_ndtr special_ndtr special_ndtri square tan tanh trunc""",
         False,
         (_REAL,),
     ),
+    (
+        """special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+        special_modified_bessel_k1 special_scaled_modified_bessel_k0
+        special_scaled_modified_bessel_k1 special_spherical_bessel_j0""",
+        False,
+        (f"const {_POSITIVE}",),
+    ),
+    (
+        """special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+        special_chebyshev_polynomial_v special_chebyshev_polynomial_w
+        special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+        special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+        special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+        special_legendre_polynomial_p""",
+        False,
+        ("const f64[4, 6], i64[6]<4",),
+    ),
+    ("special_zeta igamma igammac", False, ("const f64[4, 6]>0, const f64[6]>0",)),
+    ("polygamma", False, (f"1, {_POSITIVE}",)),
+    ("round.decimals", False, (f"{_REAL}, decimals=1",)),
     (
         "digamma lgamma log log10 log1p log2 reciprocal rsqrt special_entr sqrt",
         False,
@@ -155,6 +176,7 @@ def _families() -> Iterator[OpRule]:
 RULES = (
     *_families(),
     *(rule(f"aten.{op}", _cast, examples=(example,)) for op, example in _CASTS.items()),
+    rule("aten.frexp.Tensor", "... -> ..., ...", examples=(f"const {_REAL}",)),
     rule("aten.glu", _glu, examples=("f64[4, 12]", "f64[8, 6], 0")),
     rule("aten.prelu", _prelu, examples=(f"{_REAL}, f64[6]", f"{_REAL}, f64[1]")),
 )
