@@ -1,9 +1,22 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
+from autopar import pins
 from autopar.compile import Program, compile, plan
+from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.annotation import shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 
-__all__ = ["Mesh", "OpRule", "Plan", "Program", "compile", "plan", "rule", "shard"]
+__all__ = [
+    "Mesh",
+    "OpRule",
+    "Plan",
+    "Program",
+    "compile",
+    "layout",
+    "pins",
+    "plan",
+    "rule",
+    "shard",
+]

@@ -41,6 +41,7 @@ from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.table import table
+from autopar.intra_op.words import PinsLike, spell_out
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
@@ -59,7 +60,7 @@ class Options:
     memory: float | str | None = None
     unknown_ops: str = "replicate"
     trace: str | Path | None = None
-    pins: Mapping[str, str] | None = None
+    pins: PinsLike | None = None
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
 
@@ -115,10 +116,12 @@ def make_plan(
         InfeasibleError: no plan fits into the memory.
         UnknownOperatorError: an operator without a rule is refused.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
-        PlanError: a pin names nothing or fits no choice.
+        PinError: a pin names nothing, fits no choice or contradicts another, or a plan of
+            `autopar.pins` does not apply.
     """
     limit = device(mesh).memory if options.memory is None else options.memory
     limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
+    pins = spell_out(options.pins, graph, mesh, options.table)
     built = build(
         graph,
         mesh,
@@ -127,7 +130,7 @@ def make_plan(
         memory_limit=limit,
         state_bytes=state_bytes,
         unknown_ops=options.unknown_ops,
-        pins=options.pins,
+        pins=pins,
     )
     trace("problem.json", built.problem.to_json)
     solution = solve(built.problem, solver=options.solver)
@@ -145,6 +148,7 @@ def make_plan(
         layouts(built, graph, choice),
         built.figures(choice),
         replicated=built.replicated_seconds(choice),
+        pins=pins,
     )
     trace("plan.toml", made.to_toml)
     return made
@@ -160,7 +164,7 @@ def plan(
     memory: float | str | None = None,
     unknown_ops: str = "replicate",
     trace: str | Path | None = None,
-    pins: Mapping[str, str] | None = None,
+    pins: PinsLike | None = None,
     rules: Sequence[OpRule] = (),
 ) -> Plan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
@@ -183,7 +187,7 @@ def compile(
     memory: float | str | None = None,
     unknown_ops: str = "replicate",
     trace: str | Path | None = None,
-    pins: Mapping[str, str] | None = None,
+    pins: PinsLike | None = None,
     clip_norm: float | None = None,
     rules: Sequence[OpRule] = (),
 ) -> Program:
@@ -203,7 +207,8 @@ def compile(
         memory: bytes per device or text such as "64GiB", a hard limit; by default all there is.
         unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
         trace: a folder to which the first rank writes every intermediate value.
-        pins: layouts that are fixed beforehand; see `autopar/intra_op/pins.py`.
+        pins: what is fixed beforehand: layouts by name (see `autopar/intra_op/pins.py`), plans of
+            `autopar.pins`, `autopar.layout`, or a list of these.
         clip_norm: bound of the global norm of the gradients.
         rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
             proved on their examples first, and come before those that autopar has.

@@ -67,6 +67,8 @@ class Plan:
             they were given; data only, nothing runs it.
         replicated: operators that run whole on every device for want of a sharding rule, each with
             its predicted seconds.
+        pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
+            again under it. A plan that is only used need not keep it.
     """
 
     graph: str
@@ -75,6 +77,7 @@ class Plan:
     predicted: dict[str, float] = field(default_factory=dict)
     model: dict[str, str | int] = field(default_factory=dict)
     replicated: dict[str, float] = field(default_factory=dict)
+    pins: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -91,6 +94,8 @@ class Plan:
         document["predicted"] = dict(self.predicted)
         if self.replicated:
             document["replicated"] = dict(self.replicated)
+        if self.pins:
+            document["pins"] = dict(self.pins)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
         return tomlkit.dumps(document)
 
@@ -122,7 +127,9 @@ class Plan:
             predicted = {name: _figure(value) for name, value in table["predicted"].items()}
             model = _model(table.get("model", {}))
             whole = {name: _figure(value) for name, value in table.get("replicated", {}).items()}
-            return cls(table["graph"], Mesh.parse(table["mesh"]), nodes, predicted, model, whole)
+            pins = _pins(table.get("pins", {}))
+            mesh = Mesh.parse(table["mesh"])
+            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 
@@ -181,4 +188,14 @@ def _model(table: object) -> dict[str, str | int]:
         # A bool is an int to Python, but no size.
         if type(value) is not MODEL.get(key) or (isinstance(value, int) and value < 1):
             raise ValueError(f"model.{key} = {value!r}")
+    return dict(table)
+
+
+def _pins(table: object) -> dict[str, str]:
+    """The entry `pins`; ValueError unless it holds texts by name."""
+    if not isinstance(table, dict):
+        raise ValueError(f"pins = {table!r} is no table")
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise ValueError(f"pins.{key} = {value!r} is no text")
     return dict(table)

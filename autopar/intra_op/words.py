@@ -1,0 +1,139 @@
+"""What a user may say of a plan in other words than layouts, and how it becomes pins.
+
+A word is any callable that takes a `Subject`, which is a graph with its mesh, and returns pins by
+name. Those of experts.py are frozen dataclasses. Words and plain mappings combine: the pins of all
+of them must be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.errors import PinError
+from autopar.intra_op.dim_names import name_dims
+from autopar.intra_op.dims import Dims, find_dims
+from autopar.intra_op.options import Option, node_options
+from autopar.intra_op.pins import Pin, joined
+from autopar.intra_op.roles import Roles
+from autopar.intra_op.rule import OpRule
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a word speaks of.
+
+    Attributes:
+        graph: normalised, with its repeats; nodes of the first block stand for those of all.
+        mesh: the devices.
+        rules: by operator.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    rules: Mapping[str, OpRule]
+    _options: dict[str, tuple[Option, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def dims(self) -> Dims:
+        """The classes of dimensions."""
+        return find_dims(self.graph, self.rules)
+
+    @cached_property
+    def roles(self) -> Roles:
+        """What the classes are to the model."""
+        return Roles(self.dims)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The name of each class."""
+        return name_dims(self.roles)
+
+    def axes(self, names: Axes) -> Axes:
+        """Those of some mesh axes that have more than one device, in the mesh's order.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
+        for name in names:
+            self.mesh.axis(name)
+        return tuple(axis.name for axis in self.mesh.axes if axis.name in names and axis.size > 1)
+
+    def ways(self, axes: Axes) -> int:
+        """Number of devices along some axes."""
+        ways = 1
+        for axis in axes:
+            ways *= self.mesh.axis_size(axis)
+        return ways
+
+    def parameters(self) -> tuple[Node, ...]:
+        """The parameters that are read, of all blocks the first one's."""
+        return tuple(n for n in self.graph.folded if n.op == "param" and self.graph.users[n.name])
+
+    def operators(self) -> Iterator[Node]:
+        """The nodes that have a choice of their own and are no parameters."""
+        for node in self.graph.folded:
+            share = node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
+            if not node.is_leaf and not share:
+                yield node
+
+    def key(self, node: Node) -> str:
+        """The name under which a node is pinned; a parameter's own unless it was cut in pieces."""
+        if node.op != "param":
+            return f"%{node.name}"
+        pieces = [leaf for leaf in self.parameters() if leaf.target == node.target]
+        return node.target if len(pieces) == 1 else f"%{self.graph.users[node.name][0]}"
+
+    def allows(self, node: Node, text: str) -> bool:
+        """Whether an operator has a strategy that agrees with a pin."""
+        if node.name not in self._options:
+            self._options[node.name], _ = node_options(
+                self.graph, node, self.mesh, dict(self.rules)
+            )
+        return any(Pin.parse(text).agrees(option) for option in self._options[node.name])
+
+
+Word = Callable[[Subject], Mapping[str, str]]
+PinsLike = Mapping[str, str] | Word | Sequence[Mapping[str, str] | Word]
+
+
+def write(
+    shape: tuple[int, ...], split: Mapping[int, Axes], along: Axes, *, stored: bool = False
+) -> str:
+    """A pin that splits some dimensions of a value along some axes, which do nothing else to it.
+
+    With `stored` it is a parameter's that is stored as it is used.
+    """
+    layout = Layout(tuple(split.get(dim, ()) for dim in range(len(shape)))).format(shape)
+    return f"{f'{layout} => ' if stored else ''}{layout} along {', '.join(along)}"
+
+
+def spell_out(
+    pins: PinsLike | None, graph: Graph, mesh: Mesh, rules: Mapping[str, OpRule]
+) -> dict[str, str]:
+    """Everything that was said, as pins by name.
+
+    Raises:
+        PinError: a word does not apply to this model, or is none.
+        MeshError: the mesh has no such axis.
+    """
+    if pins is None:
+        return {}
+    said = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
+    subject = Subject(graph, mesh, rules)
+    groups = []
+    for word in said:
+        if not isinstance(word, Mapping) and not callable(word):
+            raise PinError(
+                f"{word!r} is no pin",
+                todo="pass mappings of names to layouts, autopar.pins.megatron(...) and the like, "
+                "or autopar.layout(...)",
+            )
+        groups.append(word if isinstance(word, Mapping) else word(subject))
+    return joined(groups)
