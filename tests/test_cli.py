@@ -160,7 +160,7 @@ def test_json_pins_and_traces(config: str, tmp_path: Path) -> None:
     assert found["model"] == {"source": config, "seq": 16}
     assert found["mesh"] == MESH
     figures = found["predicted"]
-    causes = ("compute_seconds", "parameter_seconds", "reshard_seconds")
+    causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
     assert figures["step_seconds"] == pytest.approx(sum(figures[cause] for cause in causes))
     assert found["whole"] == []
     # A pin without -sum(...) leaves it open.

@@ -70,13 +70,16 @@ def explained(
         if node.op != "param" and not share:
             builder.add(node)
     # The planner's price of the loss contains its reduction, which is listed as a move.
-    ending = sum(m.seconds for m in moves(graph, chosen, price.collective) if not m.reader)
+    listed = moves(graph, chosen, price.collective)
+    ending = sum(move.seconds for move in listed if not move.reader)
     costs = {}
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
         fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
         index = min(fitting, key=lambda i: choices.cost[i])
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
+        if choices.name in builder.exchanged:  # listed as moves, too
+            seconds -= builder.exchanged[choices.name][index]
         costs[choices.name] = Cost(seconds, choices.memory[index])
     return explain(graph, chosen, price.collective, costs, limit=limit, whole=builder.replicated)
 

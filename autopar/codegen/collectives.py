@@ -163,10 +163,10 @@ class Group:
         for rank, outgoing, incoming in sides:
             if rank is not None:
                 sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
-        counts = [[piece.numel() for piece in pieces] for pieces in (taken, sent)]
-        out = before.new_empty(sum(counts[0]))
-        dist.all_to_all_single(out, torch.cat(sent), *counts, group=self.process_group)
-        taken = list(out.split(counts[0]))
+        takes, sends = ([piece.numel() for piece in pieces] for pieces in (taken, sent))
+        out = before.new_empty(sum(takes))
+        dist.all_to_all_single(out, torch.cat(sent), takes, sends, group=self.process_group)
+        taken = list(out.split(takes))
         head, tail = (
             None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
         )

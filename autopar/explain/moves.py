@@ -1,4 +1,5 @@
-"""Every layout change that communicates, with each of its collectives and how often it is made.
+"""Every layout change and every operator that communicates, with each of its collectives and how
+often it is made.
 
 What is listed is what runs: the steps are the `Resharder`'s, as in the emitted program, and their
 prices those of the planner's edges.
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Collective, Resharder
+from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan, Plan
@@ -29,15 +31,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Move:
-    """A layout change that communicates.
+    """A layout change that communicates, or an operator that asks other devices itself.
 
     Attributes:
         value: the node whose value is moved.
-        reader: the node for which it is, "" for the end of the program.
+        reader: the node for which it is, "" for the end of the program. An operator that asks is
+            both.
         before, after: the layouts, in the notation of the plan.
         calls: its collectives in the order of the forward pass, those of the backward marked.
         times: how often a step makes it.
         parameter: the parameter that the value is or is a view of, "" for an activation.
+        inside: whether it is an operator that asks.
     """
 
     value: str
@@ -47,6 +51,7 @@ class Move:
     calls: tuple[Call, ...]
     times: int
     parameter: str
+    inside: bool = False
 
     @property
     def seconds(self) -> float:
@@ -55,7 +60,7 @@ class Move:
 
 
 def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
-    """Every layout change of the emitted program that communicates, in order of execution.
+    """What the emitted program communicates: layout changes in order of execution, then operators.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -75,7 +80,28 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
             before, after = src.format(tensor.shape), dst.format(tensor.shape)
             root = _parameter_of(graph, value)
             found.append(Move(value, reader, before, after, calls, times, root))
-    return tuple(found)
+    return (*found, *_exchanges(graph, plan, price))
+
+
+def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Iterator[Move]:
+    """What operators ask other devices for."""
+    for node in graph.folded:
+        own = planned(plan, graph, node.name)
+        types = tuple(graph[name].type for name in node.inputs)
+        layouts = tuple(layout for _, layout in own.operands)
+        if len(layouts) != len(types):
+            continue
+        forward, backward = exchanged(node, types, layouts, plan.mesh)
+        calls = [
+            Call(call.kind, call.axes, call.nbytes, price(call), direction)
+            for direction, made in ((False, forward), (True, backward))
+            for call in made
+        ]
+        if calls:
+            times = graph.multiplicity[node.name]
+            (shape, into), (given, out) = own.operands[0], own.results[0]
+            before, after = into.format(shape), out.format(given)
+            yield Move(node.name, node.name, before, after, tuple(calls), times, "", inside=True)
 
 
 Change = tuple[str, str, TensorType, Layout, Layout, int]

@@ -101,10 +101,11 @@ def _lines(explanation: Explanation, everything: bool) -> RenderableType:
 
 def _operator(operator: Operator) -> Iterator[tuple[RenderableType, ...]]:
     """Its collectives before it, itself, and those after it."""
-    yield from _moves("before", operator.before)
+    yield from _moves("before", (move for move in operator.before if not move.inside))
     label = Text(f"   {operator.op.removeprefix('aten.')}  ")
     label.append(operator.layouts, style="dim")
     yield (label, "", "", _seconds(operator.cost.compute))
+    yield from _moves("inside", (move for move in operator.before if move.inside))
     yield from _moves("after", operator.after)
 
 

@@ -22,6 +22,7 @@ from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
 from autopar.intra_op.rule import OpRule
 from autopar.ir.collective import Resharder
+from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
@@ -40,27 +41,31 @@ class Built:
         names: IR node of each problem node (a parameter's share stands for both).
         options: the meaning of each choice.
         replicated: operators that run whole for want of a rule.
+        exchanged: node -> seconds of each choice that it takes to ask other devices.
     """
 
     problem: Problem
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     replicated: tuple[str, ...]
+    exchanged: Mapping[str, tuple[float, ...]]
 
     def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
         """Seconds and bytes per device of a choice, by cause.
 
-        `compute_seconds` of operators, `parameter_seconds` of gathering parameters and of
-        synchronising gradients, `reshard_seconds` of activations; `parameter_bytes` with gradients
-        and optimizer state, `activation_bytes` saved for the backward. `step_seconds` and
-        `peak_bytes` are their sums.
+        `compute_seconds` of operators, `exchange_seconds` of what they ask other devices for,
+        `parameter_seconds` of gathering parameters and of synchronising gradients,
+        `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
+        `activation_bytes` saved for the backward. `step_seconds` and `peak_bytes` are their sums.
         """
-        totals = dict.fromkeys(
-            ("compute_seconds", "parameter_seconds", "reshard_seconds"), 0.0
-        ) | dict.fromkeys(("parameter_bytes", "activation_bytes"), 0.0)
+        causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
+        totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
         for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
             parameter = options[index].stored is not None
-            totals["parameter_seconds" if parameter else "compute_seconds"] += node.cost[index]
+            inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
+            totals["exchange_seconds"] += inside
+            cause = "parameter_seconds" if parameter else "compute_seconds"
+            totals[cause] += node.cost[index] - inside
             totals["parameter_bytes" if parameter else "activation_bytes"] += node.memory[index]
         for edge in self.problem.edges:
             parameter = self.options[edge.a][choice[edge.a]].stored is not None
@@ -97,6 +102,7 @@ class Builder:
         self.names: list[str] = []
         self.position: dict[str, int] = {}
         self.replicated: list[str] = []
+        self.exchanged: dict[str, tuple[float, ...]] = {}
         self.savers = self._first_savers()
 
     def _first_savers(self) -> dict[tuple[str, int], int]:
@@ -135,9 +141,12 @@ class Builder:
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
         flops = signature.flops if signature else float(node.type.numel)
+        asked = tuple(count * self._exchange_seconds(node, option) for option in options)
+        if any(asked):
+            self.exchanged[node.name] = asked
         cost = tuple(
-            count * self._seconds(node, option, flops) + self._loss_seconds(node, option)
-            for option in options
+            count * self._seconds(node, option, flops) + self._loss_seconds(node, option) + inside
+            for option, inside in zip(options, asked, strict=True)
         )
         memory = tuple(self._saved_bytes(node, option) for option in options)
         self._append(node.name, options, cost, memory)
@@ -192,6 +201,12 @@ class Builder:
             passes += wanted if matmul else 1
         work = Work(node.op, flops * option.share, nbytes, node.type.dtype, matmul)
         return passes * self.model.compute(work)
+
+    def _exchange_seconds(self, node: Node, option: Option) -> float:
+        """What the operator itself sends, in both directions."""
+        types = operand_types(self.graph, node)
+        forward, backward = exchanged(node, types, option.operands, self.mesh)
+        return sum(map(self.model.collective, (*forward, *backward)))
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """The loss ends whole on every device, so that all report the same."""
@@ -322,7 +337,13 @@ def build(
         _check_memory(choices, memory_limit)
     progress("reshardings")
     problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
-    return Built(problem, tuple(builder.names), tuple(builder.options), tuple(builder.replicated))
+    return Built(
+        problem,
+        tuple(builder.names),
+        tuple(builder.options),
+        tuple(builder.replicated),
+        builder.exchanged,
+    )
 
 
 def _check_memory(choices: tuple[Choices, ...], limit: float) -> None:

@@ -302,7 +302,8 @@ class _CrossEntropy(torch.autograd.Function):
             losses = losses - smoothing * every[0] / size
         ctx.save_for_backward(powers.div_(total), own, elsewhere, ignored)
         ctx.dim, ctx.smoothing, ctx.size, ctx.dtype = dim, smoothing, size, logits.dtype
-        return losses.squeeze(dim).masked_fill(ignored, 0).to(logits.dtype)
+        kept: Tensor = losses.squeeze(dim).masked_fill(ignored, 0).to(logits.dtype)
+        return kept
 
     @staticmethod
     @torch.autograd.function.once_differentiable

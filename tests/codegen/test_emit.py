@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from autopar.compile import Options, Trace, make_plan
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
+from autopar.ir.across import Across, Axes
 from autopar.ir.capture import Captured, capture
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph
@@ -96,7 +98,32 @@ def local_values(case: Case, table: list[Parameter], mesh: Mesh) -> dict[str, Te
     return values
 
 
-class Ledger:
+class Peers:
+    """The devices that hold the parts of a dimension, of which only the first is there."""
+
+    def __init__(self, ledger: Ledger, axes: tuple[str, ...]) -> None:
+        self.ledger, self.axes = ledger, axes
+        self.size = math.prod(ledger.mesh.axis_size(axis) for axis in axes)
+
+    def own(self, extent: int) -> tuple[int, int]:
+        return 0, self.ledger.part(extent, self.axes)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        self.ledger.calls.append(Collective("all_reduce", self.axes, x.nbytes))
+        return x * self.size
+
+    def maximum(self, x: Tensor) -> Tensor:
+        self.ledger.calls.append(Collective("all_reduce", self.axes, x.nbytes))
+        return x
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        for border in (before, after):
+            if border.numel():
+                self.ledger.calls.append(Collective("send", self.axes, border.nbytes))
+        return None, before  # the first device has nobody before it
+
+
+class Ledger(Across):
     """Stands for the first device of a mesh: shapes as there, and a list of what would be sent.
 
     It shares nothing with the runtime or the planner but the table in `autopar/ir/collective.py`:
@@ -125,6 +152,9 @@ class Ledger:
         for name in (axis,) if isinstance(axis, str) else axis:
             size = -(-size // self.mesh.axis_size(name))
         return size
+
+    def group(self, axes: Axes) -> Peers:
+        return Peers(self, (axes,) if isinstance(axes, str) else axes)
 
     def __getattr__(self, op: str) -> Callable[..., Tensor]:
         forward, backward, shape = self.MOVES[op]
@@ -172,7 +202,8 @@ def priced(graph: Graph, plan: Plan, model: AnalyticModel) -> float:
     assert graph.loss is not None
     loss, made = graph[graph.loss], plan.nodes[graph.loss].results[0][1]
     ending = Resharder(plan.mesh, model.collective).cost(loss.type, made, Layout.replicated(0))
-    return plan.predicted["parameter_seconds"] + plan.predicted["reshard_seconds"] + ending
+    causes = ("parameter_seconds", "reshard_seconds", "exchange_seconds")
+    return sum(plan.predicted[cause] for cause in causes) + ending
 
 
 @pytest.mark.parametrize("name", models.MODELS)
