@@ -21,6 +21,7 @@ _ELEMENTWISE = {
     "aten.binary_cross_entropy": 3,
     "aten.binary_cross_entropy_with_logits": 4,
 }
+_POOLED = {f"aten.adaptive_avg_pool{space}d": space for space in (1, 2, 3)}
 _LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
 
 
@@ -37,6 +38,8 @@ def lower_means(graph: Graph) -> Graph:
             return None
         if node.op in ("aten.mean", "aten.mean.dim"):
             return _mean(node, editor)
+        if node.op in _POOLED:
+            return _pooled(node, editor)
         if node.op in _ELEMENTWISE:
             return _elementwise(node, editor)
         if node.op in _LABELLED:
@@ -53,6 +56,16 @@ def _mean(node: Node, editor: Editor) -> Node | None:
     op = "aten.sum" if node.op == "aten.mean" else "aten.sum.dim_IntList"
     total = replace(node, name=editor.fresh(f"{node.name}_sum"), op=op)
     return _divided(node, total, whole.numel // node.type.numel, editor)
+
+
+def _pooled(node: Node, editor: Editor) -> Node | None:
+    """Pooling to a single pixel is a mean over space."""
+    space = _POOLED[node.op]
+    dims = tuple(range(-space, 0))
+    if any(size != 1 for size in node.type.shape[-space:]):
+        return None
+    args = (node.args[0], dims, True)
+    return _mean(replace(node, op="aten.mean.dim", args=args, kwargs=()), editor)
 
 
 def _divided(node: Node, total: Node, count: Arg, editor: Editor) -> Node:

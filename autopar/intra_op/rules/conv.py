@@ -1,4 +1,5 @@
-"""Convolutions, pooling and resampling: samples and channels split, space stays whole."""
+"""Convolutions, pooling and resampling: samples and channels split; so does space, where a part of
+the output needs a part of the input and borders of its neighbours (see `autopar/ir/window.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,24 @@ from collections.abc import Callable
 from autopar.intra_op.rule import OpRule, all_whole, argument, rule, whole_along
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
+from autopar.ir.window import halos
+
+
+def _sliding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
+    """The dimensions of space of the input and of the output of a sliding window."""
+    found = halos(node, types)
+    first = len(types[0].shape) - space
+    into, out = [], []
+    for i in range(space):
+        halo = found.get(first + i)
+        if halo is None:
+            into.append(f"i{i}!")
+            out.append(f"r{i}!")
+        else:
+            name = f"h{i}~{halo.least}"
+            into.append(name if halo.stride == 1 else f"({name} s{i})")
+            out.append(name)
+    return " ".join(into), " ".join(out)
 
 
 def _names(prefix: str, rank: int) -> str:
@@ -18,11 +37,39 @@ def _conv(space: int, groups: int) -> Callable[[Node, tuple[TensorType, ...]], s
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         """Channels of a grouped convolution stay whole: the local count would be another."""
-        image, kernel, out = (_names(prefix, space) for prefix in "ikr")
-        weight = "ci co" if "transpose" in node.op else "co ci"
+        kernel, weight = _names("k", space), "co ci"
+        if "transpose" in node.op:
+            weight = "ci co"
+            image, out = _unfolding(node, types, space)
+        else:
+            image, out = _sliding(node, types, space)
         if argument(node, groups, "groups", 1) != 1:
             return f"... ci! {image}, u! v! {kernel}, co! -> ... co! {out}"
         return f"... ci {image}, {weight} {kernel}, +co -> ... co {out}"
+
+    return spec
+
+
+def _unfolding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
+    """The dimensions of space of a transposed convolution; they split where windows do not meet."""
+    kernel = types[1].shape[-space:]
+    into, out = [], []
+    for i in range(space):
+        length, made = types[0].shape[i - space], node.type.shape[i - space]
+        given = argument(node, 3, "stride", 1)
+        steps = given[i % len(given)] if isinstance(given, tuple) else given
+        alone = kernel[i] == steps and made == length * kernel[i]
+        into.append(f"h{i}" if alone else f"i{i}!")
+        out.append(f"(h{i} s{i})" if alone else f"r{i}!")
+    return " ".join(into), " ".join(out)
+
+
+def _pool(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
+    """Pooling, each channel by itself."""
+
+    def spec(node: Node, types: tuple[TensorType, ...]) -> str:
+        into, out = _sliding(node, types, space)
+        return f"... {into} -> ... {out}"
 
     return spec
 
@@ -45,10 +92,13 @@ _CONV_EXAMPLES = {
     1: (
         "f64[4, 4, 6], f64[6, 4, 3], f64[6]",
         "f64[2, 4, 6], f64[4, 2, 3], f64[4], (1,), (0,), (1,), 2",
+        "f64[2, 4, 7], f64[3, 4, 5], f64[3], (1,), (4,), (2,)",
+        "f64[2, 4, 12], f64[6, 4, 1], None, (2,)",
     ),
     2: (
         "f64[2, 4, 4, 3], f64[6, 4, 2, 2], f64[6], (2, 1), (1, 0)",
         "f64[2, 4, 4, 3], f64[4, 2, 2, 2], None, (1, 1), (0, 0), (1, 1), 2",
+        "f64[1, 2, 12, 6], f64[3, 2, 3, 3], f64[3], (2, 1), (1, 1)",
     ),
     3: ("f64[2, 4, 2, 3, 2], f64[6, 4, 1, 2, 2], f64[6]",),
 }
@@ -59,7 +109,10 @@ _SAME = {
 }
 _TRANSPOSED_EXAMPLES = {
     "1d": ("f64[2, 4, 3], f64[4, 6, 2], f64[6]",),
-    "2d.input": ("f64[2, 4, 2, 3], f64[4, 6, 2, 2], f64[6]",),
+    "2d.input": (
+        "f64[2, 4, 2, 3], f64[4, 6, 2, 2], f64[6]",
+        "f64[2, 2, 4, 6], f64[2, 3, 2, 3], f64[3], (2, 3)",
+    ),
     "3d.input": ("f64[2, 4, 2, 3, 2], f64[4, 6, 2, 2, 2], f64[6]",),
 }
 
@@ -78,13 +131,15 @@ def _convolutions() -> tuple[OpRule, ...]:
 
 
 _LINE, _PLANE, _CUBE = "f64[4, 6, 8]", "f64[2, 6, 4, 8]", "f64[2, 2, 4, 2, 4]"
+_POOLS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "avg_pool1d": (1, (f"{_LINE}, (2,)", f"{_LINE}, (3,), (1,), (1,)")),
+    "avg_pool2d": (2, (f"{_PLANE}, (2, 2)", f"{_PLANE}, (3, 3), (1, 1), (1, 1), False, False")),
+    "avg_pool3d": (3, (f"{_CUBE}, (2, 1, 2)",)),
+    "max_pool1d": (1, (f"{_LINE}, (2,)",)),
+    "max_pool2d": (2, (f"{_PLANE}, (3, 2), (1, 2), (1, 0)", f"{_PLANE}, (3, 3), (2, 2), (1, 1)")),
+    "max_pool3d": (3, (f"{_CUBE}, (2, 1, 2)",)),
+}
 _SPATIAL = {
-    "avg_pool1d": (1, f"{_LINE}, (2,)"),
-    "avg_pool2d": (2, f"{_PLANE}, (2, 2)"),
-    "avg_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
-    "max_pool1d": (1, f"{_LINE}, (2,)"),
-    "max_pool2d": (2, f"{_PLANE}, (3, 2), (1, 2), (1, 0)"),
-    "max_pool3d": (3, f"{_CUBE}, (2, 1, 2)"),
     "max_pool1d_with_indices": (1, f"{_LINE}, (2,)"),
     "max_pool2d_with_indices": (2, f"{_PLANE}, (2, 2)"),
     "max_pool3d_with_indices": (3, f"{_CUBE}, (2, 1, 2)"),
@@ -106,12 +161,31 @@ _SPATIAL = {
     "_upsample_bilinear2d_aa": (2, f"{_PLANE}, (2, 6), False"),
     "_upsample_bilinear2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
     "_upsample_bicubic2d_aa.vec": (2, f"{_PLANE}, (2, 6), False, None"),
-    **{
-        f"{op}{n}d.vec": (n, f"{x}, None, {(1.5,) * n}")
-        for op in ("upsample_nearest", "_upsample_nearest_exact")
-        for n, x in ((1, _LINE), (2, _PLANE), (3, _CUBE))
-    },
 }
+
+
+def _nearest(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
+    """Every pixel repeated, if by a whole number of times that is given as such."""
+
+    def spec(node: Node, types: tuple[TensorType, ...]) -> str:
+        given = argument(node, 2, "scale_factors")
+        scales = given if isinstance(given, tuple) else ()
+        into, out = [], []
+        for i in range(space):
+            length, made = types[0].shape[i - space], node.type.shape[i - space]
+            alike = made % length == 0 and made // length in scales[i : i + 1]
+            into.append(f"h{i}" if alike else f"i{i}!")
+            out.append(f"(h{i} s{i})" if alike else f"r{i}!")
+        return f"... {' '.join(into)} -> ... {' '.join(out)}"
+
+    return spec
+
+
+_NEAREST = tuple(
+    (f"aten.{op}{n}d.vec", n, (f"{x}, None, {(1.5,) * n}", f"{x}, None, {(2.0,) * n}"))
+    for op in ("upsample_nearest", "_upsample_nearest_exact")
+    for n, x in ((1, _LINE), (2, _PLANE), (3, _CUBE))
+)
 
 
 def _shuffled(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -158,6 +232,11 @@ def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
 
 RULES = (
     *_convolutions(),
+    *(
+        rule(f"aten.{op}", _pool(space), examples=examples)
+        for op, (space, examples) in _POOLS.items()
+    ),
+    *(rule(op, _nearest(space), examples=examples) for op, space, examples in _NEAREST),
     *(
         rule(f"aten.{op}", _trailing(space), examples=(example,))
         for op, (space, example) in _SPATIAL.items()
