@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from autopar.cli import dims
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import device
@@ -28,6 +29,7 @@ from autopar.plan import NodePlan, Plan
 @RULES
 @shapes
 @click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
+@click.option("--dims", "named", is_flag=True, help="The dimensions by name, and where they split.")
 @JSON
 def command(
     file: Path,
@@ -37,6 +39,7 @@ def command(
     seq: int | None,
     layers: int | None,
     everything: bool,
+    named: bool,
     as_json: bool,
 ) -> None:
     """Say where time and memory of a plan go, line by line of the model's source.
@@ -47,12 +50,18 @@ def command(
     \b
     autopar explain plan.toml
     autopar explain plan.toml --model train.py:model
+    autopar explain plan.toml --dims
     """
     known = table(own_rules(rule_files))
     with stages(quiet=as_json) as stage:
         chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
-        explanation = explained(captured.graph, chosen, device(chosen.mesh).memory, known)
-    if as_json:
+        if named:
+            found = dims.rows(captured.graph, chosen, known)
+        else:
+            explanation = explained(captured.graph, chosen, device(chosen.mesh).memory, known)
+    if named:
+        print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
+    elif as_json:
         print_json({**asdict(explanation), "seconds": explanation.seconds})
     else:
         print_out(render(explanation, everything=everything))

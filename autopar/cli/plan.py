@@ -10,10 +10,11 @@ import click
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
 from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
+from autopar.cli.words import fixed_beforehand, words
 from autopar.codegen.processes import as_mesh
 from autopar.compile import Options, make_plan
 from autopar.cost.device import device
-from autopar.errors import PlanError, ProgramError
+from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
 from autopar.ir.mesh import parse_quantity
@@ -33,13 +34,7 @@ from autopar.plan import Plan
     show_default=True,
     help="Run operators without a sharding rule whole, or refuse them.",
 )
-@click.option(
-    "--pin",
-    "pin_texts",
-    metavar="NAME=LAYOUT",
-    multiple=True,
-    help='Fix a layout: "transformer.h.*.mlp.c_fc.weight=[768, 3072@gpu]". Repeatable.',
-)
+@fixed_beforehand
 @click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
@@ -61,7 +56,10 @@ def command(
     rule_files: tuple[Path, ...],
     memory: str | None,
     unknown_ops: str,
-    pin_texts: tuple[str, ...],
+    texts: tuple[str, ...],
+    plans: tuple[str, ...],
+    layouts: tuple[str, ...],
+    source: Path | None,
     trace: Path | None,
     output: Path | None,
     as_json: bool,
@@ -74,11 +72,16 @@ def command(
     \b
     autopar plan llama-3-8b --mesh "H100: node=4, gpu=8" --batch 64 -o plan.toml
     autopar plan train.py:model --mesh "A100-80: gpu=4" --memory 60GiB
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --pins data_parallel:node --pins megatron:gpu
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
     """
     mesh = as_mesh(mesh_text)
     limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
-    options = Options(None, limit, unknown_ops, trace, _pins(pin_texts), table=known)
+    options = Options(
+        None, limit, unknown_ops, trace, words(texts, plans, layouts, source), table=known
+    )
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
@@ -100,22 +103,13 @@ def command(
         click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _pins(texts: tuple[str, ...]) -> dict[str, str]:
-    pins = {}
-    for text in texts:
-        name, sign, layout = text.partition("=")
-        if not sign:
-            raise PlanError(f"cannot read the pin {text!r}", todo='write "NAME=[8, 16@gpu]"')
-        pins[name.strip()] = layout.strip()
-    return pins
-
-
 def _plan_json(made: Plan) -> dict[str, object]:
     return {
         "graph": made.graph,
         "mesh": str(made.mesh),
         "model": made.model,
         "predicted": made.predicted,
+        "pins": made.pins,
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }
 

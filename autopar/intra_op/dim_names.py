@@ -3,7 +3,7 @@
     batch         the first dimension of the inputs
     sequence      what a residual stream runs over beside that and its features; tokens' second one
     hidden        the features of a residual stream
-    vocab         rows of an embedding that is looked up by an input
+    vocab         rows of an embedding that is looked up by an input, and as many classes
     heads         heads of attention, groups of them where keys are shared
     head_dim      features of a head
     ffn           what a linear makes of a stream and another contracts into it again
@@ -69,7 +69,9 @@ def _claims(roles: Roles) -> Iterator[Claim]:
     for node in graph.folded:
         if node.op in _LOSSES:
             scores = dims.outer(node.inputs[0])
-            yield "classes", scores[min(1, len(scores) - 1)]
+            cls = scores[min(1, len(scores) - 1)]
+            words = {graph[n.inputs[0]].type.shape[0] for n in by_input}
+            yield "vocab" if cls is not None and dims.sizes[cls] in words else "classes", cls
     for item in roles.convolutions:
         yield from _of_convolution(dims, graph[item.node], item.weight)
     for item in roles.linears:

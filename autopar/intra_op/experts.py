@@ -80,9 +80,10 @@ class Megatron:
     A linear that reads the residual stream is split by outputs, one whose result is added to the
     stream by inputs, and all between them, heads of attention or features of the perceptron, with
     them. The stream is whole, so that it takes one all_reduce a pair and direction
-    (arXiv:1909.08053, section 3). With `sequence` the stream is split by positions instead, and the
-    all_reduce becomes a reduce_scatter and an all_gather (arXiv:2205.05198, section 4.2.2). What
-    lies outside the pairs and the stream, such as embeddings, is left to the solver.
+    (arXiv:1909.08053, section 3); embeddings and the head are split by the vocabulary where their
+    operators can. With `sequence` the stream is split by positions instead, and the
+    all_reduce becomes a reduce_scatter and an all_gather (arXiv:2205.05198, section 4.2.2). All
+    else that lies outside the blocks is left to the solver.
 
     Raises PinError if there is no such pair, or if what lies between does not split so often.
     """
@@ -104,7 +105,7 @@ class Megatron:
                 f"{len(roles.residuals)} residual additions, but no such pair",
             )
         self._check_sizes(subject, roles.inner)
-        between, streams = set(roles.inner), set(roles.streams)
+        between, streams = {*roles.inner, *self._vocabulary(subject)}, set(roles.streams)
         scope, pins = _blocks(subject), {}
         for node in subject.parameters():
             outer = subject.dims.outer(node.name)
@@ -113,6 +114,12 @@ class Megatron:
                 split = dict.fromkeys(inner[:1], axes)
                 pins[subject.key(node)] = write(node.type.shape, split, axes, stored=True)
         return {**pins, **self._stream(subject, axes)}
+
+    def _vocabulary(self, subject: Subject) -> list[int]:
+        """Vocabularies that are split: those that no operator keeps whole."""
+        ways, kept = subject.mesh.axis_size(self.axis), {a.cls for a in subject.dims.apart}
+        named = (c for c, name in enumerate(subject.names) if name.split(".")[0] == "vocab")
+        return [c for c in named if c not in kept and subject.dims.divides(c, ways)]
 
     def _check_sizes(self, subject: Subject, inner: Iterable[int]) -> None:
         ways = subject.mesh.axis_size(self.axis)
