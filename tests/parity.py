@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
 
@@ -16,8 +16,8 @@ import autopar
 from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from tests import models
-from tests.patterns import FAMILIES, data_parallel, megatron
 
 Batch = dict[str, Tensor]
 LEARNING_RATE, STEPS = 1e-3, 10
@@ -80,9 +80,8 @@ def make(name: str, dtype: torch.dtype, dropout: float) -> tuple[nn.Module, Batc
 class Case:
     """One sharded run.
 
-    `plan` is "free" for the optimum, or what pins force: "data", "tensor", "sequence", or "zero",
-    which is data parallelism in too little memory for whole parameters. The mesh's last axis is the
-    one for tensors.
+    `plan` is "free" for the optimum, or what the plans of `autopar.pins` force: "data", "tensor",
+    "sequence" or "zero". The mesh's last axis is the one for tensors.
     """
 
     mesh: str
@@ -101,12 +100,14 @@ class Case:
         """The axes that have more than one device."""
         return tuple(axis.name for axis in Mesh.parse(self.text).axes if axis.size > 1)
 
-    def pins(self, name: str, graph: Graph) -> dict[str, str]:
-        """What forces the plan on a model."""
-        family, (*batch, tensor) = FAMILIES[name], self.axes
+    @property
+    def pins(self) -> list[Word]:
+        """What forces the plan."""
+        *batch, tensor = self.axes
         if self.plan in ("data", "zero"):
-            return data_parallel(graph, family, self.axes, stored=self.plan == "data")
-        return megatron(graph, family, tensor, tuple(batch), sequence=self.plan == "sequence")
+            return [(data_parallel if self.plan == "data" else fsdp)(*self.axes)]
+        beside = [data_parallel(*batch)] if batch else []
+        return [*beside, (megatron_sp if self.plan == "sequence" else megatron)(tensor)]
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,7 @@ class Sharded:
         if case.plan == "free":
             return None
         graph, mesh = self.captured[key].graph, autopar.Mesh.parse(case.text)
-        memory = None
-        if case.plan == "zero":
-            whole = self._plan(replace(case, plan="data"))
-            assert whole is not None
-            memory = _tight(whole)
-        options = compiler.Options(pins=case.pins(self.name, graph), memory=memory)
+        options = compiler.Options(pins=case.pins)
         plan = compiler.make_plan(graph, mesh, options, nothing)
         assert isinstance(plan, autopar.Plan)
         return plan
@@ -229,12 +225,3 @@ def _train(case: Case, plan: autopar.Plan | None, model: nn.Module, batch: Batch
     losses = [program.step(**batch).item() for _ in range(STEPS)]
     held = sum(p.numel() for group in program.optimizer.param_groups for p in group["params"])
     return Run(losses, program.state_dict(), held, program.source)
-
-
-def _tight(plan: autopar.Plan) -> float:
-    """Bytes per device into which data parallelism fits only with most parameters in parts.
-
-    A parameter, its gradient and AdamW's two moments take four times the parameter if it is whole;
-    in four parts they take it once, and the gathered copy once more. 2.5 lies between.
-    """
-    return plan.predicted["peak_bytes"] - plan.predicted["parameter_bytes"] * (4 - 2.5) / 4

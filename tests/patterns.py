@@ -1,10 +1,13 @@
-"""Well-known ways to train a transformer in parallel: as pins, and as what they communicate."""
+"""What well-known ways to train a transformer in parallel communicate, by the papers.
+
+The judge of the plans in `autopar.pins`: it knows families by the names of their parameters, and
+nothing of how those plans find what they split.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Node
@@ -19,94 +22,37 @@ class Family:
     """Where the blocks of a family keep what Megatron splits: patterns over names.
 
     `column` and `row` are parameters of linears that are split by outputs or by inputs; `outputs`
-    is the dimension of their weights that counts outputs. The values of modules `inside` attention
-    and perceptron are no part of the residual stream.
+    is the dimension of their weights that counts outputs.
     """
 
     column: str
     row: str
-    inside: str
     outputs: int = 0
 
 
 FAMILIES = {
-    "gpt2": Family("c_attn|c_fc", "c_proj", r"\.attn|\.mlp", outputs=1),
-    "llama": Family("(q|k|v|gate|up)_proj", "(o|down)_proj", r"\.self_attn|\.mlp"),
-    "bert": Family(
-        r"query|key|value|intermediate\.dense", r"output\.dense", r"\.self|\.dense|intermediate"
-    ),
-    "vit": Family("(q|k|v)_proj|fc1", "o_proj|fc2", r"\.attention|\.mlp"),
+    "gpt2": Family("c_attn|c_fc", "c_proj", outputs=1),
+    "llama": Family("(q|k|v|gate|up)_proj", "(o|down)_proj"),
+    "bert": Family(r"query|key|value|intermediate\.dense", r"output\.dense"),
+    "vit": Family("(q|k|v)_proj|fc1", "o_proj|fc2"),
 }
-
-
-def layout(shape: tuple[int, ...], split: dict[int, Axes], varying: Axes = ()) -> str:
-    """The text of a layout that splits dimensions over axes."""
-    sizes = ("@".join([str(size), *split.get(dim, ())]) for dim, size in enumerate(shape))
-    return f"[{', '.join(sizes)}]" + (f" -sum({', '.join(varying)})" if varying else "")
 
 
 def parameters(graph: Graph) -> list[Node]:
     """The parameters of the first block, which stand for those of all."""
-    return [node for node in _first(graph) if node.op == "param"]
-
-
-def stream(graph: Graph, family: Family) -> list[Node]:
-    """The values of the first block that belong to the residual stream, but for parts of sums."""
-    ((entry, _),) = graph.repeats[0].carried
-    positions = graph[entry].type.shape[:2]
-    return [
-        node
-        for node in _first(graph)
-        if len(node.type.shape) == 3
-        and node.type.shape[:2] == positions
-        and node.op not in ("autopar.share", "aten.linear")
-        and (node.op == "aten.dropout" or not re.search(family.inside, node.source.module))
-    ]
-
-
-def _first(graph: Graph) -> Iterator[Node]:
     (repeat,) = graph.repeats
-    return (graph[name] for name in repeat.iterations[0])
+    return [graph[name] for name in repeat.iterations[0] if graph[name].op == "param"]
 
 
-def data_parallel(graph: Graph, family: Family, axes: Axes, *, stored: bool) -> dict[str, str]:
-    """Every device takes its part of the batch; gradients are summed, parameters used whole.
+def split_dim(family: Family, node: Node) -> int | None:
+    """The dimension of a block's parameter that Megatron splits, None if it is whole.
 
-    They are `stored` whole, or it is left open.
+    Linears that are split by inputs have a whole bias, which is added once.
     """
-    pins = {}
-    for node in graph.leaves("param"):
-        used = layout(node.type.shape, {}, axes)
-        pins[node.target] = f"{layout(node.type.shape, {})} => {used}" if stored else used
-    for node in stream(graph, family):
-        pins[node.name] = layout(node.type.shape, {0: axes})
-    return pins
-
-
-def megatron(
-    graph: Graph, family: Family, tensor: str, batch: Axes = (), *, sequence: bool = False
-) -> dict[str, str]:
-    """Megatron's tensor parallelism along one axis of all blocks; the batch along others.
-
-    With `sequence` the residual stream is split by positions along the tensor axis. See
-    arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2.
-    """
-    pins = {}
-    for node in parameters(graph):
-        shape, varying = node.type.shape, batch
-        matrix = len(shape) == 2
-        split: dict[int, Axes] = {}
-        if re.search(family.column, node.target):
-            split = {family.outputs if matrix else 0: (tensor,)}
-        elif re.search(family.row, node.target):
-            split = {1 - family.outputs: (tensor,)} if matrix else {}
-        elif sequence:
-            varying = (*batch, tensor)
-        pins[node.target] = f"{layout(shape, split)} => {layout(shape, split, varying)}"
-    for node in stream(graph, family):
-        split = {0: batch, 1: (tensor,)} if sequence else {0: batch}
-        pins[node.name] = layout(node.type.shape, split)
-    return pins
+    matrix = len(node.type.shape) == 2
+    if re.search(family.column, node.target):
+        return family.outputs if matrix else 0
+    return 1 - family.outputs if matrix and re.search(family.row, node.target) else None
 
 
 def communication(source: str) -> Counter[tuple[str, Axes]]:
@@ -124,13 +70,16 @@ def expected(
     """What `communication` must be, from the papers: forwards, and the backward it stands for.
 
     Data parallelism: one all_reduce for each parameter's gradient, of which `to_varying` is the
-    forward. Tensor parallelism: g is an all_reduce after attention and after the perceptron, f a
-    `to_varying` before. Sequence parallelism: a reduce_scatter and an all_gather instead, and the
-    gradients of the norms, which saw a part of the positions, are summed too.
+    forward. ZeRO-3: each parameter is gathered, its gradient scattered. Tensor parallelism: g is an
+    all_reduce after attention and after the perceptron, f a `to_varying` before. Sequence
+    parallelism: a reduce_scatter and an all_gather instead, and the gradients of the norms, which
+    saw a part of the positions, are summed too.
     """
     targets = [node.target for node in parameters(graph)]
     linear = re.compile(f"{family.column}|{family.row}")
     norms = sum(1 for target in targets if not linear.search(target))
+    if plan == "zero":
+        return Counter({("all_gather", (*batch, tensor)): len(targets)})
     if plan == "data":
         return Counter({("to_varying", (*batch, tensor)): len(targets)})
     steps: Counter[tuple[str, Axes]]

@@ -28,6 +28,7 @@ from autopar.errors import (
     CostError,
     InfeasibleError,
     MeshError,
+    PinError,
     PlanError,
     PlanMismatchError,
     ProblemError,
@@ -372,7 +373,7 @@ def test_problems_hold_prices_only(graph: Graph) -> None:
     ("options", "kind"),
     [
         ({"memory": 4096}, InfeasibleError),
-        ({"pins": {"nothing": "[8]"}}, PlanError),
+        ({"pins": {"nothing": "[8]"}}, PinError),
         ({"mesh": "H1000: gpu=4"}, UnknownDeviceError),
     ],
 )

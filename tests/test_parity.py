@@ -94,9 +94,11 @@ def not_as_forced(jobs: Sharded, number: int, run: Run, whole: Run) -> str:
         return "" if run.held < whole.held else "nothing is sharded"
     *batch, tensor = case.axes
     found = communication(run.source)
+    wanted = expected(case.plan, graph, FAMILIES[jobs.name], tensor, tuple(batch))
+    if found != wanted:
+        return f"it communicates {found}, not {wanted}"
     if case.plan not in ("data", "zero"):
-        wanted = expected(case.plan, graph, FAMILIES[jobs.name], tensor, tuple(batch))
-        return "" if found == wanted else f"it communicates {found}, not {wanted}"
+        return ""
     for node in parameters(graph):
         (share,) = graph.users[node.name]
         layout = plan.nodes[share].results[0][1]
@@ -105,10 +107,5 @@ def not_as_forced(jobs: Sharded, number: int, run: Run, whole: Run) -> str:
     ((_, leaving),) = graph.repeats[0].carried
     if plan.nodes[leaving].results[0][1].dims != (case.axes, (), ()):
         return f"the block leaves {plan.nodes[leaving]}"
-    if case.plan == "zero":
-        steps = {step for step, _ in found}
-        if run.held > whole.held / 2 or "all_gather" not in steps:
-            return f"{run.held} of {whole.held} elements are stored, {found}"
-        return "" if steps <= {"all_gather", "to_varying"} else f"it communicates {found}"
-    wanted = expected("data", graph, FAMILIES[jobs.name], tensor, tuple(batch))
-    return "" if found == wanted and run.held == whole.held else f"it communicates {found}"
+    parts = 1 if case.plan == "data" else 4
+    return "" if run.held * parts == whole.held else f"{run.held} of {whole.held} are stored"
