@@ -152,7 +152,9 @@ class Across(ABC):
         taken = x == largest
         count = peers.reduce(taken.sum(dim, keepdim=True))
         if x.requires_grad:
-            largest = _total((x * taken).sum(dim, keepdim=True), peers, 1 / count, largest)
+            largest = _total(
+                (x * taken).sum(dim, keepdim=True), peers, count.to(x.dtype).reciprocal(), largest
+            )
         return largest if keepdim else _squeezed(largest, dim)
 
     def amin(
