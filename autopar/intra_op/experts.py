@@ -10,11 +10,12 @@ What a plan of the literature does not say is left to the solver.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autopar.errors import PinError
-from autopar.intra_op.roles import Linear
+from autopar.intra_op.roles import Linear, is_conv
 from autopar.intra_op.words import Axes, Subject, write
 from autopar.ir.graph import Node
 
@@ -147,7 +148,11 @@ class Megatron:
         scope, pins = _blocks(subject) - free, {}
         for node in subject.operators():
             streamed = node.name in scope and dims.outer(node.name) in shapes
-            if node.op == "autopar.share" or not streamed or _contracts(subject, node):
+            if (
+                node.op == "autopar.share"
+                or not streamed
+                or not _summed(subject, node) <= set(roles.streams)
+            ):
                 continue
             places = (dims.place(node.name, cls) for cls in positions)
             split = {dim: axes for dim in places if dim is not None}
@@ -190,13 +195,13 @@ class GShard:
                 wanted = f"experts that split {subject.ways(axes)} ways; {found}"
                 raise _unfit(subject, str(self), wanted)
         pins = DataParallel(axes)(subject)
-        for node in (*subject.parameters(), *subject.operators()):
-            place = next((d for d, c in enumerate(dims.outer(node.name)) if c in experts), None)
-            of_linear = any(item.node == node.name and item.along for item in subject.roles.linears)
-            if place is not None and (node.op == "param" or of_linear):
-                stored = node.op == "param"
-                text = write(node.type.shape, {place: axes}, axes, stored=stored)
-                pins[subject.key(node)] = text
+        own = [item for item in subject.roles.linears if item.along]
+        # An expert's values stay with it until they are combined.
+        linears = [item.node for item in own]
+        for node in _made_of(subject, linears, lambda n: bool(experts & {*dims.outer(n.name)})):
+            pins.pop(subject.key(node), None)
+        for item in own:
+            _split_own(subject, item, item.along, axes, pins)
         return pins
 
     def __str__(self) -> str:
@@ -223,16 +228,12 @@ class AlexNetSplit:
             wanted = f"convolutions and fully connected layers; found {found}"
             raise _unfit(subject, str(self), wanted)
         pins = DataParallel(axes)(subject)
+        layers = [item.node for item in roles.linears]
+        for node in _made_of(subject, layers, lambda node: not is_conv(node)):
+            pins.pop(subject.key(node), None)
         for item in roles.linears:
-            ways = subject.ways(axes)
-            gives = [cls for cls in sorted(item.gives) if dims.divides(cls, ways)]
-            for cls, name in ((cls, name) for cls in gives for name in _own(subject, item)):
-                node = subject.graph[name]
-                place = dims.place(name, cls)
-                if place is not None:
-                    stored = node.op == "param"
-                    text = write(node.type.shape, {place: axes}, axes, stored=stored)
-                    pins[subject.key(node)] = text
+            fitting = frozenset(c for c in item.gives if dims.divides(c, subject.ways(axes)))
+            _split_own(subject, item, fitting, axes, pins)
         return pins
 
     def __str__(self) -> str:
@@ -240,22 +241,26 @@ class AlexNetSplit:
 
 
 def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
-    """Pins that split the batch in the results of operators that read parameters."""
-    graph, dims, roles = subject.graph, subject.dims, subject.roles
-    carried = {graph.template[leaves] for r in graph.repeats for _, leaves in r.carried}
+    """Pins that split the batch in every value that has it, and leave its sums owed.
+
+    Where no strategy allows that, what becomes of the batch is the solver's.
+    """
+    dims, batch = subject.dims, subject.roles.batch
     pins = {}
     for node in subject.operators():
-        reads = any(graph.template[name] in roles.parametric for name in node.inputs)
-        places = [dims.place(node.name, cls) for cls in roles.batch]
-        if (reads or node.name in carried) and places and places[0] is not None:
-            text = write(node.type.shape, {places[0]: axes}, axes)
-            if subject.allows(node, text):
-                pins[subject.key(node)] = text
+        if node.op == "autopar.share" or not batch:
+            continue
+        place = dims.place(node.name, batch[0])
+        text = write(node.type.shape, {} if place is None else {place: axes}, axes)
+        if place is None and (not node.type.floating or batch[0] not in _summed(subject, node)):
+            continue
+        text = text if place is not None else text.replace("]", f"] +sum({', '.join(axes)})")
+        if subject.allows(node, text):
+            pins[subject.key(node)] = text
     if not pins:
-        size = [dims.sizes[cls] for cls in roles.batch]
-        found = f"the batch of {size[0]} splits nowhere" if size else "no batch in the inputs"
-        wanted = "operators that read a parameter and split the batch"
-        raise _unfit(subject, plan, f"{wanted} {subject.ways(axes)} ways; {found}")
+        found = f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
+        wanted = f"inputs with a batch, and operators that split it {subject.ways(axes)} ways"
+        raise _unfit(subject, plan, f"{wanted}; {found}")
     return pins
 
 
@@ -266,28 +271,46 @@ def _blocks(subject: Subject) -> set[str]:
     return inside if inside.issuperset(subject.roles.residuals) else set(graph.template.values())
 
 
-def _contracts(subject: Subject, node: Node) -> bool:
-    """Whether an operator sums over something else than a stream's features."""
+def _summed(subject: Subject, node: Node) -> set[int | None]:
+    """The classes that an operator sums over; None among them where that is not known."""
     signature = subject.dims.signatures.get(node.name)
     if signature is None:
-        return True
+        return {None}
     operands, results = (
         {f for dims in side for dim in dims for f in dim if signature.sizes[f] > 1}
         for side in (signature.operands, signature.results)
     )
-    summed = {subject.dims.leading(node.name, factor) for factor in operands - results}
-    return not summed <= set(subject.roles.streams)
+    return {subject.dims.leading(node.name, factor) for factor in operands - results}
 
 
-def _own(subject: Subject, item: Linear) -> list[str]:
-    """A linear and the parameters that it reads, as they are or transposed."""
-    graph, found, ahead = subject.graph, [item.node], list(subject.graph[item.node].inputs)
+def _made_of(
+    subject: Subject, starts: Iterable[str], through: Callable[[Node], bool]
+) -> list[Node]:
+    """Operators `through` that read a value of `starts`, directly or by one another."""
+    reached, found = set(starts), []
+    for node in subject.operators():
+        inputs = {subject.graph.template[name] for name in node.inputs}
+        if inputs & reached and through(node):
+            reached.add(node.name)
+            found.append(node)
+    return found
+
+
+def _split_own(
+    subject: Subject, item: Linear, classes: frozenset[int], axes: Axes, pins: dict[str, str]
+) -> None:
+    """Pin a linear and the parameters that it reads to be split by classes that they have."""
+    graph, own, ahead = subject.graph, [item.node], list(subject.graph[item.node].inputs)
     while ahead:
         name = graph.template[ahead.pop()]
         if name in subject.roles.parametric:
-            found += [name] if graph[name].op == "param" else []
+            own += [name] if graph[name].op == "param" else []
             ahead += graph[name].inputs
-    return found
+    for name, cls in itertools.product(own, sorted(classes)):
+        node, place = graph[name], subject.dims.place(name, cls)
+        if place is not None:
+            stored = node.op == "param"
+            pins[subject.key(node)] = write(node.type.shape, {place: axes}, axes, stored=stored)
 
 
 def _first_dim(shape: tuple[int, ...], ways: int) -> int | None:
