@@ -39,7 +39,7 @@ from autopar.intra_op.build import build, layouts
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.solvers import solve
+from autopar.intra_op.solvers import find, solve
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.ir.capture import Captured, capture
@@ -63,6 +63,9 @@ class Options:
     pins: PinsLike | None = None
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
+
+    def __post_init__(self) -> None:
+        find(self.solver)  # refuses a name that is none before anything is captured
 
 
 class Trace:
@@ -166,10 +169,11 @@ def plan(
     trace: str | Path | None = None,
     pins: PinsLike | None = None,
     rules: Sequence[OpRule] = (),
+    solver: str = "ilp",
 ) -> Plan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=known)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known)
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
@@ -190,6 +194,7 @@ def compile(
     pins: PinsLike | None = None,
     clip_norm: float | None = None,
     rules: Sequence[OpRule] = (),
+    solver: str = "ilp",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -212,10 +217,13 @@ def compile(
         clip_norm: bound of the global norm of the gradients.
         rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
             proved on their examples first, and come before those that autopar has.
+        solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the annotations
+            of `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
+        ProblemError: there is no such solver.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
@@ -223,7 +231,7 @@ def compile(
     made = as_mesh(mesh)
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, table=known)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known)
     program = Program(model, made, optimizer, plan, options, clip_norm)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))

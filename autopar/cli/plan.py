@@ -36,6 +36,13 @@ from autopar.plan import Plan
 )
 @fixed_beforehand
 @click.option(
+    "--solver",
+    default="ilp",
+    show_default=True,
+    metavar="NAME",
+    help="ilp searches for the cheapest plan, propagate follows pins and annotations.",
+)
+@click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder to which every value on the way is written.",
@@ -60,6 +67,7 @@ def command(
     plans: tuple[str, ...],
     layouts: tuple[str, ...],
     source: Path | None,
+    solver: str,
     trace: Path | None,
     output: Path | None,
     as_json: bool,
@@ -79,9 +87,8 @@ def command(
     mesh = as_mesh(mesh_text)
     limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
-    options = Options(
-        None, limit, unknown_ops, trace, words(texts, plans, layouts, source), table=known
-    )
+    pins = words(texts, plans, layouts, source)
+    options = Options(None, limit, unknown_ops, trace, pins, solver, known)
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)

@@ -28,6 +28,18 @@ def solvers() -> dict[str, Solver]:
     }
 
 
+def find(name: str) -> Solver:
+    """Returns the solver of that name; ProblemError, with the names there are, if there is none."""
+    found = solvers()
+    if name not in found:
+        raise ProblemError(
+            f"there is no solver {name!r}",
+            why="the solvers are " + ", ".join(found),
+            todo="name one of these",
+        )
+    return found[name]
+
+
 def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:
     """Returns what the named solver finds; `options` go to it.
 
@@ -35,9 +47,4 @@ def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:
         ProblemError: there is no such solver.
         InfeasibleError: no choice fits, or the solver found none.
     """
-    found = solvers()
-    if solver not in found:
-        raise ProblemError(
-            f"there is no solver {solver!r}", why="the solvers are " + ", ".join(found)
-        )
-    return found[solver](problem, **options)
+    return find(solver)(problem, **options)
