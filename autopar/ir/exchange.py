@@ -160,7 +160,7 @@ def _some(node: Node, types: Types) -> tuple[int, ...]:
     """The dimensions that the second argument names, all of them if none."""
     named, rank = argument(node, 1, "dim"), len(types[0].shape)
     numbers = named if isinstance(named, tuple) else () if named is None else (named,)
-    return tuple(int(str(n)) % rank for n in numbers) or tuple(range(rank))
+    return tuple(int(str(n)) % rank for n in numbers if rank) or tuple(range(rank))
 
 
 def _every(node: Node, types: Types) -> tuple[int, ...]:

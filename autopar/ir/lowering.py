@@ -176,6 +176,8 @@ class Lowering:
         results: Any = inner.output_node().args[0]
         if isinstance(results, fx.Node):
             self._same[node] = self._same.get(results, results)
+        elif not all(isinstance(result, fx.Node) for result in results):
+            raise _no_place(str(node.target))  # a list among its results
         else:
             self._regions[node] = [self._same.get(result, result) for result in results]
 

@@ -21,9 +21,10 @@ def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
     """
     positional = argument(node, 5, "is_causal") is True or argument(node, 4, "dropout_p", 0.0) != 0
     s = "s!" if positional else "s"
-    rank = len(types[0].shape)
+    rank = max(len(t.shape) for t in types[:3])
     lead = [f"b{i}" for i in range(rank - 3)]
-    grouped = rank > 2 and 1 < max(t.shape[-3] for t in types[1:3]) < types[0].shape[-3]
+    heads, *others = (t.shape[-3] if len(t.shape) > 2 else 1 for t in types[:3])
+    grouped = 1 < max(others) < heads
     query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else []), s]
     key = [*lead, *(["g"] if rank > 2 else []), "t!"]
     terms = [[*query, "d!"], [*key, "d!"], [*key, "e!"], [*query, "t!"]]
@@ -49,6 +50,7 @@ RULES = (
             f"{_HEADS}, f64[2, 1, 4, 6]",
             "f64[2, 4, 4, 3], f64[1, 1, 6, 3], f64[2, 1, 6, 2], bool[1, 6]",
             "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], None, 0.0, True",
+            "f64[4, 3, 2], f64[2, 4, 6, 2], f64[2, 4, 6, 2]",
             "f64[1, 12, 4, 2], f64[1, 6, 4, 2], f64[1, 6, 4, 2], enable_gqa=True",
             "f64[1, 6, 4, 3], f64[1, 6, 4, 3], f64[1, 6, 4, 3], None, 0.5",
         ),

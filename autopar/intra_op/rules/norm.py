@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from autopar.intra_op.rule import all_whole, argument, broadcast, dimensions, letters, rule
+from autopar.intra_op.rule import (
+    all_whole,
+    argument,
+    broadcast,
+    dimensions,
+    letters,
+    rule,
+    whole_along,
+)
 from autopar.ir.graph import Node, Ref
 from autopar.ir.tensor import TensorType
 
@@ -76,6 +84,14 @@ RULES = (
     ),
     rule("aten.rms_norm", _over_trailing, flops="6 out", examples=("f64[4, 6, 8], (8,), f64[8]",)),
     rule("aten.softmax.int", _over_one, flops="5 out", examples=("f64[4, 6, 8], 1", "f64[6], -1")),
+    rule(
+        "aten._safe_softmax",
+        lambda node, types: whole_along(
+            node, types, dimensions(argument(node, 1, "dim"), len(types[0].shape))
+        ),
+        flops="5 out",
+        examples=("f64[4, 6, 8], 1",),
+    ),
     rule("aten.log_softmax.int", _over_one, flops="5 out", examples=("f64[4, 6, 8], -1",)),
     rule(
         "aten.batch_norm",
