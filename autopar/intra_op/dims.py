@@ -81,9 +81,15 @@ class Dims:
         return frozenset(cls for classes in dims if len(classes) > 1 for cls in classes)
 
     def divides(self, cls: int, ways: int) -> bool:
-        """Whether a class can be cut that many ways, were there no operator against it."""
+        """Whether a class can be cut that many ways wherever it is outermost, sizes permitting."""
         size = self.sizes[cls]
         return size % ways == 0 or (size >= ways and cls not in self.composite)
+
+    def cuts(self, value: str, dim: int, ways: int) -> bool:
+        """Whether cutting a dimension of a value that many ways cuts its outermost class."""
+        classes = self.of(value)[dim]
+        size = self.sizes[classes[0]] if classes else 1
+        return size % ways == 0 or (size >= ways and len(classes) == 1)
 
     @cached_property
     def apart(self) -> tuple[Apart, ...]:

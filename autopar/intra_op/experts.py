@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import PinError
 from autopar.intra_op.roles import Linear, is_conv
 from autopar.intra_op.words import Axes, Subject, write
 from autopar.ir.graph import Node
+from autopar.ir.tensor import Layout
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,13 @@ class Megatron:
             raise _unfit(subject, str(self), "a dimension of positions in the residual stream")
         shapes = {dims.outer(name) for name in roles.residuals}
         shapes |= {tuple(None if c in roles.streams else c for c in outer) for outer in shapes}
-        free = {item.node for item in roles.linears}
-        scope, pins = _blocks(subject) - free, {}
+        pins, owed = self._branches(subject, axes)
+        free = {*owed, *(item.node for item in roles.linears)}
+        scope = _blocks(subject) - free
         for node in subject.operators():
             streamed = node.name in scope and dims.outer(node.name) in shapes
-            if (
-                node.op == "autopar.share"
-                or not streamed
-                or not _summed(subject, node) <= set(roles.streams)
-            ):
+            whole = node.op != "autopar.share" and _summed(subject, node) <= set(roles.streams)
+            if not streamed or not whole:
                 continue
             places = (dims.place(node.name, cls) for cls in positions)
             split = {dim: axes for dim in places if dim is not None}
@@ -160,6 +159,23 @@ class Megatron:
             if subject.allows(node, text):
                 pins[subject.key(node)] = text
         return pins
+
+    def _branches(self, subject: Subject, axes: Axes) -> tuple[dict[str, str], set[str]]:
+        """Pins of what is made of the linears' partial sums before it joins the stream.
+
+        Whatever can stay a partial sum does, so that branches side by side are summed once.
+        """
+        graph, roles, streams = subject.graph, subject.roles, set(subject.roles.streams)
+        owed, pins = {item.node for item in roles.linears if item.gives & streams}, {}
+        for node in subject.operators():
+            inputs = {graph.template[name] for name in node.inputs} - roles.parametric
+            text = _owed(node, axes)
+            inside = inputs and inputs <= owed and node.name not in {*roles.residuals, *owed}
+            if inside and subject.allows(node, text):
+                owed.add(node.name)
+                if node.op != "autopar.share":
+                    pins[subject.key(node)] = text
+        return pins, owed
 
     def __str__(self) -> str:
         return f"megatron{'_sp' * self.sequence}({self.axis!r})"
@@ -245,23 +261,38 @@ def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
 
     Where no strategy allows that, what becomes of the batch is the solver's.
     """
-    dims, batch = subject.dims, subject.roles.batch
-    pins = {}
+    dims, batch, ways = subject.dims, subject.roles.batch[:1], subject.ways(axes)
+    cut, owed = dict[str, str](), dict[str, str]()
     for node in subject.operators():
         if node.op == "autopar.share" or not batch:
             continue
-        place = dims.place(node.name, batch[0])
-        text = write(node.type.shape, {} if place is None else {place: axes}, axes)
-        if place is None and (not node.type.floating or batch[0] not in _summed(subject, node)):
-            continue
-        text = text if place is not None else text.replace("]", f"] +sum({', '.join(axes)})")
-        if subject.allows(node, text):
-            pins[subject.key(node)] = text
-    if not pins:
+        place = _cut(subject, node.name, batch[0], ways)
+        if place is not None:
+            text = write(node.type.shape, {place: axes}, axes)
+            if subject.allows(node, text):
+                cut[subject.key(node)] = text
+        elif node.type.floating and batch[0] in _summed(subject, node):
+            places = [_cut(subject, name, batch[0], ways) for name in node.inputs]
+            if any(p is not None for p in places) and subject.allows(node, _owed(node, axes)):
+                owed[subject.key(node)] = _owed(node, axes)
+    if not cut:
         found = f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
-        wanted = f"inputs with a batch, and operators that split it {subject.ways(axes)} ways"
+        wanted = f"inputs with a batch, and operators that split it {ways} ways"
         raise _unfit(subject, plan, f"{wanted}; {found}")
-    return pins
+    return {**cut, **owed}
+
+
+def _cut(subject: Subject, value: str, cls: int, ways: int) -> int | None:
+    """The dimension of a value that, split so many ways, splits a class."""
+    place = subject.dims.place(value, cls)
+    return place if place is not None and subject.dims.cuts(value, place, ways) else None
+
+
+def _owed(node: Node, axes: Axes) -> str:
+    """The pin of a partial sum along axes."""
+    layout = Layout.replicated(len(node.type.shape))
+    owed = replace(layout, partial=axes).format(node.type.shape)
+    return f"{owed} along {', '.join(axes)}"
 
 
 def _blocks(subject: Subject) -> set[str]:

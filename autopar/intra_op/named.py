@@ -62,7 +62,7 @@ class NamedLayout:
                 todo="`autopar explain plan.toml --dims` shows where they are",
             )
         ways = subject.ways(axes)
-        fitting = [cls for cls in found if subject.dims.divides(cls, ways)]
+        fitting = [cls for cls in found if subject.dims.sizes[cls] >= ways]
         if not fitting:
             sizes = ", ".join(
                 f"{subject.names[cls]} has {subject.dims.sizes[cls]}" for cls in found
@@ -126,7 +126,10 @@ def _allowed(subject: Subject, node: Node, wanted: Mapping[int, Axes]) -> dict[i
     split: dict[int, Axes] = {}
     for cls, axes in wanted.items():
         place = subject.dims.place(node.name, cls)
-        if place is None or {*axes} & {axis for taken in split.values() for axis in taken}:
+        taken = {axis for given in split.values() for axis in given}
+        if place is None or taken.intersection(axes):
+            continue
+        if not subject.dims.cuts(node.name, place, subject.ways(axes)):
             continue
         more = {**split, place: axes}
         if node.op == "param" or subject.allows(node, _pin(subject, node, more)):
