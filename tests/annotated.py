@@ -49,7 +49,7 @@ class Gpt(nn.Module):
     """Returns the cross entropy of its predictions; `notes` are its annotations by place."""
 
     def __init__(
-        self, notes: dict[str, str], layers: int = 3, width: int = 32, vocabulary: int = 64
+        self, notes: dict[str, str], layers: int = 2, width: int = 32, vocabulary: int = 64
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(16, width)

@@ -1,4 +1,4 @@
-"""Annotated models: planned as they say, emitted without a trace of it, trained as unannotated."""
+"""Annotated models: planned as they say, by search and by propagation, and trained like others."""
 
 from __future__ import annotations
 
@@ -7,30 +7,41 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import autopar
+from autopar.cli import main
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError, ProblemError
 from autopar.intra_op import legal
 from autopar.intra_op.table import table
+from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
 from tests.annotated import MEGATRON, Batch, gpt
+from tests.patterns import communication
+from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: data=2, tensor=2")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned model: its graph and its plan."""
+    """A planned model: what was captured, and its plan."""
 
-    graph: Graph
+    captured: Captured
     plan: autopar.Plan
+
+    @property
+    def graph(self) -> Graph:
+        return self.captured.graph
 
     def cost(self) -> float:
         return self.plan.predicted["step_seconds"]
@@ -42,8 +53,8 @@ class Planned:
 def planned(model: nn.Module, batch: Batch, mesh: Mesh = MESH, solver: str = "ilp") -> Planned:
     compiler = importlib.import_module("autopar.compile")
     options, nothing = compiler.Options(solver=solver), compiler.Trace(None)
-    graph = compiler.capture_graph(model, (), batch, options, nothing).graph
-    return Planned(graph, compiler.make_plan(graph, mesh, options, nothing))
+    captured = compiler.capture_graph(model, (), batch, options, nothing)
+    return Planned(captured, compiler.make_plan(captured.graph, mesh, options, nothing))
 
 
 @cache
@@ -112,3 +123,134 @@ def test_an_open_dimension_is_as_cheap_as_the_cheapest_way_to_close_it() -> None
     assert perceptron("", "[?@data, ?]").cost() == pytest.approx(min(costs))
     assert perceptron("", "[?@data, f]").cost() == pytest.approx(min(costs[:2]))
     assert len(set(costs)) > 1
+
+
+BATCH = {"input": "[b@data@tensor, s, h]"}
+COLUMNS, ROWS = ("q", "k", "v", "up"), ("o", "down")
+
+
+def used(found: Planned) -> dict[str, Layout]:
+    """How each parameter is used, by its name within its block or in the model.
+
+    Without that of the positions, which come from no batch.
+    """
+    shares = {
+        found.graph[node.inputs[0]].target: found.plan.nodes[node.name].results[0][1]
+        for node in found.graph.folded
+        if node.op == "autopar.share" and found.graph[node.inputs[0]].op == "param"
+    }
+    del shares["places.weight"]
+    return {name.removeprefix("blocks.0."): layout for name, layout in shares.items()}
+
+
+def source(found: Planned) -> str:
+    return emit(found.graph, found.plan, AnalyticModel(found.plan.mesh).collective)
+
+
+@cache
+def followed(kind: str) -> Planned:
+    notes = {"megatron": MEGATRON, "batch": BATCH}[kind]
+    return planned(*gpt(notes), solver="propagate")
+
+
+def test_three_annotations_a_block_make_it_megatron_s() -> None:
+    """Four all_reduces over tensor a block, two forwards and two backwards, and no more."""
+    found = followed("megatron")
+    for name, layout in used(found).items():
+        module = name.partition(".")[0]
+        dims: list[tuple[str, ...]] = [() for _ in layout.dims]
+        if module in COLUMNS:
+            dims[0] = ("tensor",)
+        elif module in ROWS and len(dims) == 2:
+            dims[1] = ("tensor",)
+        assert layout.dims == tuple(dims), name
+        assert "data" in layout.varying, name
+    sync = {("to_varying", ("data",)): len(dict(gpt(MEGATRON)[0].blocks[0].named_parameters()))}
+    moves = {("to_varying", ("tensor",)): 2, ("all_reduce", ("tensor",)): 2}
+    assert dict(communication(source(found))) == sync | moves
+
+
+def test_one_annotation_of_the_input_splits_the_batch_everywhere() -> None:
+    found = followed("batch")
+    for name, layout in used(found).items():
+        assert (layout.sharded_axes, set(layout.varying)) == ((), {"data", "tensor"}), name
+    for node in found.graph.folded:
+        if node.requires_grad and node.type.shape[:2] == (8, 16):
+            assert found.plan.nodes[node.name].results[0][1].dims[0] == ("data", "tensor"), node
+    assert set(communication(source(found))) == {("to_varying", ("data", "tensor"))}
+
+
+@pytest.mark.parametrize("kind", ["megatron", "batch"])
+def test_a_search_under_the_same_annotations_is_no_worse(kind: str) -> None:
+    notes = {"megatron": MEGATRON, "batch": BATCH}[kind]
+    best = megatron() if kind == "megatron" else planned(*gpt(notes))
+    assert best.cost() <= followed(kind).cost() * (1 + 1e-9)
+
+
+def losses(found: Planned | None) -> tuple[list[float], Batch]:
+    """Four steps of SGD: on this rank by autopar as planned, without a plan by torch alone."""
+    model, batch = gpt({})
+    if found is not None:
+        compiler = importlib.import_module("autopar.compile")
+        with patch.object(compiler, "capture_graph", lambda *_: found.captured):
+            program = autopar.compile(
+                model,
+                MESH,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                plan=found.plan,
+                example_inputs=batch,
+            )
+        return [program.step(**batch).item() for _ in range(4)], program.state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values, model.state_dict()
+
+
+def train(jobs: list[Planned]) -> list[tuple[list[float], Batch]]:
+    return [losses(job) for job in jobs]
+
+
+def test_annotated_models_train_as_unannotated_ones() -> None:
+    whole, weights = losses(None)
+    jobs = [followed("megatron"), megatron(), followed("batch")]
+    for rank in run_ranks(train, jobs):
+        for found, state in rank:
+            assert found == pytest.approx(whole, rel=1e-9)
+            for name, value in weights.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_what_propagation_leads_to_is_refused_if_it_does_not_fit() -> None:
+    model, batch = gpt(BATCH)
+    peak = followed("batch").plan.predicted["peak_bytes"]
+    options = {"example_inputs": batch, "memory": 0.8 * peak}
+    with pytest.raises(InfeasibleError, match="propagation leads to"):
+        autopar.plan(model, MESH, solver="propagate", **options)
+    assert autopar.plan(model, MESH, **options).predicted["peak_bytes"] <= 0.8 * peak
+
+
+def test_a_solver_that_is_none_is_refused_with_those_that_are() -> None:
+    for call in (autopar.plan, autopar.compile):
+        with pytest.raises(ProblemError, match="'simplex'") as caught:
+            call(nn.Linear(2, 2), "cpu: gpu=1", example_inputs=3, solver="simplex")
+        assert "ilp, propagate" in caught.value.why
+
+
+def test_the_command_line_takes_a_solver(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tests.annotated import MEGATRON, gpt\ndef model():\n    return gpt(MEGATRON)\n"
+    )
+    call = ["plan", f"{file}:model", "--mesh", str(MESH), "-o", str(tmp_path / "plan.toml")]
+    found = CliRunner().invoke(main, [*call, "--solver", "propagate"])
+    assert found.exit_code == 0, found.output
+    assert autopar.Plan.load(tmp_path / "plan.toml").nodes == followed("megatron").plan.nodes
+    refused = CliRunner().invoke(main, [*call, "--solver", "simplex"])
+    assert refused.exit_code != 0
+    assert "propagate" in refused.output
