@@ -22,7 +22,7 @@ def _sliding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str
             into.append(f"i{i}!")
             out.append(f"r{i}!")
         else:
-            name = f"h{i}~{halo.least}"
+            name = f"h{i}~{halo.least if halo.least > 1 else ''}"
             into.append(name if halo.stride == 1 else f"({name} s{i})")
             out.append(name)
     return " ".join(into), " ".join(out)
@@ -207,7 +207,7 @@ def _pixels(node: Node, types: tuple[TensorType, ...]) -> str:
     outward = node.op == "aten.pixel_shuffle"
     many, few = (types[0], node.type) if outward else (node.type, types[0])
     if not many.numel or (few.shape[-3] == 1 and many.shape[-2] == 1):
-        return all_whole(node, types)
+        return "... i! j! k! -> ... l! m! n!"
     return f"{packed} -> {spread}" if outward else f"{spread} -> {packed}"
 
 
@@ -236,9 +236,12 @@ RULES = (
         rule(f"aten.{op}", _pool(space), examples=examples)
         for op, (space, examples) in _POOLS.items()
     ),
-    *(rule(op, _nearest(space), examples=examples) for op, space, examples in _NEAREST),
     *(
-        rule(f"aten.{op}", _trailing(space), examples=(example,))
+        rule(op, _nearest(space), linear=True, examples=examples)
+        for op, space, examples in _NEAREST
+    ),
+    *(
+        rule(f"aten.{op}", _trailing(space), linear="max" not in op, examples=(example,))
         for op, (space, example) in _SPATIAL.items()
     ),
     rule(
@@ -265,10 +268,16 @@ RULES = (
         )
         for space, image in ((2, "f64[2, 4, 6, 6]"), (3, "f64[2, 4, 6, 6, 6]"))
     ),
-    rule("aten.grid_sampler_3d", _grid, examples=(f"{_CUBE}, f64[2, 2, 4, 2, 3]<1, 0, 0, False",)),
+    rule(
+        "aten.grid_sampler_3d",
+        _grid,
+        linear=((0,),),
+        examples=(f"{_CUBE}, f64[2, 2, 4, 2, 3]<1, 0, 0, False",),
+    ),
     rule(
         "aten.grid_sampler",
         _grid,
+        linear=((0,),),
         examples=(
             f"{_PLANE}, f64[2, 4, 6, 2]<1, 0, 0, False",
             f"{_CUBE}, f64[2, 2, 4, 2, 3]<1, 0, 0, False",

@@ -84,6 +84,7 @@ RULES = (
     rule(
         "aten.index.Tensor",
         _index,
+        linear=((0,),),
         examples=(
             "f64[8, 6], (i64[4]<8,)",
             "f64[4, 8, 6], (None, i64[4, 1]<8, i64[6]<6)",
@@ -94,7 +95,8 @@ RULES = (
     rule(
         "aten.gather",
         _gather,
+        linear=((0,),),
         examples=("f64[4, 6], 1, i64[4, 2]<6", "f64[6, 8], 0, i64[4, 6]<6"),
     ),
-    rule("aten.index_select", _index_select, examples=("f64[4, 8], 1, i64[6]<8",)),
+    rule("aten.index_select", _index_select, linear=((0,),), examples=("f64[4, 8], 1, i64[6]<8",)),
 )

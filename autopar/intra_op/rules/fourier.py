@@ -31,16 +31,16 @@ _KERNELS = {
 _LAST, _PLANE = -1, (-2, -1)
 RULES = (
     *(
-        rule(f"aten.fft_{op}", _over(2, _LAST), examples=(x, f"{x}, 6, 1"))
+        rule(f"aten.fft_{op}", _over(2, _LAST), linear=True, examples=(x, f"{x}, 6, 1"))
         for op, x in _LINES.items()
     ),
     *(
-        rule(f"aten.fft_{op}2", _over(2, _PLANE), examples=(x, f"{x}, None, (0, 1)"))
+        rule(f"aten.fft_{op}2", _over(2, _PLANE), linear=True, examples=(x, f"{x}, None, (0, 1)"))
         for op, x in _LINES.items()
         if "h" not in op
     ),
     *(
-        rule(f"aten.fft_{op}n", _over(2, None), examples=(x, f"{x}, None, (1,)"))
+        rule(f"aten.fft_{op}n", _over(2, None), linear=True, examples=(x, f"{x}, None, (1,)"))
         for op, x in _LINES.items()
         if "h" not in op
     ),

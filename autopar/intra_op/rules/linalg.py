@@ -91,13 +91,32 @@ _REFLECTORS = {
     "linalg_householder_product": "f64[6, 2, 2], f64[6, 2]",
     "ormqr": "f64[6, 2, 2], f64[6, 2], f64[6, 2, 2]",
 }
+# What a matrix is applied to, or its inverse.
+_RIGHT_SIDES = {
+    "linalg_solve": ((1,),),
+    "linalg_solve_triangular": ((1,),),
+    "cholesky_solve": ((0,),),
+    "ormqr": ((2,),),
+}
 RULES = (
     *(
-        rule(f"aten.{op}", _matrices(2), flops="6 out", examples=(example,))
+        rule(
+            f"aten.{op}",
+            _matrices(2),
+            flops="6 out",
+            linear=_RIGHT_SIDES.get(op, False),
+            examples=(example,),
+        )
         for op, example in (_MATRICES | _NO_GRADIENT).items()
     ),
     *(
-        rule(f"aten.{op}", _matrices(2, 1, 2), flops="6 out", examples=(example,))
+        rule(
+            f"aten.{op}",
+            _matrices(2, 1, 2),
+            flops="6 out",
+            linear=_RIGHT_SIDES.get(op, False),
+            examples=(example,),
+        )
         for op, example in _REFLECTORS.items()
     ),
     rule("aten.cdist", "... m k!, ... n k! -> ... m n", examples=("f64[4, 6, 2], f64[4, 8, 2]",)),

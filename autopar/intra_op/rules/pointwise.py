@@ -147,7 +147,7 @@ _FAMILIES: tuple[tuple[str, Linear, tuple[str, ...]], ...] = (
     ("clamp.Tensor", False, (f"{_REAL}, f64[6], None", f"{_REAL}, f64[4, 1]<1, f64[6]>0")),
     ("masked_fill.Scalar", False, (f"{_REAL}, bool[4, 6], 0.5", f"{_REAL}, bool[6], -inf")),
     ("masked_fill.Tensor", False, (f"{_REAL}, bool[4, 1], f64[]",)),
-    ("where.self", False, ("bool[4, 1], f64[4, 6], f64[6]", "bool[4, 6], f64[], f64[4, 6]")),
+    ("where.self", ((1, 2),), ("bool[4, 1], f64[4, 6], f64[6]", "bool[4, 6], f64[], f64[4, 6]")),
     ("where.ScalarOther", False, ("bool[4, 6], f64[4, 6], 0.5",)),
     ("where.ScalarSelf", False, ("bool[4, 6], 0.5, f64[4, 6]",)),
     ("where.Scalar", False, ("bool[4, 6], 1.0, 0.0",)),

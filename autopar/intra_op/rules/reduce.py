@@ -121,10 +121,13 @@ def _histogram(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _search(node: Node, types: tuple[TensorType, ...]) -> str:
-    """searchsorted: rows of values in rows of sorted numbers, or anything in one row."""
+    """searchsorted: rows of values in rows of sorted numbers, or anything in one row.
+
+    Where another operand says how to sort the numbers, it is as long as they are.
+    """
     if len(types[0].shape) == 1:
-        return "k!, ... -> ..."
-    return "... k!, ... n -> ... n"
+        return "k!, ..., k! -> ..."
+    return "... k!, ... n, ... k! -> ... n"
 
 
 RULES = (
@@ -154,7 +157,13 @@ RULES = (
     rule("aten.renorm", _renorm, examples=(f"{_X}, 2, 1, 1.0",)),
     rule("aten.histc", _histogram, examples=("const f64[4, 6], 4, -1, 1", "const f64[4, 6], 4")),
     rule(
-        "aten.searchsorted.Tensor", _search, examples=("f64[6], f64[4, 6]", "f64[4, 6], f64[4, 2]")
+        "aten.searchsorted.Tensor",
+        _search,
+        examples=(
+            "f64[6], f64[4, 6]",
+            "f64[4, 6], f64[4, 2]",
+            "f64[4, 6], f64[4, 2], sorter=i64[4, 6]<6",
+        ),
     ),
     rule("aten.bucketize.Tensor", "..., k! -> ...", examples=("f64[4, 6], f64[6]",)),
     rule("aten.prod", all_whole, examples=("f64[2, 3]",)),

@@ -19,7 +19,7 @@ Types = tuple[TensorType, ...]
 def _scatter(node: Node, types: Types) -> str:
     """Beside `dim` an element only reaches its own position, or fewer than there are.
 
-    What is added along `dim` may be added in parts.
+    What is added along `dim` may be added in parts. Of the source no more is read than indices say.
     """
     rank, added = len(types[0].shape), node.op == "aten.scatter_add"
     if not all(tensor.shape for tensor in types):
@@ -28,15 +28,15 @@ def _scatter(node: Node, types: Types) -> str:
     terms: list[list[str]] = [[] for _ in types]
     for i, name in enumerate(letters(rank)):
         if i == dim:
-            each = ["t!", *["n" if added else "n!"] * (len(types) - 1)]
+            longer = len(types) > 2 and types[2].shape[dim] != types[1].shape[dim]
+            each = ["t!", *(["n!", "m!"] if longer else ["n" if added else "n!"] * 2)]
+            each = each[: len(types)]
         else:
             sizes = [tensor.shape[i] for tensor in types]
             aligned = len(set(sizes)) == 1
             each = [name if aligned else f"{name}_{size}!" for size in sizes]
         for term, word in zip(terms, each, strict=True):
             term.append(word)
-    if len(types) > 2 and types[2].shape[dim] != types[1].shape[dim]:
-        return all_whole(node, types)  # more than is written
     into, *rest = map(" ".join, terms)
     return f"{'+' if added else ''}{into}, {', '.join(rest)} -> {into}"
 
@@ -159,9 +159,14 @@ _WRITES = {
     "index_fill.int_Scalar": (f"{_ROWS}, 0.5",),
     "index_fill.int_Tensor": (f"{_ROWS}, f64[]",),
 }
+# Old and new values together, where they only change places.
+_MOVES = ("scatter.src", "index_copy", "index_fill.int_Tensor")
 RULES = (
-    *(rule(f"aten.{op}", _scatter, examples=examples) for op, examples in _SCATTERS.items()),
-    *(rule(f"aten.{op}", _index_write, examples=examples) for op, examples in _WRITES.items()),
+    *(
+        rule(f"aten.{op}", spec, linear=((0, 2),) if op in _MOVES else (), examples=examples)
+        for spec, table in ((_scatter, _SCATTERS), (_index_write, _WRITES))
+        for op, examples in table.items()
+    ),
     rule(
         "aten.scatter_add",
         _scatter,
@@ -177,6 +182,7 @@ RULES = (
     rule(
         "aten.index_put",
         _index_put,
+        linear=lambda node: ((0, len(node.inputs) - 1),),
         examples=(
             "f64[8, 6], (i64[2]<8,), f64[2, 6]",
             "f64[8, 6], (i64[2]<8,), f64[6], True",
@@ -217,10 +223,16 @@ RULES = (
         examples=("f64[4, 6, 8], f64[4, 6], 0, 1, 2",),
     ),
     rule("aten.diag_embed", _diag_embed, linear=True, examples=("f64[4, 6]",)),
-    rule("aten.take", _take, examples=("f64[4, 6], i64[4, 6]<24", "f64[2, 3, 2], i64[6]<12")),
+    rule(
+        "aten.take",
+        _take,
+        linear=((0,),),
+        examples=("f64[4, 6], i64[4, 6]<24", "f64[2, 3, 2], i64[6]<12"),
+    ),
     rule(
         "aten.take_along_dim",
         _take_along,
+        linear=((0,),),
         examples=(
             "f64[4, 6], i64[4, 2]<6, 1",
             "f64[1, 6], i64[4, 2]<6, 1",

@@ -177,14 +177,34 @@ def _repeat(node: Node, types: Types) -> str:
 
 
 def _repeat_interleave(node: Node, types: Types) -> str:
-    """Each element is followed by its copies, so the repeated dimension can be split."""
-    dim = argument(node, 2, "dim")
+    """Each element is followed by its copies, so the repeated dimension can be split.
+
+    The copies of a single element cannot: every device would make them all.
+    """
+    dim, shape = argument(node, 2, "dim"), types[0].shape
+    names = letters(len(shape))
     if dim is None:
-        return all_whole(node, types)
-    names = letters(len(types[0].shape))
+        row = " ".join(names)
+        return f"{row} -> ({row} copies)" if types[0].numel > 1 else all_whole(node, types)
     (at,) = dimensions(dim, len(names))
-    right = [f"({n} copies)" if i == at else n for i, n in enumerate(names)]
+    copied = f"({names[at]} copies)" if shape[at] > 1 else "copies!"
+    right = [copied if i == at else n for i, n in enumerate(names)]
     return f"{' '.join(names)} -> {' '.join(right)}"
+
+
+def _rot90(node: Node, types: Types) -> str:
+    """A turn swaps the two dimensions and flips one of them, or both."""
+    turns = int(str(argument(node, 1, "k", 1))) % 4
+    names = letters(len(types[0].shape))
+    a, b = dimensions(argument(node, 2, "dims", (0, 1)), len(names))
+    flipped = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[turns]
+    left = [f"{n}!" if i in flipped else n for i, n in enumerate(names)]
+    right = list(left)
+    if turns % 2:
+        right[a], right[b] = left[b], left[a]
+    # A flip of a dimension that is named on both sides would keep it in place.
+    right = [f"r{i}!" if n.endswith("!") else n for i, n in enumerate(right)]
+    return f"{' '.join(left)} -> {' '.join(right)}"
 
 
 def _unfold(node: Node, types: Types) -> str:
@@ -253,12 +273,7 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
         ),
     ),
     "stack": (_stack, ("(f64[4, 6], f64[4, 6]), 1", "(f64[4, 6], f64[4, 6]), -1")),
-    "rot90": (
-        lambda node, types: whole_along(
-            node, types, dimensions(argument(node, 2, "dims", (0, 1)), len(types[0].shape))
-        ),
-        (f"{_X}, 1, (0, 1)", f"{_X}, 2, (1, 2)"),
-    ),
+    "rot90": (_rot90, (f"{_X}, 1, (0, 1)", f"{_X}, 2, (1, 2)", f"{_X}, 3, (0, 2)", f"{_X}, 4")),
     "block_diag": (all_whole, ("(f64[4, 2], f64[2, 4])",)),
     "flip": (_named(1, "dims"), (f"{_X}, (1,)",)),
     "roll": (_named(2, "dims"), (f"{_X}, (1,), (1,)", "f64[4, 6], (1,)")),
@@ -266,7 +281,10 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "triu": (_triangle, (f"{_X}, 1",)),
     "repeat": (_repeat, ("f64[4, 6], (2, 1)", "f64[4, 6], (2, 1, 3)")),
     "tile": (_repeat, ("f64[4, 6], (2, 1)", "f64[4, 6], (2, 1, 3)")),
-    "repeat_interleave.self_int": (_repeat_interleave, (f"{_X}, 2, 1", "f64[4, 6], 2")),
+    "repeat_interleave.self_int": (
+        _repeat_interleave,
+        (f"{_X}, 2, 1", "f64[4, 6], 2", "f64[4, 1], 2, 1", "f64[1], 4"),
+    ),
 }
 _MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "pad": (_pad, (f"{_X}, (1, 3)", f"{_X}, (1, 1), 'reflect'", f"{_X}, (0, 0, 1, -1)")),
