@@ -3,18 +3,21 @@
 A gradient that is owed a sum may be summed at the parameter, or after a transpose of it, or at its
 reader: three plans of equal price. `polish` moves the sum towards the parameter, so that its line
 in the plan says what becomes of its gradient.
+
+An all_gather of a parameter and a reduce_scatter of its gradient cost what an all_reduce of the
+gradient does. Where memory allows to store every such parameter whole, `polish` does.
 """
 
 from __future__ import annotations
 
 from autopar.intra_op.build import Built
 from autopar.intra_op.options import Option
-from autopar.intra_op.problem import Edge
+from autopar.intra_op.problem import Edge, evaluate
 
 
 def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """A choice of equal cost and no more memory whose gradients are summed as early as can be."""
-    problem, now = built.problem, list(choice)
+    """A choice of equal cost within the memory limit that stores and sums as plainly as can be."""
+    problem, now = built.problem, list(_stored_whole(built, choice))
     edges: list[list[Edge]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
         edges[edge.a].append(edge)
@@ -39,6 +42,19 @@ def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
             ):
                 now[node] = index
     return tuple(now)
+
+
+def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """The choice with every parameter stored whole where that costs the same, if all then fit."""
+    found = list(choice)
+    for node, (options, index) in enumerate(zip(built.options, choice, strict=True)):
+        used, cost = options[index].results, built.problem.nodes[node].cost
+        for other, option in enumerate(options):
+            plain = option.stored is not None and not option.stored.sharded_axes
+            if plain and option.results == used and cost[other] <= cost[index] * (1 + 1e-12):
+                found[node] = other
+    judged = evaluate(built.problem, found)
+    return tuple(found) if judged.feasible else choice
 
 
 def _sums_earlier(new: Option, old: Option) -> bool:
