@@ -18,6 +18,8 @@ whole, and its gradient is owed a sum; a result that lacks it is owed a sum itse
 
 - `...` any leading dimensions, `1` a dimension of size 1, `k!` a dimension that stays whole,
   `(h d)` one dimension that runs over h and, inside it, d;
+- `k~` a dimension along which the operator asks the other devices for what it needs: results that
+  lack it are whole; `k~2` takes parts of at least 2 elements;
 - `+n` an operand that is added once under a split contraction;
 - linear: operands, by position, through which partial sums pass together.
 
