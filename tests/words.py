@@ -92,6 +92,11 @@ def primes() -> Made:
     return Tower(19, 11, [Block(11, 2, 7, 13) for _ in range(2)]), tokens(19, 3, 5)
 
 
+def distinct() -> Made:
+    """The same with sizes that divide by two."""
+    return Tower(34, 22, [Block(22, 4, 6, 26) for _ in range(2)]), tokens(34, 8, 14)
+
+
 def even() -> Made:
     """The same with sizes that divide by four."""
     return Tower(32, 16, [Block(16, 4, 8, 24) for _ in range(3)]), tokens(32, 8, 12)
@@ -121,7 +126,9 @@ class Summed(nn.Module):
         return self.inside(x).pow(2).sum()
 
 
-MODELS = {made.__name__: made for made in (primes, even, mixture, convolutions, perceptron)}
+MODELS = {
+    made.__name__: made for made in (primes, distinct, even, mixture, convolutions, perceptron)
+}
 
 
 def make(name: str) -> Made:
