@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Name, Node, Ref
+from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.rewrite import Editor, argument, dimension, number, rewrite, writes
 
 _RESHAPES = {
@@ -22,6 +22,12 @@ _SAME = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.contiguo
 _COPIES = {"aten.lift_fresh_copy", "aten.clone", "aten.contiguous", "aten._to_copy"}
 _DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout",
              "aten.feature_alpha_dropout"}  # fmt: skip
+# Of the operand only dtype and shape are read: it need not be there, let alone in one piece.
+_FILLS = {
+    "aten.new_zeros": "aten.zeros", "aten.zeros_like": "aten.zeros",
+    "aten.new_ones": "aten.ones", "aten.ones_like": "aten.ones",
+    "aten.new_full": "aten.full", "aten.full_like": "aten.full",
+}  # fmt: skip
 # Operator -> the number that changes nothing on its right.
 _NEUTRAL = {
     "aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.add.Scalar": 0, "aten.sub.Scalar": 0,
@@ -42,7 +48,7 @@ def drop_identities(graph: Graph) -> Graph:
 
     What goes: copies, contiguous, casts to the same dtype, views to the same shape, dropout that
     drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of what has no gradient,
-    and shares, which are put in again at the end.
+    the tensor that a constant one is to be like, and shares, which are put in again at the end.
     A copy of a buffer that is written in place stays. What stays is spelled with all sizes known:
     `aten.reshape`, which is legal on any strides, `aten.expand`, `aten.transpose.int`,
     `aten.slice.Tensor(x, dim, start, end)`, and casts are `aten.to.dtype(x, dtype)`.
@@ -77,6 +83,8 @@ def _simplified(node: Node, editor: Editor) -> Node | Ref | None:
         return None if "channels_last" in str(node.keyword("memory_format")) else first
     if node.op in _CASTS or node.op.startswith("aten.to."):
         return first if same else _spelled(node, "aten.to.dtype", Name(node.type.dtype))
+    if node.op in _FILLS:
+        return _filled(node)
     if node.op in _RESHAPES:
         return _round_trip(node, first, editor) or _spelled(node, "aten.reshape", shape)
     if node.op in _EXPANDS:
@@ -99,6 +107,18 @@ def _simplified(node: Node, editor: Editor) -> Node | Ref | None:
     other = node.args[1] if len(node.args) > 1 else None
     neutral = isinstance(other, (int, float)) and other == _NEUTRAL.get(node.op)
     return first if neutral and same and not node.keyword("rounding_mode") else None
+
+
+def _filled(node: Node) -> Node | None:
+    """zeros, ones or full of the result's own type."""
+    args: tuple[Arg, ...] = (node.type.shape,)
+    if _FILLS[node.op] == "aten.full":
+        value = argument(node, 2 if node.op == "aten.new_full" else 1, "fill_value")
+        if isinstance(value, Ref):
+            return None
+        args = (*args, value)
+    kwargs = (("dtype", Name(node.type.dtype)),)
+    return replace(node, op=_FILLS[node.op], args=args, kwargs=kwargs, requires_grad=False)
 
 
 def _spelled(node: Node, op: str, *rest: Name | int | tuple[int, ...]) -> Node:

@@ -125,6 +125,26 @@ output 'new' = %new
     assert_equal_runs(before, plain, leaf_values(before))
 
 
+def test_a_constant_does_not_read_what_it_is_like() -> None:
+    after = checked(
+        drop_identities,
+        """
+graph 'g'
+%w = param('w') : f64[2, 3] grad
+%a = aten.full_like(%w, 2.5) : f64[2, 3]
+%b = aten.new_full(%w, (3,), 1, dtype=i64) : i64[3]
+%c = aten.new_zeros(%w, (2, 1)) : f64[2, 1]
+%d = aten.ones_like(%b, dtype=f32) : f32[3]
+output 'a' = %a
+output 'b' = %b
+output 'c' = %c
+output 'd' = %d
+""",
+    )
+    assert ops(after) == ["aten.full", "aten.full", "aten.zeros", "aten.ones"]
+    assert not any(node.inputs for node in after.nodes)
+
+
 def test_views_and_casts_have_one_spelling() -> None:
     after = checked(
         drop_identities,
