@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,46 @@ class Flat:
     def nodes(self) -> int:
         """The number of nodes."""
         return len(self.start) - 1
+
+    def price(self, choice: Ints) -> float:
+        """Returns seconds of a choice, infinite if something forbidden is taken."""
+        paid = math.fsum(self.cost[self.start[:-1] + choice].tolist())
+        columns = np.diff(self.start)[self.ends[:, 1]]
+        pairs = choice[self.ends[:, 0]] * columns + choice[self.ends[:, 1]]
+        return self.total + paid + math.fsum(self.matrix[self.place[:-1] + pairs].tolist())
+
+    def holds(self, choice: Ints) -> Floats:
+        """Returns bytes of a choice at each time."""
+        change = np.zeros(len(self.base) + 1)
+        amounts = self.nbytes[self.held[:-1] + choice[self.span[:, 0]]]
+        np.add.at(change, self.span[:, 1], amounts)
+        np.subtract.at(change, self.span[:, 2], amounts)
+        return self.base + np.cumsum(change)[:-1]
+
+    def table(self) -> Floats:
+        """Returns the bytes of every choice at every time, shape (choices, times)."""
+        found = np.zeros((len(self.cost), len(self.base)))
+        for (node, low, high), begin, end in zip(
+            self.span.tolist(), self.held[:-1].tolist(), self.held[1:].tolist(), strict=True
+        ):
+            rows = slice(self.start[node], self.start[node + 1])
+            found[rows, low:high] += self.nbytes[begin:end, None]
+        return found
+
+    def at(self, times: Ints) -> Flat:
+        """Returns the problem with memory limited at these times only: a relaxation."""
+        low = np.searchsorted(times, self.span[:, 1])
+        high = np.searchsorted(times, self.span[:, 2])
+        kept = np.flatnonzero(low < high)
+        lengths = np.diff(self.held)[kept]
+        index = np.repeat(self.held[kept] - offsets(lengths)[:-1], lengths)
+        return replace(
+            self,
+            span=np.column_stack([self.span[kept, 0], low[kept], high[kept]]),
+            held=offsets(lengths),
+            nbytes=self.nbytes[index + np.arange(len(index))],
+            base=self.base[times],
+        )
 
     def size(self) -> str:
         """Returns nodes, choices and allowed pairs in words."""

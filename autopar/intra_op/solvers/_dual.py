@@ -1,187 +1,122 @@
 """Lower bounds by moving costs about and pricing memory, and what they rule out.
 
 Two relaxations together. Memory is priced instead of limited (Lagrange multipliers, Polyak's
-subgradient steps): a choice pays lambda_t for every byte that it holds at time t, and lambda_t
-times the limit is given back. Costs are moved between edges and nodes so that the least entries,
-which can be taken without looking at one another, add up to as much as possible (sequential
-tree-reweighted message passing, TRW-S; Kolmogorov, IEEE PAMI 28, 2006). The sum of least entries is
-a lower bound.
+subgradient steps along an average of the last directions): a choice pays lambda_t for every byte
+that it holds at time t, and lambda_t times what is left of the limit is given back. Costs are moved
+between edges and nodes by TRW-S. The sum of least entries is a lower bound.
 
-A choice, or pair of choices, whose entry exceeds its least one by more than what separates the
-bound from the best known choice is in no better one: it can be forbidden.
+A choice, or pair of choices, with which the bound exceeds a price is in no cheaper solution.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.intra_op.problem import FORBIDDEN, Problem
-from autopar.intra_op.solvers.greedy import Tables
+from autopar.intra_op.reduce.flat import Flat, Floats, Ints
+from autopar.intra_op.solvers._trws import Links, bound, links, sweep
 
-Array = NDArray[np.float64]
-
-SWEEPS = 120
-PATIENCE = 6  # sweeps without a better bound before steps are halved
+STEPS = 600
+SWEEPS = 4  # of messages for each step of the prices of memory
+PATIENCE = 12  # steps without a better bound before they are halved
+FIRST, LAST = 0.1, 5e-4  # length of steps, as a share of Polyak's
+MEMORY = 0.8  # share of the last direction in the next
 
 
 @dataclass(frozen=True)
-class Tightened:
-    """The proven lower bound in seconds, the best choice that fits (or None) with its price in
-    seconds (or infinity), and the problem with everything forbidden that cannot beat it.
+class Dual:
+    """A lower bound in seconds and what proves it.
+
+    Args:
+        flat: the problem.
+        prices: seconds per byte at each of its times, (times,).
+        messages: see `_trws`.
+        bound: seconds.
+        guesses: choices met on the way that cost little with memory so priced.
     """
 
+    flat: Flat
+    prices: Floats
+    messages: Floats
     bound: float
-    choice: tuple[int, ...] | None
-    price: float
-    problem: Problem
+    guesses: tuple[Ints, ...]
+
+    def without(self, price: float) -> Flat:
+        """Returns the problem without what is in no solution that costs at most `price`."""
+        flat, graph = self.flat, links(self.flat)
+        excess, least = np.zeros(len(flat.cost)), np.zeros(flat.nodes, dtype=np.int64)
+        cost = flat.cost + flat.table() @ self.prices
+        proved = _bound(flat, graph, cost, self, excess, least)
+        scale = abs(price) + abs(proved) + float(self.prices @ np.abs(flat.limit - flat.base))
+        room = price - proved + 1e-11 * scale
+        matrix = flat.matrix.copy()
+        for e, (a, b) in enumerate(flat.ends.tolist()):
+            left, right = (slice(graph.start[v], graph.start[v + 1]) for v in (a, b))
+            lines = [
+                self.messages[low:high]
+                for low, high in pairwise(graph.message[2 * e : 2 * e + 3].tolist())
+            ]
+            view = matrix[flat.place[e] : flat.place[e + 1]].reshape(len(lines[0]), len(lines[1]))
+            rest = view - lines[0][:, None] - lines[1]
+            rest -= rest.min()
+            # The edge's own part of what its ends cost more must not count twice.
+            rows, columns = excess[left] - rest.min(axis=1), excess[right] - rest.min(axis=0)
+            view[rest + rows[:, None] + columns > room] = np.inf
+        return replace(flat, cost=np.where(excess > room, np.inf, flat.cost), matrix=matrix)
 
 
-def tighten(problem: Problem, gap: float, expired: Callable[[], bool]) -> Tightened:
-    """Bounds a problem from both sides until they meet within `gap`, time is up, or it stalls.
+def ascend(
+    flat: Flat, prices: Floats, target: float, expired: Callable[[], bool], steps: int = STEPS
+) -> Dual:
+    """Raises the bound until it stalls, reaches `target` seconds, or time is up.
 
     Every choice of the problem must have an allowed partner at every neighbour.
     """
-    tables, state = Tables(problem), _Moved(problem)
-    bound, best, price, step, stalled = -math.inf, None, math.inf, 1.0, 0
-    multipliers = state.multipliers
-    starts = [[int(np.argmin(memory)) for memory in tables.memory]]
-    for sweep in range(SWEEPS):
-        guess = state.sweep(backward=bool(sweep % 2))
-        for start in (guess, *starts):
-            candidate = tables.descend(start)
-            if tables.fits(candidate) and tables.price(candidate) < price:
-                best, price = candidate, tables.price(candidate)
-        starts = []
-        stalled = 0 if state.bound > bound + 1e-7 * abs(bound) else stalled + 1
-        if state.bound > bound:
-            bound, multipliers = state.bound, state.multipliers
-        if price - bound <= gap * abs(price) or expired() or step < 1e-3:
+    graph, table, room = links(flat), flat.table(), flat.limit - flat.base
+    guess, least = np.zeros(flat.nodes, dtype=np.int64), np.zeros(flat.nodes, dtype=np.int64)
+    messages, excess = np.zeros(int(graph.message[-1])), np.zeros(len(flat.cost))
+    best = Dual(flat, prices, messages.copy(), -np.inf, ())
+    direction, length, stalled = np.zeros(len(prices)), FIRST, 0
+    guesses: dict[bytes, Ints] = {}
+    for step in range(steps):
+        cost = flat.cost + table @ prices
+        for k in range(SWEEPS if step else 10 * SWEEPS):
+            sweep(graph, cost, messages, guess, bool(k % 2))
+        now = Dual(flat, prices, messages, 0.0, ())
+        proved = _bound(flat, graph, cost, now, excess, least)
+        guesses[guess.tobytes()] = guess.copy()
+        stalled = 0 if proved - best.bound > 1e-5 * abs(proved) else stalled + 1
+        if proved > best.bound:
+            best = Dual(flat, prices, messages.copy(), proved, ())
+        if best.bound >= target or expired() or length < LAST:
             break
-        if stalled >= PATIENCE:
-            step, stalled = step / 2, 0
-            state.charge(multipliers)
-        else:
-            over = tables.held(guess) - tables.limit
-            target = price if price < math.inf else bound + 0.1 * abs(bound)
-            state.charge(_stepped(state.multipliers, over, step * (target - state.bound)))
-    if price == math.inf:
-        return Tightened(bound, None, price, problem)
-    state.charge(multipliers)
-    for sweep in range(4):
-        state.sweep(backward=bool(sweep % 2))
-        bound = max(bound, state.bound)
-    return Tightened(bound, best, price, state.without(price))
+        if stalled > PATIENCE:
+            length, stalled = length / 2, 0
+            prices, messages, direction = best.prices, best.messages.copy(), 0.0 * direction
+        elif len(prices):
+            held = 0.5 * (table[flat.start[:-1] + least] + table[flat.start[:-1] + guess]).sum(0)
+            fresh = (held - room) / flat.limit
+            direction = MEMORY * direction + (1 - MEMORY) * fresh
+            prices = _stepped(prices, direction, fresh, length * (target - proved), flat.limit)
+    return replace(best, guesses=tuple(guesses.values()))
 
 
-def _stepped(multipliers: Array, over: Array, rise: float) -> Array:
-    """Multipliers along the subgradient `over`, in bytes, so far that the bound could rise so."""
-    over = np.where((multipliers > 0) | (over > 0), over, 0.0)
-    length = float(over @ over)
-    if not math.isfinite(length) or length == 0:
-        return multipliers
-    return np.maximum(multipliers + max(rise, 0.0) / length * over, 0.0)
+def _stepped(prices: Floats, direction: Floats, fresh: Floats, rise: float, limit: float) -> Floats:
+    """Prices along a direction, in limits, so far that the bound could rise by so many seconds."""
+    along = np.where((prices > 0) | (direction > 0), direction, 0.0)
+    square = max(float(along @ along), 0.1 * float(fresh @ fresh))
+    if not 0 < square < np.inf:
+        return prices
+    return np.maximum(prices + max(rise, 0.0) / square * along / limit, 0.0)
 
 
-class _Moved:
-    """A problem with its costs moved about: `constant` and what is left at nodes and edges.
-
-    For every choice the sum is what it was, plus the price of memory; nothing left is negative.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        tables = Tables(problem)
-        self.problem, self.limit = problem, tables.limit
-        self.cost, self.memory, self.spans = tables.cost, tables.memory, tables.spans
-        self.multipliers = np.zeros(len(tables.times))
-        self.constant = 0.0
-        self.matrices = [np.where(e.cost >= FORBIDDEN, np.inf, e.cost) for e in problem.edges]
-        self.edges: list[list[tuple[int, Array]]] = [[] for _ in problem.nodes]
-        for edge, matrix in zip(problem.edges, self.matrices, strict=True):
-            least = matrix.min()
-            matrix -= least
-            self.constant += float(least)
-            self.edges[edge.a].append((edge.b, matrix))
-            self.edges[edge.b].append((edge.a, matrix.T))
-        for node in range(len(self.cost)):
-            self._settle(node)
-
-    @property
-    def bound(self) -> float:
-        """Seconds that no choice that fits falls below, a little less for rounding's sake."""
-        refund = float(self.multipliers.sum()) * self.limit if self.multipliers.any() else 0.0
-        return self.constant - refund - 1e-12 * (abs(self.constant) + refund)
-
-    def _settle(self, node: int) -> None:
-        least = float(self.cost[node].min())
-        self.cost[node] -= least
-        self.constant += least
-
-    def charge(self, multipliers: Array) -> None:
-        """Sets the price of memory, in seconds per byte at each critical time."""
-        rise, self.multipliers = multipliers - self.multipliers, multipliers
-        for node, (low, high) in enumerate(self.spans):
-            self.cost[node] += rise[low:high].sum() * self.memory[node]
-            self._settle(node)
-
-    def sweep(self, backward: bool) -> list[int]:
-        """Moves the costs of every edge to the node that is reached first and on to later edges.
-
-        Returns a choice, made on the way: each node's best given those before it.
-        """
-        count = len(self.cost)
-        guess = [0] * count
-        for node in range(count - 1, -1, -1) if backward else range(count):
-            cost, edges = self.cost[node], self.edges[node]
-            self._gather(node)
-            later = [matrix for other, matrix in edges if (other > node) != backward]
-            view = cost.copy()
-            for other, matrix in edges:
-                if (other < node) != backward:
-                    view += matrix[:, guess[other]]
-            guess[node] = int(np.argmin(view))
-            if later:
-                share = cost / max(len(later), len(edges) - len(later))
-                for matrix in later:
-                    matrix += share[:, None]
-                cost -= share * len(later)
-                np.maximum(cost, 0.0, out=cost)
-        return guess
-
-    def _gather(self, node: int) -> None:
-        for _, matrix in self.edges[node]:
-            least = matrix.min(axis=1)
-            matrix -= least[:, None]
-            self.cost[node] += least
-        self._settle(node)
-
-    def without(self, price: float) -> Problem:
-        """Returns the problem without what cannot be part of a choice cheaper than `price`."""
-        for node in range(len(self.cost)):
-            self._gather(node)
-        scale = abs(price) + abs(self.constant)
-        room = price - self.bound + 1e-9 * scale  # keeps the best choice, whatever the rounding
-        reach = [
-            cost + sum(matrix.min(axis=1) for _, matrix in edges)
-            for cost, edges in zip(self.cost, self.edges, strict=True)
-        ]
-        nodes = tuple(
-            replace(node, cost=tuple(np.where(far > room, FORBIDDEN, node.cost).tolist()))
-            for node, far in zip(self.problem.nodes, reach, strict=True)
-        )
-        edges = tuple(
-            replace(
-                edge,
-                cost=np.where(
-                    self.cost[edge.a][:, None] + matrix + self.cost[edge.b] > room,
-                    FORBIDDEN,
-                    edge.cost,
-                ),
-            )
-            for edge, matrix in zip(self.problem.edges, self.matrices, strict=True)
-        )
-        return replace(self.problem, nodes=nodes, edges=edges)
+def _bound(
+    flat: Flat, graph: Links, cost: Floats, dual: Dual, excess: Floats, least: Ints
+) -> float:
+    """Seconds that no choice that fits falls below, a little less for rounding's sake."""
+    refund = float(dual.prices @ (flat.limit - flat.base)) if len(dual.prices) else 0.0
+    found = bound(graph, cost, dual.messages, excess, least) + flat.total
+    return found - refund - 1e-12 * (abs(found) + abs(refund))

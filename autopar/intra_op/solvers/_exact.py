@@ -1,0 +1,120 @@
+"""Closing the gap with integer programs, on what a trial target leaves of a relaxation.
+
+Everything that the bound rules out below a target is left out. If the rest has a solution below the
+target, its best one is the relaxation's; else the target is a bound, and the next one is higher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.intra_op.reduce import run
+from autopar.intra_op.reduce.flat import Ints
+from autopar.intra_op.reduce.run import Reduced
+from autopar.intra_op.solvers._program import program, solve_program
+from autopar.intra_op.solvers._search import Relaxation, Search
+
+FIRST_TRIAL = 0.005  # how far above the bound the first target is
+LAST_TRIAL = 100.0  # from there on there is no target
+CUTS = 50
+
+
+def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | None = None) -> None:
+    """Solves relaxation after relaxation until the gap is closed or time is up.
+
+    `idle` is called again and again while this waits for an integer program.
+
+    Raises:
+        InfeasibleError: it is proved that no choice fits.
+    """
+    trial = FIRST_TRIAL
+    while not search.done:
+        found = _below(search, relaxation, _target(search, trial), idle)
+        if found is None:
+            trial *= 2
+            continue
+        search.offer(found)
+        wider = search.peaks(found, relaxation.times)
+        if len(wider) == len(relaxation.times):
+            return  # it is the optimum, up to the gap
+        search.say(f"memory at {len(wider)} times")
+        relaxation = Relaxation(search, wider, relaxation.carried(wider))
+        for guess in relaxation.guesses[-6:]:
+            search.offer(guess)
+
+
+def _target(search: Search, trial: float) -> float:
+    """Seconds below which to look, the price of the best choice if that is not far."""
+    scale = max(abs(search.bound), 1e-6 * float(np.abs(search.core.cost).max(initial=0.0)), 1e-300)
+    target = search.bound + trial * scale
+    if search.price < math.inf and search.price - target <= 0.25 * (search.price - search.bound):
+        return search.price
+    return target if trial < LAST_TRIAL else math.inf
+
+
+def _below(
+    search: Search, relaxation: Relaxation, target: float, idle: Callable[[], None] | None
+) -> Ints | None:
+    """Returns the optimum of the relaxation, a choice for the core, if it is not above the target;
+    else None, with the bound raised.
+    """
+    if relaxation.dual is None:
+        return relaxation.guesses[0]
+    try:
+        left = relaxation.dual.flat if target == math.inf else relaxation.dual.without(target)
+        rest = run(left, search.problem.name)
+    except InfeasibleError:
+        if target == math.inf:
+            raise
+        search.raise_bound(target)
+        return None
+    search.say(f"below {target:.9g}: {rest.flat.size()}")
+    if rest.flat.nodes:
+        chosen = _program_of(search, relaxation, rest, target, idle)
+    else:
+        chosen = np.zeros(0, dtype=np.int64)
+        search.raise_bound(min(rest.flat.total, target))
+    if chosen is None or rest.flat.price(chosen) > target + search.gap * abs(target):
+        return None
+    return relaxation.inner.expand(rest.expand(chosen))
+
+
+def _program_of(
+    search: Search,
+    relaxation: Relaxation,
+    rest: Reduced,
+    target: float,
+    idle: Callable[[], None] | None,
+) -> Ints | None:
+    """Returns the optimum of what a target left, or None if there is none or time is up."""
+    latest: list[Ints] = []
+
+    def report(bound: float, choice: Ints | None) -> bool:
+        search.raise_bound(min(bound, target))
+        if choice is not None:
+            latest.append(choice)
+            search.offer(relaxation.inner.expand(rest.expand(choice)))
+        return not search.done
+
+    span = target - search.bound if target < math.inf else math.inf
+    scale = abs(target) if target < math.inf else abs(search.bound)
+    cuts: tuple[Ints, ...] = ()
+    while len(cuts) < CUTS:
+        latest.clear()
+        stated = program(rest.flat, span, cuts)
+        status, bound = solve_program(
+            stated, search.left(), 0.5 * search.gap * scale, report, idle, search.seed
+        )
+        search.raise_bound(min(bound, target))
+        if status == "infeasible" and target == math.inf:
+            raise InfeasibleError("no choice fits", where=f"problem {search.problem.name!r}")
+        if status != "optimal" or not latest:
+            return None
+        if not len(rest.flat.base) or rest.flat.holds(latest[-1]).max() <= rest.flat.limit:
+            return latest[-1]
+        cuts += (latest[-1],)
+    return None

@@ -1,0 +1,199 @@
+"""Changes of single nodes and kicks with all that must follow, compiled.
+
+What is lowered is seconds, with `Local.big` for everything forbidden, plus a weight for every byte
+above the limit at every time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.intra_op.reduce.compiled import entry, inner
+from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
+from autopar.intra_op.solvers._trws import Links, links, near
+
+
+class Local(NamedTuple):
+    """A problem for moves: its graph, and per node its pieces of memory."""
+
+    graph: Links
+    cost: Floats
+    first: Ints
+    low: Ints
+    high: Ints
+    begin: Ints
+    nbytes: Floats
+    base: Floats
+    limit: float
+    big: float
+
+
+def local(flat: Flat) -> Local:
+    """Returns a problem's arrays for moves."""
+    order = np.argsort(flat.span[:, 0], kind="stable")
+    counts = np.bincount(flat.span[:, 0], minlength=flat.nodes).astype(np.int64)
+    finite = flat.matrix[flat.matrix < np.inf]
+    big = 10 * (1.0 + float(np.abs(flat.cost).max(initial=0.0)) + float(np.abs(finite).sum()))
+    columns = flat.span[order].T
+    return Local(
+        links(flat),
+        flat.cost,
+        offsets(counts),
+        np.ascontiguousarray(columns[1]),
+        np.ascontiguousarray(columns[2]),
+        flat.held[:-1][order],
+        flat.nbytes,
+        flat.base,
+        flat.limit,
+        big,
+    )
+
+
+@inner
+def _change(s: Local, choice: Ints, v: int, r: int) -> float:
+    """Seconds by which the cost rises if node v chooses r."""
+    g, old = s.graph, choice[v]
+    rise = s.cost[g.start[v] + r] - s.cost[g.start[v] + old]
+    for k in range(g.first[v], g.first[v + 1]):
+        w, at, step, far_step, _ = near(g, g.halves[k])
+        line = at + choice[w] * far_step
+        rise += min(g.matrix[line + r * step], s.big) - min(g.matrix[line + old * step], s.big)
+    return float(rise)
+
+
+@inner
+def _shift(s: Local, held: Floats, v: int, old: int, new: int) -> float:
+    """Moves a node's memory from one choice to another; returns the rise of bytes above."""
+    rise = 0.0
+    for p in range(s.first[v], s.first[v + 1]):
+        more = s.nbytes[s.begin[p] + new] - s.nbytes[s.begin[p] + old]
+        if more != 0:
+            for t in range(s.low[p], s.high[p]):
+                above = max(held[t] - s.limit, 0.0)
+                held[t] += more
+                rise += max(held[t] - s.limit, 0.0) - above
+    return rise
+
+
+@entry
+def holds(s: Local, choice: Ints, held: Floats) -> float:
+    """Writes the bytes at each time; returns the sum of bytes above the limit."""
+    above = 0.0
+    change = np.zeros(len(held) + 1)
+    for v in range(len(choice)):
+        for p in range(s.first[v], s.first[v + 1]):
+            amount = s.nbytes[s.begin[p] + choice[v]]
+            change[s.low[p]] += amount
+            change[s.high[p]] -= amount
+    now = 0.0
+    for t in range(len(held)):
+        now += change[t]
+        held[t] = now + s.base[t]
+        above += max(held[t] - s.limit, 0.0)
+    return above
+
+
+@entry
+def descend(s: Local, choice: Ints, held: Floats, weight: float, sweeps: int) -> float:
+    """Changes nodes one at a time until no change helps; returns the rise of the weighted sum."""
+    total = 0.0
+    for _ in range(sweeps):
+        changed = False
+        for v in range(len(choice)):
+            for r in range(s.graph.start[v + 1] - s.graph.start[v]):
+                old = choice[v]
+                if r == old:
+                    continue
+                rise = _change(s, choice, v, r)
+                # What costs more can only pay where memory is short.
+                if rise >= 0 and not _crowded(s, held, v):
+                    continue
+                above = _shift(s, held, v, old, r)
+                if rise + weight * above < -1e-9 * abs(rise):
+                    choice[v] = r
+                    total += rise + weight * above
+                    changed = True
+                else:
+                    _shift(s, held, v, r, old)
+        if not changed:
+            break
+    return total
+
+
+@inner
+def _crowded(s: Local, held: Floats, v: int) -> bool:
+    for p in range(s.first[v], s.first[v + 1]):
+        for t in range(s.low[p], s.high[p]):
+            if held[t] > s.limit:
+                return True
+    return False
+
+
+@inner
+def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, mark: int) -> float:
+    """Sets a node, then neighbours that are forbidden beside it, and theirs; returns the rise."""
+    total = _change(s, choice, v, r)
+    _shift(s, held, v, choice[v], r)
+    choice[v] = r
+    locked[v] = mark
+    pending, count, at = np.empty(len(choice), np.int64), 1, 0
+    pending[0] = v
+    g = s.graph
+    while at < count:
+        u = pending[at]
+        at += 1
+        for k in range(g.first[u], g.first[u + 1]):
+            w, place, step, far_step, other = near(g, g.halves[k])
+            if locked[w] == mark:
+                continue
+            if g.matrix[place + choice[u] * step + choice[w] * far_step] < np.inf:
+                continue
+            best, found = np.inf, choice[w]
+            for i in range(other):
+                rise = _change(s, choice, w, i)
+                if g.matrix[place + choice[u] * step + i * far_step] < np.inf and rise < best:
+                    best, found = rise, i
+            if best < np.inf:
+                total += best
+                _shift(s, held, w, choice[w], found)
+                choice[w] = found
+            locked[w] = mark
+            pending[count] = w
+            count += 1
+    return total
+
+
+@entry
+def kicks(s: Local, choice: Ints, held: Floats, weight: float, rounds: int, seed: int) -> float:
+    """Kicks random nodes, with all that must follow, and descends; keeps what lowers the sum."""
+    np.random.seed(seed)
+    n, total = len(choice), 0.0
+    locked, old, was = np.zeros(n, np.int64), choice.copy(), held.copy()
+    above = 0.0
+    for t in range(len(held)):
+        above += max(held[t] - s.limit, 0.0)
+    for mark in range(1, rounds + 1):
+        v = np.random.randint(n)
+        size = s.graph.start[v + 1] - s.graph.start[v]
+        if size == 1:
+            continue
+        r = np.random.randint(size)
+        rise = _kick(s, choice, held, v, r, locked, mark)
+        now = 0.0
+        for t in range(len(held)):
+            now += max(held[t] - s.limit, 0.0)
+        rise += weight * (now - above)
+        rise += descend(s, choice, held, weight, 3)
+        if rise < -1e-9 * abs(rise):
+            total += rise
+            above = 0.0
+            for t in range(len(held)):
+                above += max(held[t] - s.limit, 0.0)
+            old[:] = choice
+            was[:] = held
+        else:
+            choice[:] = old
+            held[:] = was
+    return total

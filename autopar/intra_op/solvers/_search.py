@@ -1,0 +1,245 @@
+"""What the solvers share: the best choice and bound so far, and the steps that improve them.
+
+Memory binds at few times. So it is limited only where it has been seen to exceed the limit: what is
+left out makes a relaxation, whose bound holds, and whose optimum is the optimum if it fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, ProblemError
+from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.reduce import flatten, run
+from autopar.intra_op.reduce.flat import Flat, Floats, Ints
+from autopar.intra_op.reduce.run import Reduced
+from autopar.intra_op.solvers._dual import Dual, ascend
+from autopar.intra_op.solvers._moves import descend, holds, kicks, local
+
+Watch = Callable[[float, float, float], None]
+"""Called with seconds since the start, the best price (or infinity) and the bound."""
+
+PEAKS = 4  # times at which memory is newly limited after each look
+ROUNDS = 8
+LOOKS = 12  # at what a choice exceeds while it is made to fit
+
+
+class Search:
+    """One problem being solved, within its time and to its gap."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit: float,
+        gap: float,
+        progress: Callable[[str], None] | None,
+        watch: Watch | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.started = time.perf_counter()
+        self.problem, self.time_limit, self.gap, self.seed = problem, time_limit, gap, seed
+        self.progress, self.watch = progress or (lambda text: None), watch
+        self.best: Ints | None = None
+        self.price, self.bound = math.inf, -math.inf
+        self.outer = run(flatten(problem), problem.name)
+        self.core = self.outer.flat
+        self.times = np.zeros(0, dtype=np.int64)
+        self.moves = local(self.core.at(self.times))
+        self.say(f"{len(problem.nodes)} nodes reduced to {self.core.size()}")
+
+    def left(self) -> float:
+        """Seconds until the time limit."""
+        return max(self.time_limit - self.elapsed(), 0.0)
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def say(self, text: str) -> None:
+        """Reports a line of text."""
+        self.progress(f"{self.elapsed():7.2f} s  {text}")
+
+    @property
+    def done(self) -> bool:
+        """Whether the gap is closed, or time is up."""
+        return self.proved or self.left() == 0
+
+    @property
+    def proved(self) -> bool:
+        """Whether price and bound are within the gap."""
+        return self.price - self.bound <= self.gap * abs(self.price)
+
+    def raise_bound(self, bound: float) -> None:
+        """Takes note of a proven bound."""
+        if bound > self.bound:
+            self.bound = bound
+            self._tell()
+
+    def _tell(self) -> None:
+        self.say(f"best {self.price:.9g}, bound {min(self.bound, self.price):.9g}")
+        if self.watch is not None:
+            self.watch(self.elapsed(), self.price, min(self.bound, self.price))
+
+    def begin(self, start: Ints) -> None:
+        """Considers a choice for the whole problem, where its choices are still there."""
+        if len(start) != len(self.problem.nodes):
+            raise ProblemError(
+                "a choice to start with does not fit its problem",
+                where=f"problem {self.problem.name!r}",
+                why=f"{len(start)} choices for {len(self.problem.nodes)} nodes",
+            )
+        first, ident = self.core.start, self.outer.ident
+        choice = np.zeros(self.core.nodes, dtype=np.int64)
+        for v, node in enumerate(self.outer.nodes.tolist()):
+            same = np.flatnonzero(ident[first[v] : first[v + 1]] == start[node])
+            choice[v] = same[0] if len(same) else 0
+        self.offer(choice)
+
+    def offer(self, choice: Ints, repair: bool = True) -> None:
+        """Considers a choice for the core; made to fit and improved first, unless told not to.
+
+        Memory is looked at where it has exceeded the limit before; if that was not enough, there
+        are more such times now, and it is made to fit again.
+        """
+        choice = choice.copy()
+        for _ in range(LOOKS if repair else 1):
+            if repair:
+                self._improve(choice)
+            price = self.core.price(choice)
+            if price >= self.price:
+                return
+            if self._fits(choice):
+                self.price, self.best = price, choice
+                self._tell()
+                return
+            self._limit_at(self.peaks(choice, self.times))
+
+    def _limit_at(self, times: Ints) -> None:
+        if len(times) > len(self.times):
+            self.times = times
+            self.moves = local(self.core.at(times))
+
+    def _fits(self, choice: Ints) -> bool:
+        if not len(self.core.base):
+            return True
+        if float(self.core.holds(choice).max()) <= self.core.limit * (1 - 1e-9):
+            return True
+        # So close to the limit only exact sums can tell.
+        return evaluate(self.problem, self.outer.expand(choice).tolist()).feasible
+
+    def _improve(self, choice: Ints) -> None:
+        held = np.zeros(len(self.times))
+        above = holds(self.moves, choice, held)
+        weight = max(abs(self.bound), 1e-300) / max(self.core.limit, 1e-300) * 1e-4
+        if not math.isfinite(weight):
+            weight = 1e-6
+        for _ in range(16):
+            if above == 0:
+                break
+            descend(self.moves, choice, held, weight, 20)
+            above = holds(self.moves, choice, held)
+            weight *= 8
+        descend(self.moves, choice, held, 1e30, 50)
+
+    def shake(self, rounds: int) -> bool:
+        """Kicks the best choice so often; returns whether that helped."""
+        if self.best is None:
+            return False
+        before = self.price
+        choice, held = self.best.copy(), np.zeros(len(self.times))
+        holds(self.moves, choice, held)
+        self.seed += 1
+        kicks(self.moves, choice, held, 1e30, rounds, self.seed)
+        self.offer(choice)
+        return self.price < before
+
+    def peaks(self, choice: Ints, known: Ints) -> Ints:
+        """Returns `known` with times, far from one another, at which a choice does not fit."""
+        if not len(self.core.base):
+            return known
+        held, found = self.core.holds(choice), list(known)
+        apart = len(held) // 40 + 1
+        for _ in range(PEAKS):
+            fullest = int(np.argmax(held))
+            if held[fullest] <= self.core.limit:
+                break
+            found.append(fullest)
+            held[max(fullest - apart, 0) : fullest + apart] = 0.0
+        return np.unique(np.array(found, dtype=np.int64))
+
+    def solution(self, solver: str) -> Solution:
+        """Returns the best choice.
+
+        Raises:
+            InfeasibleError: there is none, which is not to say that there cannot be one.
+        """
+        if self.best is None:
+            raise InfeasibleError(
+                "no choice that fits was found in time",
+                where=f"problem {self.problem.name!r}",
+                why=f"{self.time_limit:g} s were not enough; whether there is one is not known",
+                todo="raise the solver's time limit, or allow more memory",
+            )
+        choice = tuple(self.outer.expand(self.best).tolist())
+        price = evaluate(self.problem, choice).cost
+        return Solution(choice, price, min(self.bound, price), solver, self.elapsed())
+
+
+class Relaxation:
+    """The core with memory limited at some times, reduced again, and its dual bound."""
+
+    def __init__(self, search: Search, times: Ints, prices: Floats) -> None:
+        self.search, self.times = search, times
+        self.inner: Reduced = run(search.core.at(times), search.problem.name)
+        flat = self.inner.flat
+        self.dual: Dual | None = None
+        if flat.nodes:
+            half = search.elapsed() + 0.5 * search.left()
+            target = search.price if search.price < math.inf else _somewhat_above(flat)
+            self.dual = ascend(flat, prices, target, lambda: search.elapsed() > half)
+            guesses: Sequence[Ints] = self.dual.guesses
+            search.raise_bound(self.dual.bound)
+        else:
+            guesses = (np.zeros(0, dtype=np.int64),)
+            search.raise_bound(flat.total)
+        self.guesses = [self.inner.expand(guess) for guess in guesses]
+
+    def wider(self) -> tuple[Ints, Floats]:
+        """Offers the guesses; returns the times with those at which the last ones do not fit, and
+        prices for them.
+        """
+        search, times = self.search, self.times
+        for guess in self.guesses[-6:]:
+            search.offer(guess)
+        for guess in self.guesses[-2:]:
+            times = search.peaks(guess, times)
+        return times, self.carried(times)
+
+    def carried(self, times: Ints) -> Floats:
+        """Returns the prices of memory for more times, 0 where they are new."""
+        prices = np.zeros(len(times))
+        if self.dual is not None:
+            prices[np.searchsorted(times, self.times)] = self.dual.prices
+        return prices
+
+
+def _somewhat_above(flat: Flat) -> float:
+    least = float(np.minimum.reduceat(flat.cost, flat.start[:-1]).sum()) + flat.total
+    return least + float(np.median(flat.cost)) * flat.nodes
+
+
+def relax(search: Search) -> Relaxation:
+    """Limits memory at more and more times, until guesses do not exceed it elsewhere."""
+    times, prices = np.zeros(0, dtype=np.int64), np.zeros(0)
+    for _ in range(ROUNDS):
+        relaxation = Relaxation(search, times, prices)
+        search.say(f"memory at {len(times)} times: {relaxation.inner.flat.size()}")
+        wider, prices = relaxation.wider()
+        if len(wider) == len(times) or search.done:
+            break
+        times = wider
+    return relaxation

@@ -1,0 +1,158 @@
+"""Sequential tree-reweighted message passing (TRW-S), compiled.
+
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE PAMI 28
+(2006). Messages move costs between edges and nodes, so that the least entries, which can be taken
+without looking at one another, add up to as much as possible: their sum is a lower bound.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.intra_op.reduce.compiled import entry, inner
+from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
+
+
+class Links(NamedTuple):
+    """A problem's graph: matrices, and per node its half-edges, 2 e at the first end of edge e.
+
+    Message h holds what edge h // 2 adds to the choices of the node of half-edge h.
+    """
+
+    start: Ints
+    ends: Ints
+    place: Ints
+    matrix: Floats
+    first: Ints  # where each node's half-edges begin in `halves`
+    halves: Ints
+    message: Ints  # where each half-edge's message begins
+
+
+def links(flat: Flat) -> Links:
+    """Returns the graph of a problem without parallel edges."""
+    owners = flat.ends.reshape(-1)
+    halves = np.argsort(owners, kind="stable")
+    first = offsets(np.bincount(owners, minlength=flat.nodes).astype(np.int64))
+    message = offsets(np.diff(flat.start)[owners])
+    return Links(flat.start, flat.ends, flat.place, flat.matrix, first, halves, message)
+
+
+@inner
+def near(g: Links, h: int) -> tuple[int, int, int, int, int]:
+    """Far node; where the matrix begins; steps to the next choice near and far; far choices."""
+    e = h >> 1
+    v, w = g.ends[e, h & 1], g.ends[e, 1 - (h & 1)]
+    count, other = g.start[v + 1] - g.start[v], g.start[w + 1] - g.start[w]
+    if h & 1:
+        return w, g.place[e], 1, count, other
+    return w, g.place[e], other, 1, other
+
+
+@inner
+def _belief(g: Links, cost: Floats, messages: Floats, v: int, view: Floats) -> float:
+    """Writes the costs of a node with all messages into `view`; returns the least."""
+    count = g.start[v + 1] - g.start[v]
+    for i in range(count):
+        view[i] = cost[g.start[v] + i]
+    for k in range(g.first[v], g.first[v + 1]):
+        at = g.message[g.halves[k]]
+        for i in range(count):
+            view[i] += messages[at + i]
+    least = np.inf
+    for i in range(count):
+        least = min(least, view[i])
+    return least
+
+
+@inner
+def _gather(g: Links, messages: Floats, h: int) -> None:
+    """Moves what an edge costs at least, for each choice of the half-edge's node, to that node."""
+    _, at, near_step, far_step, other = near(g, h)
+    v = g.ends[h >> 1, h & 1]
+    own, theirs = g.message[h], g.message[h ^ 1]
+    for i in range(g.start[v + 1] - g.start[v]):
+        least = np.inf
+        line = at + i * near_step
+        for j in range(other):
+            least = min(least, g.matrix[line + j * far_step] - messages[theirs + j])
+        messages[own + i] = least
+
+
+@entry
+def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool) -> None:
+    """Moves the costs of every edge to the node that is reached first, and on to later edges.
+
+    `guess` becomes each node's best choice given those before it.
+    """
+    nodes, view = len(g.start) - 1, np.empty(np.max(np.diff(g.start)))
+    for step in range(nodes):
+        v = nodes - 1 - step if backward else step
+        count, before = g.start[v + 1] - g.start[v], 0
+        for k in range(g.first[v], g.first[v + 1]):
+            h = g.halves[k]
+            _gather(g, messages, h)
+            before += (near(g, h)[0] < v) != backward
+        least = _belief(g, cost, messages, v, view)
+        guess[v] = _best_given(g, messages, v, view, guess, backward)
+        degree = g.first[v + 1] - g.first[v]
+        share = 1.0 / max(before, degree - before, 1)
+        for k in range(g.first[v], g.first[v + 1]):
+            h = g.halves[k]
+            if (near(g, h)[0] > v) != backward:
+                for i in range(count):
+                    messages[g.message[h] + i] -= share * (view[i] - least)
+
+
+@inner
+def _best_given(
+    g: Links, messages: Floats, v: int, view: Floats, guess: Ints, backward: bool
+) -> int:
+    """The best choice of a node given the guesses for those before it."""
+    best, found = np.inf, 0
+    for i in range(g.start[v + 1] - g.start[v]):
+        value = view[i]
+        for k in range(g.first[v], g.first[v + 1]):
+            h = g.halves[k]
+            w, at, near_step, far_step, _ = near(g, h)
+            if (w < v) != backward:
+                value += g.matrix[at + i * near_step + guess[w] * far_step]
+                value -= messages[g.message[h] + i] + messages[g.message[h ^ 1] + guess[w]]
+        if value < best:
+            best, found = value, i
+    return found
+
+
+@entry
+def bound(g: Links, cost: Floats, messages: Floats, excess: Floats, least: Ints) -> float:
+    """Returns the sum of the least entries. Writes into `excess` by how much it rises, at least, if
+    a choice is taken, and into `least` the cheapest choice of each node.
+    """
+    total, view = 0.0, np.empty(np.max(np.diff(g.start)))
+    for v in range(len(g.start) - 1):
+        lowest = _belief(g, cost, messages, v, view)
+        total += lowest
+        for i in range(g.start[v + 1] - g.start[v]):
+            excess[g.start[v] + i] = view[i] - lowest
+            if view[i] == lowest:
+                least[v] = i
+    for e in range(len(g.ends)):
+        a, b = g.ends[e, 0], g.ends[e, 1]
+        rows, columns = g.start[a + 1] - g.start[a], g.start[b + 1] - g.start[b]
+        left, right = np.full(rows, np.inf), np.full(columns, np.inf)
+        lowest = np.inf
+        for i in range(rows):
+            for j in range(columns):
+                value = g.matrix[g.place[e] + i * columns + j]
+                if value < np.inf:
+                    value -= messages[g.message[2 * e] + i] + messages[g.message[2 * e + 1] + j]
+                    left[i] = min(left[i], value)
+                    right[j] = min(right[j], value)
+                    lowest = min(lowest, value)
+        total += lowest
+        for i in range(rows):
+            excess[g.start[a] + i] += left[i] - lowest
+        for j in range(columns):
+            excess[g.start[b] + j] += right[j] - lowest
+    return total
