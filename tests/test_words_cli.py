@@ -150,8 +150,8 @@ def test_named_dimensions_are_split_and_listed(model: str, tmp_path: Path) -> No
     assert rows["batch"]["apart"] == {}
     # Seven matrices, a norm and two biases a block; embedding and head.
     assert (rows["hidden"]["size"], rows["hidden"]["parameters"]) == (16, 3 * 11 + 2)
-    attention = "aten.scaled_dot_product_attention needs it whole"
-    assert rows["head_dim.1"]["apart"][attention] == 3
+    attention = "scaled_dot_product_attention needs it whole"
+    assert rows["head_dim.1"]["apart"][f"aten.{attention}"] == 3
     listed = run(*shown).stdout
     for name in ("batch", "sequence", "heads", "ffn", "vocab", "kept whole by", attention):
         assert name in listed

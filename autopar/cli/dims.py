@@ -94,7 +94,7 @@ def render(found: list[Row]) -> RenderableType:
     for row in found:
         if row not in unnamed:
             split = ", ".join(f"{axes} × {count}" for axes, count in row.split.items())
-            apart = [f"{what} × {count}" for what, count in row.apart.items()]
+            apart = [f"{what.removeprefix('aten.')} × {n}" for what, n in row.apart.items()]
             more = [f"and {len(apart) - _SHOWN} more"] if len(apart) > _SHOWN else []
             figures = (str(row.size), str(row.parameters), str(row.values))
             table.add_row(row.name, *figures, split, "\n".join([*apart[:_SHOWN], *more]))
