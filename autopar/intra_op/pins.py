@@ -137,7 +137,7 @@ class Pins:
         """
         fitting: list[tuple[str, Pin, frozenset[int]]] = []
         for key, pin in self.pins:
-            if any(fnmatchcase(name, key) for name in self.names[node.name]):
+            if _names(key, self.names[node.name]):
                 self.unmet.discard(key)
                 agree = frozenset(i for i, option in enumerate(options) if pin.agrees(option))
                 if pin.shape != node.type.shape or not agree:
@@ -201,6 +201,13 @@ class Pins:
                 why="a pin names a parameter, an input, a module or a node",
                 todo="take names from model.named_parameters(), model.named_modules() or the plan",
             )
+
+
+def _names(key: str, names: set[str]) -> bool:
+    """Whether a key fits one of a node's names; in deep models those are many."""
+    if not any(sign in key for sign in "*?["):
+        return key in names
+    return any(fnmatchcase(name, key) for name in names)
 
 
 def parts(text: str) -> list[str]:
