@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | explain | emit | rules`, one command a file.
+"""The command line: `autopar plan | explain | emit | rules | solve`, one command a file.
 
 Only here is printed.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from autopar.cli import emit, explain, plan, rules
+from autopar.cli import emit, explain, plan, rules, solve
 from autopar.cli.console import Group
 
 
@@ -20,8 +20,9 @@ def main() -> None:
     autopar explain plan.toml
     autopar emit plan.toml -o program
     autopar rules "aten.conv*"
+    autopar solve instance.json.gz
     """
 
 
-for module in (plan, explain, emit, rules):
+for module in (plan, explain, emit, rules, solve):
     main.add_command(module.command)

@@ -1,4 +1,4 @@
-"""Reductions that compare the choices of a node, and those that look at memory."""
+"""The reduction that compares the choices of a node, compiled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from autopar.intra_op.reduce.store import (
     HELD,
     NEXT,
     NONE,
-    OWNER,
     PIECES,
     PLACE,
     SIZE,
     STALE,
     START,
+    Ints,
     Store,
     far,
     restrict,
     strides,
-    touch,
-    touch_edge,
 )
 
 
@@ -54,79 +52,72 @@ def least_gain(s: Store, h: int, i: int, r: int) -> float:
 
 
 @inner
-def forbid_pairs(s: Store, h: int, i: int, r: int, rest: float, slack: float) -> None:
-    """Forbids choice i beside those neighbours' choices beside which r is no worse."""
+def cheapest_partners(s: Store, h: int, count: int, best: Ints, at_best: int) -> None:
+    """Writes the cheapest choice at the far end of h beside each of `count` choices."""
     near, step = strides(s, h)
-    at = s.edge[h >> 1, PLACE]
-    one, two = at + i * near, at + r * near
-    changed = False
-    for _ in range(s.node[far(s, h), SIZE]):
-        if s.pool[one] < np.inf and rest + s.pool[one] - s.pool[two] >= slack:
-            s.pool[one] = np.inf
-            changed = True
-        one += step
-        two += step
-    if changed:
-        touch_edge(s, h >> 1)
-        touch(s, far(s, h))
-        touch(s, s.half[h, OWNER])
+    at, other = s.edge[h >> 1, PLACE], s.node[far(s, h), SIZE]
+    for i in range(count):
+        found = 0
+        for j in range(1, other):
+            if s.pool[at + i * near + j * step] < s.pool[at + i * near + found * step]:
+                found = j
+        best[at_best + i] = found
 
 
 @inner
-def dominate(s: Store, v: int, pairs: bool) -> bool:
+def dominates(s: Store, v: int, r: int, i: int, best: Ints) -> bool:
+    """Whether node v costs no more with choice r than with i, whatever its neighbours choose."""
+    start, count = s.node[v, START], s.node[v, SIZE]
+    excess = s.pool[start + i] - s.pool[start + r]
+    # Beside the partners that suit i best, which takes less time to see.
+    quick, k, h = excess, 0, s.node[v, FIRST]
+    while h != NONE:
+        near, step = strides(s, h)
+        at = s.edge[h >> 1, PLACE] + best[k * count + i] * step
+        quick += s.pool[at + i * near] - s.pool[at + r * near]
+        k += 1
+        h = s.half[h, AFTER]
+    if quick < 0:
+        return False
+    h = s.node[v, FIRST]
+    while h != NONE:
+        excess += least_gain(s, h, i, r)
+        if excess == -np.inf:
+            return False
+        h = s.half[h, AFTER]
+    return bool(excess >= 0)
+
+
+@inner
+def dominate(s: Store, v: int) -> bool:
     """Drops choices that are never better than another one that holds no more memory, whatever the
-    neighbours choose (dead-end elimination); and forbids pairs of which the same is true given the
-    neighbour's choice. Swapping in the other choice lowers (cost, index) of any solution, so that
-    the first of the optimal solutions is kept.
+    neighbours choose: swapping in the other one keeps a solution valid and raises no cost.
+
+    Returns False if no choice is left.
     """
-    count, degree = s.node[v, SIZE], s.node[v, DEGREE]
-    keep = np.empty(count, np.bool_)
+    count = s.node[v, SIZE]
+    keep, best = np.empty(count, np.bool_), np.empty(s.node[v, DEGREE] * count, np.int64)
+    k, h = 0, s.node[v, FIRST]
+    while h != NONE:
+        cheapest_partners(s, h, count, best, k * count)
+        k += 1
+        h = s.half[h, AFTER]
     for i in range(count):
         keep[i] = True
-    halves, least = np.empty(degree, np.int64), np.empty(degree)
-    h = s.node[v, FIRST]
-    for k in range(degree):
-        halves[k] = h
-        h = s.half[h, AFTER]
-    start = s.node[v, START]
     for i in range(count):
         for r in range(count):
-            if r == i or not keep[r] or not lighter(s, v, r, i):
-                continue
-            excess, blocked = s.pool[start + i] - s.pool[start + r], 0
-            for k in range(degree):
-                least[k] = least_gain(s, halves[k], i, r)
-                if least[k] > -np.inf:
-                    excess += least[k]
-                else:
-                    blocked += 1
-                    if blocked > 1 or not pairs:
-                        break
-            # Ties go to the first, beyond doubt.
-            slack = (
-                0.0
-                if r < i
-                else 1e-13 * (abs(s.pool[start + i]) + abs(s.pool[start + r]) + abs(excess))
-                + 1e-300
-            )
-            if blocked == 0 and excess >= slack:
+            if r != i and keep[r] and lighter(s, v, r, i) and dominates(s, v, r, i, best):
                 keep[i] = False
                 break
-            if pairs and blocked <= 1:
-                for k in range(degree):
-                    if blocked == 0:
-                        forbid_pairs(s, halves[k], i, r, excess - least[k], slack)
-                    elif least[k] == -np.inf:
-                        forbid_pairs(s, halves[k], i, r, excess, slack)
     return restrict(s, v, keep)
 
 
 @entry
-def dominate_stale(s: Store, pairs: bool) -> bool:
+def dominate_stale(s: Store) -> bool:
     """Looks for dominated choices where something changed. Returns False if no choice is left."""
     for v in range(len(s.node)):
         if s.node[v, SIZE] and s.node[v, STALE]:
             s.node[v, STALE] = 0
-            if not dominate(s, v, pairs):
+            if not dominate(s, v):
                 return False
     return True

@@ -91,7 +91,7 @@ def run(flat: Flat, name: str) -> Reduced:
             raise _nothing_left(name) if peak == math.inf else _too_little(name, peak, flat.limit)
         if store.used[NODE_OUT] < store.used[NODE_IN]:
             continue
-        if not dominate_stale(store, False):
+        if not dominate_stale(store):
             raise _nothing_left(name)
         if store.used[NODE_OUT] == store.used[NODE_IN]:
             return _gathered(store, flat)
