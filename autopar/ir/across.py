@@ -182,13 +182,19 @@ class Across(ABC):
     def argmax(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> Tensor:
-        """Where along a split dimension the largest is first; whole on every device."""
+        """Where along a split dimension the largest is first; whole on every device.
+
+        NaN counts as larger than anything, as in torch.
+        """
         peers, x = self.group(axis), x.detach()
         values, at = x.max(dim, keepdim=True)
         start, _ = peers.own(size)
-        # The largest of negative places is the first place.
+        odd = values.isnan()
+        values = values.masked_fill(odd, torch.inf) if x.is_floating_point() else values
+        # The largest of negative places is the first place; that of a NaN is above all others.
         held = values == peers.maximum(values)
-        first = -peers.maximum((-(at + start)).masked_fill(~held, -size))
+        key = peers.maximum((odd * size - (at + start)).masked_fill(~held, -size))
+        first = torch.where(key > 0, size - key, -key)
         return first if keepdim else first.squeeze(dim)
 
     def argmin(
