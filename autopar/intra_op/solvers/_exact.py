@@ -20,6 +20,7 @@ from autopar.intra_op.solvers._search import Relaxation, Search
 
 FIRST_TRIAL = 0.005  # how far above the bound the first target is
 LAST_TRIAL = 100.0  # from there on there is no target
+FEW_PAIRS = 60_000
 CUTS = 50
 
 
@@ -33,7 +34,7 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
     """
     trial = FIRST_TRIAL
     while not search.done:
-        found = _below(search, relaxation, _target(search, trial), idle)
+        found = _below(search, relaxation, _target(search, relaxation, trial), idle)
         if found is None:
             trial *= 2
             continue
@@ -47,13 +48,23 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
             search.offer(guess)
 
 
-def _target(search: Search, trial: float) -> float:
-    """Seconds below which to look, the price of the best choice if that is not far."""
+def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
+    """Seconds below which to look: the price of the best choice once little is left below it, as
+    what is cheaper is then soon found, or soon ruled out.
+    """
     scale = max(abs(search.bound), 1e-6 * float(np.abs(search.core.cost).max(initial=0.0)), 1e-300)
     target = search.bound + trial * scale
-    if search.price < math.inf and search.price - target <= 0.25 * (search.price - search.bound):
-        return search.price
+    if search.price < math.inf:
+        near = search.price - target <= 0.25 * (search.price - search.bound)
+        if near or (trial > FIRST_TRIAL and _pairs(relaxation, search.price) <= FEW_PAIRS):
+            return search.price
     return target if trial < LAST_TRIAL else math.inf
+
+
+def _pairs(relaxation: Relaxation, price: float) -> int:
+    if relaxation.dual is None:
+        return 0
+    return int((relaxation.dual.without(price).matrix < np.inf).sum())
 
 
 def _below(
