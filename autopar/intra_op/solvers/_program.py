@@ -195,7 +195,7 @@ def solve_program(
         lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=_exchange, args=(child, buffer.getvalue(), lines)).start()
         try:
-            _follow(reader, lines, time.perf_counter() + seconds + 1.0, idle)
+            _follow(reader, lines, time.perf_counter() + seconds, idle)
         finally:
             child.kill()
     return reader.status, reader.bound

@@ -52,8 +52,9 @@ class Search:
         self.say(f"{len(problem.nodes)} nodes reduced to {self.core.size()}")
 
     def left(self) -> float:
-        """Seconds until the time limit."""
-        return max(self.time_limit - self.elapsed(), 0.0)
+        """Seconds until the time limit, less what the last step and the answer may take."""
+        reserve = min(0.02 * self.time_limit, 2.0)
+        return max(self.time_limit - reserve - self.elapsed(), 0.0)
 
     def elapsed(self) -> float:
         """Seconds since the start."""

@@ -12,7 +12,7 @@ from autopar.intra_op.solvers._exact import close
 from autopar.intra_op.solvers._search import Search, Watch, relax
 from autopar.intra_op.solvers.ilp import explained
 
-KICKS = 100  # between two looks at what the integer program has found
+KICKS = 20  # between two looks at what the integer program has found
 
 
 def solve(
