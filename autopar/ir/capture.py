@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sysconfig
-import traceback
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +13,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.export import ExportedProgram
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.ir.advice import explain
 from autopar.ir.graph import Graph
 from autopar.ir.lowering import Lowering
 from autopar.ir.structure import Inputs, Structure
+from autopar.ir.watch import State, Watch, changed, refuse_hooks
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,19 @@ def capture(
     # Tensors of their own: export would alias one tensor that is passed as two inputs.
     batch = inputs.flatten(args, kwargs).values()
     examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch)
+    refuse_hooks(model)
     wrapper = _Flat(model, loss_fn, inputs)
-    try:
-        program = torch.export.export(wrapper, examples, strict=False)
-    except AutoparError:
-        raise
-    except Exception as error:
-        raise _explain(error) from error
+    program = _export(wrapper, examples)
+    if wrapper.seen.assigned:  # what reads such a buffer must read it as it was
+        wrapper.copied = wrapper.seen.assigned
+        program = _export(wrapper, examples)
     lowering = Lowering(known)
     first: dict[int, str] = {}
     names = {k: first.setdefault(id(v), k) for k, v in _tensors(model).items()}
     buffers = _place_leaves(lowering, program, wrapper, names)
+    for name in wrapper.seen.replaced & set(buffers):  # read, and then set for the next step
+        path, _, attribute = name.rpartition(".")
+        raise changed(model.get_submodule(path), attribute)
     lowering.run(program.graph)
     seen = wrapper.seen
     results = program.graph.output_node().args[0]
@@ -94,6 +95,16 @@ def capture(
     )
     parameters = model.named_parameters(remove_duplicate=False)
     return Captured(graph, buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
+
+
+def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    """The traced wrapper; CaptureError at the user's line if it cannot be traced."""
+    try:
+        return torch.export.export(wrapper, examples, strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error
 
 
 def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspect.Signature:
@@ -175,11 +186,20 @@ def _place_leaves(
 
 @dataclass
 class _Seen:
-    """What one traced call returned: its structure, its tensors' names, which one is the loss."""
+    """What one traced call returned and did.
+
+    Attributes:
+        output, labels, loss: the structure of what it returned, its tensors' names, which of them
+            is the loss.
+        assigned: buffers that it set, self.n = self.n + 1.
+        replaced: other tensors of modules that it set.
+    """
 
     output: Structure
     labels: tuple[str, ...] = ()
     loss: str | None = None
+    assigned: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
 
 
 class _Flat(nn.Module):
@@ -200,9 +220,23 @@ class _Flat(nn.Module):
         self.all_for_loss = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
         self.seen = _Seen(Structure(None))
+        self.copied: frozenset[str] = frozenset()
+        self.watch = Watch()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = dict(zip(self.inputs.names, tensors, strict=True))
+        state, buffers = State(self.model), _Buffers(self.model, self.copied)
+        try:
+            with self.watch:
+                named = self._call(batch)
+            self.seen.assigned, self.seen.replaced = buffers.write(), state.replaced()
+        finally:
+            state.restore()
+        _refuse_own_gradients(named.values())
+        return tuple(named.values())
+
+    def _call(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What model and loss_fn return, by name."""
         args, kwargs = self.inputs.rebuild(batch, without=self.for_loss_only)
         value = self.model(*args, **kwargs)
         root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
@@ -217,15 +251,55 @@ class _Flat(nn.Module):
             if not self.all_for_loss:
                 given = {name: item for name, item in given.items() if name in self.for_loss}
             named = {"loss": self.loss_fn(value, **given), **named}
-        _refuse_own_gradients(named.values())
         self.seen.output, self.seen.labels = output, tuple(named)
         self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))
-        return tuple(named.values())
+        return named
+
+
+class _Buffers:
+    """A model's buffers during a call, in which some may be set: self.n = self.n + 1.
+
+    The tensors that they were outlive the call; what they are set to is written into them.
+    """
+
+    def __init__(self, model: nn.Module, copied: Collection[str]) -> None:
+        self.held: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        self.given: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = f"{path}.{key}".lstrip(".")
+                    self.held[name] = module, key, buffer
+                    self.given[name] = buffer.clone() if name in copied else buffer
+                    module._buffers[key] = self.given[name]
+
+    def write(self) -> frozenset[str]:
+        """Write what was set; the names of those buffers.
+
+        Raises:
+            CaptureError: one was set to something of another type.
+        """
+        found = set()
+        for name, (module, key, buffer) in self.held.items():
+            value = module._buffers.get(key)
+            module._buffers[key] = buffer
+            if value is self.given[name]:
+                continue
+            if value is None or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+                raise changed(module, key)
+            with torch.no_grad():
+                buffer.copy_(value)
+            found.add(name)
+        return frozenset(found)
 
 
 # Functions that torch makes for operators of other libraries, which stay, and for branches, which
 # are refused by name elsewhere.
 _GENERATED = ("GeneratedBackwardFor", "CondAutogradOp")
+_FUNCTIONS = {
+    "CheckpointFunction": "checkpoint with use_reentrant=False",
+    "BackwardHookFunction": "remove the backward hooks of modules",
+}
 
 
 def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
@@ -246,9 +320,8 @@ def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
             raise CaptureError(
                 f"the model uses the torch.autograd.Function {name}",
                 why="its own backward would be lost",
-                todo="checkpoint with use_reentrant=False"
-                if name == "CheckpointFunction"
-                else "write its forward with operators of torch, or register it as an operator "
+                todo=_FUNCTIONS.get(name)
+                or "write its forward with operators of torch, or register it as an operator "
                 "with torch.library.custom_op and register_autograd",
             )
 
@@ -273,24 +346,3 @@ def _loss_name(named: dict[str, Tensor], positional: bool) -> str | None:
     if positional:
         return next((name for name, tensor in named.items() if fits(tensor)), None)
     return None
-
-
-def _explain(error: Exception) -> CaptureError:
-    """The user's line that torch.export stopped at, and what to do about it."""
-    ours, library = os.path.dirname(__file__), sysconfig.get_path("stdlib")
-    skipped = (os.path.dirname(torch.__file__), ours, "<")
-    where = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        standard = frame.filename.startswith(library) and "site-packages" not in frame.filename
-        if not (standard or frame.filename.startswith(skipped)):
-            where = f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line}"
-    message = str(error).strip().splitlines()
-    by_value = "data-dependent" in str(error) or "DataDependent" in type(error).__name__
-    return CaptureError(
-        "torch.export cannot trace the model",
-        where=where,
-        why=f"{type(error).__name__}: {message[0] if message else ''}",
-        todo="this line chooses by values: use torch.where or a mask, or move it out of forward"
-        if by_value
-        else "see whether model(*args, **kwargs) runs; if so, rewrite this line",
-    )

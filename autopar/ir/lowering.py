@@ -24,9 +24,11 @@ from torch._ops import OpOverload
 
 from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir import composite, writes
+from autopar.ir.advice import unsupported
 from autopar.ir.graph import Arg, Name, Node, Ref, Source
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
 from autopar.ir.tensor import TensorType
+from autopar.ir.watch import taken_out
 
 _TORCH = os.path.dirname(torch.__file__)
 _CHECKS = re.compile(
@@ -98,12 +100,7 @@ class Lowering:
         node = self._same.get(node, node)
         if node not in self._values:
             if node not in self._with_grad:
-                raise CaptureError(
-                    "a number is taken out of a tensor",
-                    where=str(source_of(node)),
-                    why="values are not known when a model is captured",
-                    todo="keep it a tensor: no .item(), float() or nonzero() in forward",
-                )
+                raise taken_out(str(source_of(node)))
             self._compute(node, self._with_grad[node])
         return self._values[node]
 
@@ -115,7 +112,8 @@ class Lowering:
         elif node.target is operator.getitem and first in self._regions:
             self._same[node] = self._regions[first][node.args[1]]  # type: ignore[index]
         elif not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise _no_place(getattr(node.target, "__name__", op))
+            functions = "functorch" in getattr(node.target, "__module__", "")
+            raise unsupported("vmap") if functions else _no_place(op)
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
         elif not _tensors(value):
@@ -154,7 +152,7 @@ class Lowering:
         elif "wrap_with_autocast" in op:
             _, _, autocast, _, body, *operands = args
         else:
-            raise _no_place(op)
+            raise unsupported(op)
         inner = getattr(node.graph.owning_module, body.target).graph
         if autocast:
             inside = next(item for item in inner.nodes if item.op == "call_function")
@@ -379,7 +377,9 @@ def source_of(node: fx.Node) -> Source:
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
     for file, line, text in reversed(frames):
-        if not file.startswith(_TORCH) and os.path.dirname(file) != os.path.dirname(__file__):
+        if not file.startswith((_TORCH, "<")) and os.path.dirname(file) != os.path.dirname(
+            __file__
+        ):
             return Source(module, os.path.basename(file), int(line), text.strip())
     return Source(module)
 
