@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda x, i: checkpoint(torch.relu, x, use_reentrant=True),
         "use_reentrant=False",
     ),
-    "a map of functions": (lambda x, i: torch.vmap(torch.sum)(x), "no place in a graph"),
+    "a map of functions": (lambda x, i: torch.vmap(torch.sum)(x), "torch's vmap"),
     "a branch": (lambda x, i: x if x.sum() > 0 else -x, "torch.where"),
     "sparse tensors": (lambda x, i: x * x.detach().to_sparse(), "layout torch.sparse_coo"),
     "an unusual dtype": (lambda x, i: i.to(torch.uint64), "torch.uint64"),
