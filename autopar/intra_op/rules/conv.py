@@ -233,7 +233,7 @@ def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
 RULES = (
     *_convolutions(),
     *(
-        rule(f"aten.{op}", _pool(space), examples=examples)
+        rule(f"aten.{op}", _pool(space), linear="max" not in op, examples=examples)
         for op, (space, examples) in _POOLS.items()
     ),
     *(

@@ -58,12 +58,16 @@ def _tensordot(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
-    """The equation is the rule, where every index is a letter that stands once in each operand."""
+    """The equation is the rule, where every index is a letter that stands once in each operand.
+
+    Without an arrow the result has the letters that stand once in all, in their order.
+    """
     equation = str(argument(node, 0, "equation")).replace(" ", "")
-    inputs, _, right = equation.partition("->")
+    inputs, arrow, right = equation.partition("->")
+    if not arrow:
+        right = "".join(sorted(c for c in set(inputs) if c != "," and inputs.count(c) == 1))
     terms = [*inputs.split(","), right]
-    plain = "->" in equation and "." not in equation
-    if not plain or any(len(set(term)) < len(term) for term in terms):
+    if "." in equation or any(len(set(term)) < len(term) for term in terms):
         return all_whole(node, types)
     left = ", ".join(broadcast(list(term), t) for term, t in zip(terms, types, strict=False))
     return f"{left} -> {' '.join(right)}"
@@ -155,7 +159,8 @@ RULES = (
             "'bij,bjk->bik', (f64[2, 4, 6], f64[2, 6, 4])",
             "'bhd,hdk->bk', (f64[4, 6, 2], f64[6, 2, 4])",
             "'bij,bjk->ik', (f64[4, 2, 6], f64[1, 6, 2])",
-            "'ij,jk', (f64[4, 6], f64[6, 4])",
+            "'kj,ji', (f64[4, 6], f64[6, 8])",
+            "'ii', (f64[4, 4],)",
         ),
     ),
 )

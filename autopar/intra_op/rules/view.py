@@ -122,6 +122,13 @@ def _pad(node: Node, types: Types) -> str:
     return whole_along(node, types, tuple(padded))
 
 
+def _adds_nothing(node: Node) -> bool:
+    """Whether what is padded is zeros, or elements that are there."""
+    if node.op == "aten.pad" and argument(node, 2, "mode", "constant") != "constant":
+        return True
+    return not argument(node, 3 if node.op == "aten.pad" else 2, "value", 0)
+
+
 def _select(node: Node, types: Types) -> str:
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dim"), len(names))
@@ -287,12 +294,23 @@ _VIEWS: dict[str, tuple[Spec, tuple[str, ...]]] = {
     ),
 }
 _MOVED: dict[str, tuple[Spec, tuple[str, ...]]] = {
-    "pad": (_pad, (f"{_X}, (1, 3)", f"{_X}, (1, 1), 'reflect'", f"{_X}, (0, 0, 1, -1)")),
+    "pad": (
+        _pad,
+        (
+            f"{_X}, (1, 3)",
+            f"{_X}, (1, 1), 'reflect'",
+            f"{_X}, (0, 0, 1, -1)",
+            f"{_X}, (1, 3), 'constant', 2.5",
+        ),
+    ),
     "constant_pad_nd": (_pad, ("i64[4, 6]<8, (0, 2), -100",)),
 }
 RULES = (
     *(rule(f"aten.{op}", spec, linear=True, examples=x) for op, (spec, x) in _VIEWS.items()),
-    *(rule(f"aten.{op}", spec, examples=x) for op, (spec, x) in _MOVED.items()),
+    *(
+        rule(f"aten.{op}", spec, linear=_adds_nothing, examples=x)
+        for op, (spec, x) in _MOVED.items()
+    ),
     rule("aten.view.dtype", _view_dtype, examples=("i32[4, 6], f32", "i32[4, 6], i64")),
     rule("getitem", _getitem, linear=True, examples=("f64[4, 6], 0",)),
 )
