@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.errors import InfeasibleError, ProblemError
-from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.problem import Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import flatten, run
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.reduce.run import Reduced
@@ -25,6 +25,7 @@ Watch = Callable[[float, float, float], None]
 
 PEAKS = 4  # times at which memory is newly limited after each look
 ROUNDS = 8
+FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
 LOOKS = 12  # at what a choice exceeds while it is made to fit
 
 
@@ -186,8 +187,29 @@ class Search:
                 todo="raise the solver's time limit, or allow more memory",
             )
         choice = tuple(self.outer.expand(self.best).tolist())
+        if self.problem.memory_limit is not None and len(choice) <= FEW_NODES:
+            choice = lightest(self.problem, choice)
         price = evaluate(self.problem, choice).cost
         return Solution(choice, price, min(self.bound, price), solver, self.elapsed())
+
+
+def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a choice of the same price in which no node alone can hold less at that price."""
+    now = list(choice)
+    around: list[list[Edge]] = [[] for _ in choice]
+    for edge in problem.edges:
+        around[edge.a].append(edge)
+        around[edge.b].append(edge)
+    for v, node in enumerate(problem.nodes):
+        paid = np.array(node.cost)
+        for edge in around[v]:
+            paid = paid + (edge.cost[:, now[edge.b]] if edge.a == v else edge.cost[now[edge.a]])
+        memory = np.array(node.memory)
+        memory[paid > paid[now[v]] + 1e-13 * abs(paid[now[v]])] = np.inf
+        lighter = int(np.argmin(memory))
+        if memory[lighter] < node.memory[now[v]]:
+            now[v] = lighter
+    return tuple(now)
 
 
 class Relaxation:
