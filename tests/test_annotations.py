@@ -20,6 +20,7 @@ from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, PlanError, ProblemError
 from autopar.intra_op import legal
+from autopar.intra_op.dims import find_dims
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph, Node
@@ -114,7 +115,9 @@ def perceptron(weight: str, between: str) -> Planned:
 
 def test_a_weight_may_be_annotated() -> None:
     found = perceptron("[32@tensor, 16] -sum(data)", "[b@data, f@tensor]")
-    assert str(found.plan.nodes["first_weight_share"]).endswith("[32@tensor, 16] -sum(data)")
+    (weight, _) = found.annotated()
+    assert found.graph[weight.inputs[0]].alias == "first_weight"
+    assert str(found.plan.nodes[weight.name]).endswith("-> [32@tensor, 16] -sum(data)")
 
 
 def test_an_open_dimension_is_as_cheap_as_the_cheapest_way_to_close_it() -> None:
@@ -254,3 +257,11 @@ def test_the_command_line_takes_a_solver(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, [*call, "--solver", "simplex"])
     assert refused.exit_code != 0
     assert "propagate" in refused.output
+
+
+def test_an_annotation_does_not_part_the_dimensions_that_names_speak_of() -> None:
+    graph = megatron().graph
+    dims = find_dims(graph, table())
+    for node in megatron().annotated():
+        assert dims.of(node.name) == dims.of(node.inputs[0])
+    assert dims.of("shard_1") != dims.of("shard")

@@ -103,12 +103,11 @@ def node_options(
     Of others, running it whole comes first. It is the only choice of inputs, buffers and operators
     without a rule.
     """
-    annotated = node.op == "autopar.shard"
-    rule = table.get("autopar.share" if annotated else node.op)
+    rule = table.get(node.op)
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)
-    if annotated:
+    if node.op == "autopar.shard":
         return annotated_options(node, mesh), signature
     options = tuple(
         Option(str(s), s.operands, s.results, s.share(signature.sizes, mesh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,8 @@ from autopar.intra_op.rules import rules
 def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dict[str, OpRule]:
     """All rules by operator; the user's own, proved here, come before those that are found.
 
+    An annotation has the rule of a share, which is the identity as well.
+
     They are proved on the CPU, or on `device` if there is no such operator for the CPU.
 
     Raises:
@@ -25,7 +28,9 @@ def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dic
         if not isinstance(item, OpRule):
             raise RuleError(f"{item!r} is no rule", todo="make it with autopar.rule(...)")
         _check(item, device)
-    return {**rules(), **collect(own)}
+    found = rules()
+    annotation = replace(found["autopar.share"], op="autopar.shard")
+    return {**found, annotation.op: annotation, **collect(own)}
 
 
 def _check(item: OpRule, device: torch.device | None) -> None:
