@@ -242,7 +242,7 @@ def test_a_solver_that_is_none_is_refused_with_those_that_are() -> None:
     for call in (autopar.plan, autopar.compile):
         with pytest.raises(ProblemError, match="'simplex'") as caught:
             call(nn.Linear(2, 2), "cpu: gpu=1", example_inputs=3, solver="simplex")
-        assert "ilp, propagate" in caught.value.why
+        assert {"ilp", "propagate"} <= set(re.findall(r"\w+", caught.value.why))
 
 
 def test_the_command_line_takes_a_solver(tmp_path: Path) -> None:
