@@ -36,8 +36,10 @@ _CHECKS = re.compile(
 )
 # Where a tensor is placed is decided by the plan.
 _PLACEMENT = ("device", "layout", "pin_memory")
-# These look at the type of their second operand alone, and no gradient flows into it.
+# These look at the type of their second operand alone, and no gradient flows into it; or of every
+# operand.
 _LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
+_MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b")
 
 
 class Lowering:
@@ -360,7 +362,7 @@ class Lowering:
             name = f"{stem}_{count}"
         types = tuple(map(_type, _tensors(node.meta["val"] if value is None else value)))
         made = Node(name, op, args, kwargs, types, source_of(node))
-        if grad and op != "aten.detach" and any(kind.floating for kind in types):
+        if grad and op != "aten.detach" and not _MADE.match(op) and any(k.floating for k in types):
             read = made.inputs[:1] if op in _LIKE else made.inputs
             flows = any(self._by_name[name].requires_grad for name in read)
             made = replace(made, requires_grad=flows)
