@@ -141,9 +141,9 @@ def main() -> None:
 def _told(rows: Iterator[Row]) -> Iterator[Row]:
     """The rows, while a person is told how far it is."""
     for number, row in enumerate(rows, 1):
-        print(f"\r{number} {row['operator']:<60.60}", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{number} {row['operator']:<60.60}", end="", file=sys.stderr, flush=True)
         yield row
-    print(file=sys.stderr)
 
 
 if __name__ == "__main__":
