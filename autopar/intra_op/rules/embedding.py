@@ -31,8 +31,10 @@ def _index(node: Node, types: tuple[TensorType, ...]) -> str:
 
 def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:
     """Gradients that are scaled by how often a row is read must see all of the reads."""
-    words = "v!" if argument(node, 3, "scale_grad_by_freq", False) is True else "v"
-    return f"{words} h, ... -> ... h"
+    if argument(node, 3, "scale_grad_by_freq", False) is not True:
+        return "v h, ... -> ... h"
+    reads = " ".join(f"{name}!" for name in letters(len(types[1].shape)))
+    return f"v! h, {reads} -> {reads} h"
 
 
 def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
@@ -78,7 +80,7 @@ RULES = (
         examples=(
             "f64[8, 6], i64[4, 6]<8",
             "f64[7, 6], i64[4]<7, 2",
-            "f64[8, 6], i64[4]<8, -1, True",
+            "f64[8, 6], i64[6]<3, -1, True",
         ),
     ),
     rule(
