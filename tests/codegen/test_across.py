@@ -6,7 +6,7 @@ The rules' proofs run them on threads; this is about what the ranks send one ano
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 MESH = Mesh.parse("cpu: node=2, gpu=2")
 AXES = (("gpu",), ("node", "gpu"), ("gpu", "node"))
 CLASSES, ROWS = 11, 6
+LENGTHS = (8, 11)
 LABELS = torch.tensor([0, 10, -100, 5, 3, 9])
 Apply = Callable[[Tensor], Tensor]
 
@@ -74,9 +75,8 @@ def gradient(y: Tensor) -> Tensor:
     return torch.randn(y.shape, dtype=y.dtype, generator=torch.manual_seed(1))
 
 
-def on_rank() -> list[tuple[str, Tensor, Tensor | None]]:
+def operators_on_rank(mesh: Communicator) -> list[tuple[str, Tensor, Tensor | None]]:
     """Results and gradients of every operator, put together again."""
-    mesh = Communicator(MESH)
     found = []
     for axis in AXES:
         group = mesh.group(axis)
@@ -99,23 +99,29 @@ def on_rank() -> list[tuple[str, Tensor, Tensor | None]]:
     return found
 
 
-def test_parts_compute_what_the_whole_does() -> None:
-    ranks = run_ranks(on_rank)
-    for place, (label, _, _) in enumerate(ranks[0]):
+@pytest.fixture(scope="module")
+def ranks() -> list[OnRank]:
+    """What four ranks find, in one start of them."""
+    return run_ranks(on_rank)
+
+
+def test_parts_compute_what_the_whole_does(ranks: list[OnRank]) -> None:
+    found = [rank.operators for rank in ranks]
+    for place, (label, _, _) in enumerate(found[0]):
         name = label.partition(" ")[0]
         x = matrix().requires_grad_()
         y = whole()[name](x)
         if y.requires_grad:
             y.backward(gradient(y))
-        for rank in ranks:
+        for rank in found:
             _, result, grad = rank[place]
             torch.testing.assert_close(result, y.detach(), rtol=1e-12, atol=1e-12, msg=label)
             torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12, msg=label)
 
 
-def borders_on_rank(length: int) -> list[tuple[Tensor, Tensor]]:
+def borders_on_rank(mesh: Communicator, length: int) -> list[tuple[Tensor, Tensor]]:
     """A convolution of a line in parts: results and gradients put together again."""
-    mesh, found = Communicator(MESH), []
+    found = []
     for axis in AXES:
         group = mesh.group(axis)
         start, own = group.own(length)
@@ -135,24 +141,39 @@ def slid(x: Tensor, padding: int) -> Tensor:
     return F.conv1d(x, torch.linspace(-1, 1, 10).double().view(1, 2, 5), padding=padding)
 
 
-@pytest.mark.parametrize("length", [8, 11])
-def test_borders_come_from_the_neighbours(length: int) -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_borders_come_from_the_neighbours(length: int, ranks: list[OnRank]) -> None:
     x = line(length).requires_grad_()
     y = slid(x, 2)
     y.backward(gradient(line(length)[:, :1]))
-    for rank in run_ranks(partial(borders_on_rank, length)):
-        for result, grad in rank:
+    for rank in ranks:
+        for result, grad in rank.borders[length]:
             torch.testing.assert_close(result, y.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
 
 
-def refused_on_rank() -> str:
+def refused_on_rank(mesh: Communicator) -> str:
     try:
-        Communicator(MESH).embedding(torch.ones(2, 3), torch.tensor([11]), axis="gpu", size=11)
+        mesh.embedding(torch.ones(2, 3), torch.tensor([11]), axis="gpu", size=11)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_a_word_that_nobody_has_is_refused() -> None:
-    assert all("out of range" in message for message in run_ranks(refused_on_rank))
+def test_a_word_that_nobody_has_is_refused(ranks: list[OnRank]) -> None:
+    assert all("out of range" in rank.refused for rank in ranks)
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What one rank finds, for all tests of this file."""
+
+    operators: list[tuple[str, Tensor, Tensor | None]]
+    borders: dict[int, list[tuple[Tensor, Tensor]]]
+    refused: str
+
+
+def on_rank() -> OnRank:
+    mesh = Communicator(MESH)
+    borders = {length: borders_on_rank(mesh, length) for length in LENGTHS}
+    return OnRank(operators_on_rank(mesh), borders, refused_on_rank(mesh))
