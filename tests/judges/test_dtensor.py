@@ -81,6 +81,7 @@ REASONS = (
         "every device would compute all of q k^T",
         "scaled_dot_product_attention",
     ),
+    ("split", "gradients scaled by frequency need all look-ups", "embedding"),
     ("split", "a row of one channel", "pixel_shuffle pixel_unshuffle"),
     ("wrong", "a channel's pixels are not whole channels", "pixel_shuffle pixel_unshuffle"),
     ("wrong", "the sum of truths is a number", "any any.dim any.dims"),
