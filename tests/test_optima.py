@@ -193,11 +193,11 @@ def test_less_memory_gives_another_plan_that_keeps_to_it_and_is_no_faster() -> N
 @pytest.fixture(scope="module")
 def transformer() -> Graph:
     config = GPT2Config(
-        vocab_size=16384, n_positions=1024, n_embd=2048, n_layer=4, n_head=16, use_cache=False,
+        vocab_size=16384, n_positions=512, n_embd=2048, n_layer=4, n_head=16, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device("meta"):
-        model, tokens = GPT2LMHeadModel(config), torch.zeros(16, 1024, dtype=torch.int64)
+        model, tokens = GPT2LMHeadModel(config), torch.zeros(16, 512, dtype=torch.int64)
     return graph_of(model, {"input_ids": tokens, "labels": tokens})
 
 
@@ -211,10 +211,10 @@ def test_between_nodes_only_gradients_of_parameters_travel(transformer: Graph) -
     for node in transformer.folded:
         for shape, layout in found.plan.nodes[node.name].results:
             over = [dim for dim, axes in enumerate(layout.dims) if "node" in axes]
-            rows = shape[:1] in ((16,), (16 * 1024,))  # of the batch, or of its tokens
+            rows = shape[:1] in ((16,), (16 * 512,))  # of the batch, or of its tokens
             assert over == [] or (over == [0] and rows and node.op != "param"), node.name
     for line in found.lines("aten.scaled_dot_product_attention"):
-        assert line.endswith("-> [16@node, 16@gpu, 1024, 128]")
+        assert line.endswith("-> [16@node, 16@gpu, 512, 128]")
     calls = found.sent()
     total = math.fsum(AnalyticModel(PODS).collective(call) for call in calls)
     predicted = priced(transformer, found.plan, AnalyticModel(PODS))

@@ -15,17 +15,41 @@ from autopar.ir.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Work:
-    """One operator as a cost model sees it, on one device: its share of FLOPs and of bytes moved.
+class Gemm:
+    """`batch` matrix products of m x k by k x n elements, on one device."""
 
-    `dtype` is that of the operands, `matmul` whether matrix units can do it.
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition for each of batch x m x n x k."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel as a cost model sees it, on one device: its share of FLOPs and of bytes moved.
+
+    `dtype` is that of the operands. `gemm` is the shape of what matrix units can do, None for what
+    runs on vector units.
     """
 
     op: str
     flops: float
     nbytes: float
     dtype: str
-    matmul: bool
+    gemm: Gemm | None = None
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """The kernels of one operator, run once: forwards, and backwards where it has a gradient."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
 
 
 class CostModel(Protocol):
@@ -70,7 +94,7 @@ class AnalyticModel:
 
     def compute(self, work: Work) -> float:
         """Seconds of `work` by the roofline (see cost/compute.py)."""
-        seconds = roofline(self.device, work.flops, work.nbytes, work.dtype, work.matmul)
+        seconds = roofline(self.device, work.flops, work.nbytes, work.dtype, work.gemm is not None)
         return _price(seconds, work, work.flops, work.nbytes)
 
     def collective(self, call: Collective, /) -> float:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.model import Checked, CostModel, Work
+from autopar.cost.model import Checked, CostModel
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
-from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rule import OpRule, Signature
+from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
@@ -28,8 +29,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
 from autopar.plan import NodePlan
-
-MATMULS = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -140,12 +139,13 @@ class Builder:
             self.replicated.append(node.name)
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
-        flops = signature.flops if signature else float(node.type.numel)
         asked = tuple(count * self._exchange_seconds(node, option) for option in options)
         if any(asked):
             self.exchanged[node.name] = asked
         cost = tuple(
-            count * self._seconds(node, option, flops) + self._loss_seconds(node, option) + inside
+            count * self._seconds(node, option, signature)
+            + self._loss_seconds(node, option)
+            + inside
             for option, inside in zip(options, asked, strict=True)
         )
         memory = tuple(self._saved_bytes(node, option) for option in options)
@@ -182,25 +182,10 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def _seconds(self, node: Node, option: Option, flops: float) -> float:
+    def _seconds(self, node: Node, option: Option, signature: Signature | None) -> float:
         """Forward and backward of one operator on one device."""
-        views = node.alias is not None or node.is_leaf or node.op.startswith("autopar.")
-        if views:
-            return 0.0
-        types = operand_types(self.graph, node)
-        nbytes = sum(
-            layout.local_bytes(tensor, self.mesh)
-            for layout, tensor in zip(
-                (*option.operands, *option.results), (*types, *node.types), strict=True
-            )
-        )
-        matmul = node.op.removeprefix("aten.").split(".")[0] in MATMULS
-        passes = 1
-        if node.requires_grad:
-            wanted = sum(self.graph[name].requires_grad for name in node.inputs[:2])
-            passes += wanted if matmul else 1
-        work = Work(node.op, flops * option.share, nbytes, node.type.dtype, matmul)
-        return passes * self.model.compute(work)
+        work = node_work(self.graph, node, option.operands, option.results, signature, self.mesh)
+        return sum(map(self.model.compute, (*work.forward, *work.backward)))
 
     def _exchange_seconds(self, node: Node, option: Option) -> float:
         """What the operator itself sends, in both directions."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.device import DTYPES, Device, device, devices
-from autopar.cost.model import AnalyticModel, Work
+from autopar.cost.model import AnalyticModel, Gemm, Work
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 from autopar.ir.tensor import DTYPE_BYTES
@@ -22,7 +22,7 @@ amount = st.floats(0, 1e18)
 
 
 def matmul(n: int) -> Work:
-    return Work("mm", 2.0 * n**3, 3.0 * n * n * 2, "bf16", True)
+    return Work("mm", 2.0 * n**3, 3.0 * n * n * 2, "bf16", Gemm(1, n, n, n))
 
 
 @pytest.mark.parametrize("n", [256, 1024, 4096, 16384])
@@ -35,20 +35,20 @@ def test_a_large_matmul_reaches_the_attainable_share_and_a_copy_the_bandwidth() 
     work = matmul(32768)
     share = work.flops / H100.compute(work) / 989e12
     assert share == pytest.approx(H100.device.matmul_efficiency, rel=1e-3)
-    copy = Work("copy", 0.0, 3.35e12, "bf16", False)
+    copy = Work("copy", 0.0, 3.35e12, "bf16")
     assert H100.compute(copy) == pytest.approx(1 / H100.device.memory_efficiency, rel=1e-3)
 
 
 def test_small_kernels_cost_their_launch_and_views_nothing() -> None:
-    assert H100.compute(Work("add", 1.0, 12.0, "f32", False)) == pytest.approx(4e-6, rel=1e-3)
-    assert H100.compute(Work("view", 0.0, 0.0, "f32", False)) == 0
+    assert H100.compute(Work("add", 1.0, 12.0, "f32")) == pytest.approx(4e-6, rel=1e-3)
+    assert H100.compute(Work("view", 0.0, 0.0, "f32")) == 0
 
 
 @given(flops=amount, nbytes=amount, more=amount)
 def test_prices_grow_with_flops_and_bytes(flops: float, nbytes: float, more: float) -> None:
-    price = H100.compute(Work("op", flops, nbytes, "bf16", True))
-    assert price <= H100.compute(Work("op", flops + more, nbytes, "bf16", True))
-    assert price <= H100.compute(Work("op", flops, nbytes + more, "bf16", True))
+    price = H100.compute(Work("op", flops, nbytes, "bf16"))
+    assert price <= H100.compute(Work("op", flops + more, nbytes, "bf16"))
+    assert price <= H100.compute(Work("op", flops, nbytes + more, "bf16"))
 
 
 def test_only_matmuls_use_matrix_units() -> None:
@@ -65,17 +65,18 @@ def test_only_matmuls_use_matrix_units() -> None:
 @pytest.mark.parametrize("dtype", [*DTYPE_BYTES, *DTYPES])
 @pytest.mark.parametrize("on_matrix_units", [True, False])
 def test_every_dtype_has_a_price(dtype: str, on_matrix_units: bool) -> None:
-    assert H100.compute(Work("op", 1e12, 1.0, dtype, on_matrix_units)) > 1e-4
+    gemm = Gemm(1, 8000, 8000, 8000) if on_matrix_units else None
+    assert H100.compute(Work("op", 1.024e12, 1.0, dtype, gemm)) > 1e-4
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        Work("op", -1.0, 1e9, "f32", False),
-        Work("op", 1.0, math.nan, "f32", False),
-        Work("op", math.nan, 1.0, "f32", False),
-        Work("op", math.inf, 1.0, "f32", False),
-        Work("op", 1.0, 1.0, "f3", False),
+        Work("op", -1.0, 1e9, "f32"),
+        Work("op", 1.0, math.nan, "f32"),
+        Work("op", math.nan, 1.0, "f32"),
+        Work("op", math.inf, 1.0, "f32"),
+        Work("op", 1.0, 1.0, "f3"),
     ],
 )
 def test_work_that_cannot_be_priced_is_refused(work: Work) -> None:

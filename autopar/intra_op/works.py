@@ -1,0 +1,345 @@
+"""What one device computes for an operator under given layouts: the kernels that a model prices.
+
+Forwards an operator is one kernel. Backwards a matrix product is one product for each input that
+needs a gradient, of the same FLOPs with the three lengths permuted; everything else reads what was
+saved and the gradient of its results and writes those of its inputs. Views launch nothing; the
+gradient of a part of a value is written into a whole one, and gradients of a value with several
+readers are added.
+
+Attention counts as one fused kernel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1): two
+products forwards and five backwards, of which one recomputes the weights, and no bytes for the
+weights, which are never written. A causal mask leaves out half of the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.intra_op.options import operand_types
+from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.plan import Plan
+
+Layouts = Sequence[Layout]
+# Matrix products: which operands are multiplied.
+_PRODUCTS = {
+    "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
+    "bmm": (0, 1), "inner": (0, 1), "tensordot": (0, 1), "einsum": (0, 1), "addmm": (1, 2),
+    "baddbmm": (1, 2), "addbmm": (1, 2), "addmv": (1, 2),
+}  # fmt: skip
+# Operators that read as much of their first operand as they write.
+_LOOK_UPS = ("embedding", "gather", "index_select", "index")
+# Elementwise operators of two operands: a kernel for the gradient of each.
+_BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
+_SUMS = ("add", "sub", "expand")  # the gradient of an operand is that of the result, or its sum
+_PARTS = ("slice", "select", "narrow")
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
+
+
+class _Local:
+    """One node on the busiest device: types of its parts.
+
+    Attributes:
+        operands, results: types of the parts that it reads and writes.
+        wanted: whether each operand needs a gradient.
+        saved: bytes that are kept for the backward, but for `extra`, which no graph value holds.
+        sizes: elements of each factor of the signature.
+        share: the part of the whole operator's FLOPs.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        node: Node,
+        operands: Layouts,
+        results: Layouts,
+        signature: Signature | None,
+        mesh: Mesh,
+    ) -> None:
+        def part(layout: Layout, tensor: TensorType) -> TensorType:
+            return TensorType(tensor.dtype, layout.local_shape(tensor.shape, mesh))
+
+        self.graph, self.node, self.signature = graph, node, signature
+        types = operand_types(graph, node)
+        self.operands = tuple(map(part, operands, types))
+        self.results = tuple(map(part, results, node.types))
+        self.wanted = tuple(graph[name].requires_grad for name in node.inputs)
+        self.sizes: dict[str, int] = {}
+        self.share = 1.0
+        if signature is not None:
+            dims = (*signature.operands, *signature.results)
+            self.sizes = _local_sizes(signature.sizes, dims, (*operands, *results), mesh)
+            self.share = math.prod(
+                size / signature.sizes[factor] for factor, size in self.sizes.items()
+            )
+        self.flops = self.share * (signature.flops if signature else float(node.type.numel))
+        self.read = sum(tensor.nbytes for tensor in self.operands)
+        self.written = sum(tensor.nbytes for tensor in self.results)
+        self.extra = self.share * sum(tensor.nbytes for tensor in node.saved_types)
+        parts = dict(zip(node.inputs, self.operands, strict=True))
+        parts[node.name] = self.results[0]
+        self.saved = sum(parts[name].nbytes for name in node.saved if name in parts)
+
+    def work(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
+        """A kernel forwards."""
+        dtype = self.operands[0].dtype if gemm and self.operands else self.node.type.dtype
+        return Work(self.node.op, flops, nbytes, dtype, gemm)
+
+    def gradient(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
+        """A kernel backwards."""
+        made = self.work(flops, nbytes, gemm)
+        return Work(f"{made.op} backward", flops, nbytes, made.dtype, gemm)
+
+
+def _local_sizes(
+    whole: dict[str, int], dims: Sequence[Dims], layouts: Layouts, mesh: Mesh
+) -> dict[str, int]:
+    """Elements of each factor on the busiest device: the first of a dimension is the one split."""
+    sizes = dict(whole)
+    for tensor, layout in zip(dims, layouts, strict=True):
+        for dim, axes in zip(tensor, layout.dims, strict=True):
+            solid = [factor for factor in dim if whole[factor] > 1] if axes else []
+            if solid:
+                size = whole[solid[0]]
+                for axis in axes:
+                    size = -(-size // mesh.axis_size(axis))
+                sizes[solid[0]] = min(sizes[solid[0]], size)
+    return sizes
+
+
+def node_work(
+    graph: Graph,
+    node: Node,
+    operands: Layouts,
+    results: Layouts,
+    signature: Signature | None,
+    mesh: Mesh,
+) -> NodeWork:
+    """The kernels of `node`, once, on the busiest device.
+
+    Args:
+        graph: normalised and annotated.
+        node: one of its nodes.
+        operands, results: layouts of what it reads and gives, in the order of `node.inputs` and
+            `node.types`.
+        signature: its rule applied to it, None where it has none and runs whole.
+        mesh: the devices.
+
+    Returns:
+        Kernels with local FLOPs and bytes. Empty for leaves and for views forwards; without
+        `backward` where no gradient flows.
+    """
+    if node.is_leaf or not node.types:
+        return NodeWork()
+    local = _Local(graph, node, operands, results, signature, mesh)
+    if node.alias is not None or node.op.startswith("autopar."):
+        return NodeWork((), _view_gradient(local) if node.requires_grad else ())
+    name = base(node.op)
+    if name in _PRODUCTS and signature is not None and len(local.operands) > 1:
+        return _product(local, signature, *_PRODUCTS[name])
+    write = _KERNELS.get(name)
+    if write is not None:
+        return write(local)
+    return _plain(local, name)
+
+
+def base(op: str) -> str:
+    """An operator's name without namespace and overload: "aten.add.Tensor" is "add"."""
+    return op.removeprefix("aten.").split(".")[0]
+
+
+def works(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
+    """The kernels of every node of `graph.folded` under a plan, each run once.
+
+    A node of a repeated block runs `graph.multiplicity[name]` times a step.
+
+    Args:
+        graph: prepared, with its repeats.
+        plan: has a layout for every such node.
+        table: rules by operator.
+    """
+    found = {}
+    for node in graph.folded:
+        entry = plan.nodes[node.name]
+        rule = table.get(node.op)
+        signature = None
+        if rule is not None and not node.is_leaf:
+            signature = resolve(rule, node, operand_types(graph, node), node.types)
+        operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
+        found[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
+    return found
+
+
+def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
+    """The update of parameters of `nbytes` bytes in one pass.
+
+    Parameter and gradient are read and the parameter written; the state, `state_bytes` times as
+    large (AdamW: 2), is read and written. Some four operations for each of the values.
+    """
+    values = nbytes / DTYPE_BYTES[dtype]
+    moved = nbytes * (3 + 2 * state_bytes)
+    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)
+
+
+def fused(chain: Sequence[Work], nbytes: float) -> Work:
+    """Kernels that a compiler makes one: their FLOPs, one launch, and the bytes of the ends only.
+
+    Args:
+        chain: kernels that run one after another, none of them with a `gemm`.
+        nbytes: what the chain reads from outside and what of it is read later.
+    """
+    return Work("fused", math.fsum(work.flops for work in chain), nbytes, chain[0].dtype)
+
+
+def _product(local: _Local, signature: Signature, left: int, right: int) -> NodeWork:
+    """A matrix product and the products for the gradients of its operands.
+
+    A factor is contracted if the result lacks it; of the others it counts for the batch if both
+    operands have it, else for m or n.
+    """
+    a, b = (_factors(signature.operands[i]) for i in (left, right))
+    out = _factors(signature.results[0])
+    lengths = {"batch": 1, "m": 1, "n": 1, "k": 1}
+    for factor, size in local.sizes.items():
+        if factor not in a | b:
+            continue
+        side = "m" if factor in a else "n"
+        side = "batch" if factor in a & b else side
+        lengths[side if factor in out else "k"] *= size
+    gemm = Gemm(**lengths)
+    whole = sum(local.operands[i].nbytes for i in (left, right)) + local.results[0].nbytes
+    added = local.read + local.written - whole
+    forward = local.work(gemm.flops, whole + added, gemm)
+    backward = []
+    shapes = {left: Gemm(gemm.batch, gemm.m, gemm.k, gemm.n)}
+    shapes[right] = Gemm(gemm.batch, gemm.k, gemm.n, gemm.m)
+    for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
+        if wanted and i in shapes:
+            backward.append(local.gradient(gemm.flops, whole, shapes[i]))
+        elif wanted:  # a bias: the sum of the result's gradient
+            backward.append(_sum_gradient(local, local.operands[i]))
+    return NodeWork((forward,), tuple(backward))
+
+
+def _factors(dims: Dims) -> set[str]:
+    return {factor for dim in dims for factor in dim}
+
+
+def _sum_gradient(local: _Local, operand: TensorType) -> Work:
+    """The gradient of an operand that was broadcast: that of the result, summed."""
+    read = local.results[0].nbytes
+    return local.gradient(local.results[0].numel, read + operand.nbytes)
+
+
+def _attention(local: _Local) -> NodeWork:
+    """Both products of fused attention as one, m queries by n keys, as long in k as both."""
+    query, key, value = (tensor.shape for tensor in local.operands[:3])
+    keys = key[-2]
+    if argument(local.node, 5, "is_causal") is True:
+        keys = (keys + 1) // 2
+    batch = math.prod(local.results[0].shape[:-2])
+    d, e = query[-1], value[-1]
+    gemm = Gemm(batch, query[-2], keys, d + e)
+    forward = local.work(gemm.flops, local.read + local.written, gemm)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
+    moved = 2 * (local.read + local.written)  # each with its gradient
+    return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
+
+
+def _convolution(local: _Local) -> NodeWork:
+    """A convolution as an implicit product: pixels x channels out x (channels in x kernel).
+
+    See Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", arXiv 1410.0759, section 3.
+    """
+    image, weight, out = local.operands[0], local.operands[1], local.results[0]
+    channels = weight.shape[0]
+    transposed = "transpose" in local.node.op
+    pixels = (image.numel if transposed else out.numel) // max(channels, 1)
+    groups = argument(local.node, 6, "groups", 1)
+    groups = groups if isinstance(groups, int) and channels % groups == 0 else 1
+    n, k = channels // groups, weight.numel // max(channels, 1)
+    gemm = Gemm(groups, pixels, k, n) if transposed else Gemm(groups, pixels, n, k)
+    forward = local.work(gemm.flops, local.read + local.written, gemm)
+    moved = image.nbytes + weight.nbytes + out.nbytes
+    backward = []
+    shapes = (
+        Gemm(gemm.batch, gemm.m, gemm.k, gemm.n),
+        Gemm(gemm.batch, gemm.k, gemm.n, gemm.m),
+    )
+    for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
+        if wanted and i < len(shapes):
+            backward.append(local.gradient(gemm.flops, moved, shapes[i]))
+        elif wanted:
+            backward.append(_sum_gradient(local, local.operands[i]))
+    return NodeWork((forward,), tuple(backward))
+
+
+def _look_up(local: _Local) -> NodeWork:
+    """Reads of the table what it writes; the gradient is added into a table of zeros."""
+    beside = local.read - local.operands[0].nbytes
+    forward = local.work(local.flops, beside + 2 * local.written)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    into = local.operands[0].nbytes
+    moved = into + beside + 3 * local.written
+    return NodeWork((forward,), (local.gradient(local.flops, moved),))
+
+
+def _plain(local: _Local, name: str) -> NodeWork:
+    """What vector units do, as fast as memory allows."""
+    forward = local.work(local.flops, local.read + local.written + local.extra)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    wanted = [t for t, needs in zip(local.operands, local.wanted, strict=True) if needs]
+    if name in _SUMS:
+        return NodeWork((forward,), _passed_on(local, wanted, negated=name == "sub"))
+    given = local.written
+    if name in _BINARY and len(wanted) > 1:
+        each = local.saved / len(wanted) + given
+        backward = [local.gradient(local.flops, each + given) for _ in wanted]
+        backward += _passed_on(local, wanted)
+        return NodeWork((forward,), tuple(backward))
+    made = sum(tensor.nbytes for tensor in wanted)
+    moved = given + local.saved + local.extra + made
+    return NodeWork((forward,), (local.gradient(local.flops, moved),))
+
+
+def _passed_on(
+    local: _Local, wanted: Sequence[TensorType], negated: bool = False
+) -> tuple[Work, ...]:
+    """The result's gradient handed to operands: free for one of its shape, a sum for others."""
+    whole = local.results[0]
+    found = [_sum_gradient(local, tensor) for tensor in wanted if tensor.shape != whole.shape]
+    if negated:
+        found.append(local.gradient(whole.numel, 2 * whole.nbytes))
+    return tuple(found)
+
+
+def _view_gradient(local: _Local) -> tuple[Work, ...]:
+    """Kernels behind a value that shares storage with another."""
+    node, given = local.node, local.written
+    name = base(node.op)
+    if node.op == "autopar.share":
+        readers = sum(local.graph[user].requires_grad for user in local.graph.users[node.name])
+        return tuple(local.gradient(node.type.numel, 3 * given) for _ in range(readers - 1))
+    if name in _PARTS and local.operands[0].nbytes > given:
+        return (local.gradient(0.0, local.operands[0].nbytes + 2 * given),)
+    if name in _SPLITS:
+        return (local.gradient(0.0, 2 * given),)
+    if name in _SUMS and local.operands[0].nbytes < given:
+        return (_sum_gradient(local, local.operands[0]),)
+    return ()
+
+
+_KERNELS: dict[str, Callable[[_Local], NodeWork]] = {
+    "scaled_dot_product_attention": _attention,
+    **{f"conv{space}d": _convolution for space in (1, 2, 3)},
+    **{f"conv_transpose{space}d": _convolution for space in (1, 2, 3)},
+    **dict.fromkeys(_LOOK_UPS, _look_up),
+}
