@@ -37,7 +37,7 @@ from autopar.errors import BatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import evaluate
+from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find, solve
 from autopar.intra_op.table import table
@@ -152,9 +152,22 @@ def make_plan(
         built.figures(choice),
         replicated=built.replicated_seconds(choice),
         pins=pins,
+        solver=found_by(built.problem, solution),
     )
     trace("plan.toml", made.to_toml)
     return made
+
+
+def found_by(problem: Problem, solution: Solution) -> dict[str, str | float]:
+    """What a plan tells of how it was found; see `Plan.solver`."""
+    left = {} if solution.left is None else {"left": solution.left}
+    return {
+        "name": solution.solver,
+        "nodes": len(problem.nodes),
+        **left,
+        "gap": solution.gap,
+        "seconds": round(solution.seconds, 3),
+    }
 
 
 def plan(

@@ -69,6 +69,9 @@ class Plan:
             its predicted seconds.
         pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
             again under it. A plan that is only used need not keep it.
+        solver: how it was found: "name", the "nodes" of the problem, how many of them the
+            reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
+            part of what the plan says, so plans that differ in it only are equal.
     """
 
     graph: str
@@ -78,6 +81,7 @@ class Plan:
     model: dict[str, str | int] = field(default_factory=dict)
     replicated: dict[str, float] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
+    solver: dict[str, str | float] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -96,6 +100,8 @@ class Plan:
             document["replicated"] = dict(self.replicated)
         if self.pins:
             document["pins"] = dict(self.pins)
+        if self.solver:
+            document["solver"] = dict(self.solver)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
         return tomlkit.dumps(document)
 
@@ -128,8 +134,12 @@ class Plan:
             model = _model(table.get("model", {}))
             whole = {name: _figure(value) for name, value in table.get("replicated", {}).items()}
             pins = _pins(table.get("pins", {}))
+            solver = {
+                name: value if isinstance(value, (str, int)) else _figure(value)
+                for name, value in table.get("solver", {}).items()
+            }
             mesh = Mesh.parse(table["mesh"])
-            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins)
+            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins, solver)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 

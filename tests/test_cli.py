@@ -159,6 +159,8 @@ def test_json_pins_and_traces(config: str, tmp_path: Path) -> None:
     assert found["memory_limit"] == 512 * 2**20
     assert found["model"] == {"source": config, "seq": 16}
     assert found["mesh"] == MESH
+    assert found["solver"]["gap"] <= 1e-6
+    assert 0 <= found["solver"]["left"] <= found["solver"]["nodes"]
     figures = found["predicted"]
     causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
     assert figures["step_seconds"] == pytest.approx(sum(figures[cause] for cause in causes))

@@ -19,21 +19,15 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def quick_cases(name: str) -> list[Case]:
-    """Every mesh, every plan, a float32 run and one with dropout.
+    """Every mesh, every plan, a float32 run and one with dropout; of some models fewer.
 
     The positions of ViT are 17 with the class token: parts that differ by one.
     """
-    cases = [
-        Case(FLAT),
-        Case(GRID),
-        Case(ROW),
-        Case(FLAT, "data"),
-        Case(GRID, "tensor"),
-        Case(GRID, "sequence"),
-        Case(FLAT, "zero"),
-        Case(GRID, dtype=torch.float32),
-    ]
-    cases += [Case(ROW, "tensor")] if name != "llama" else []
+    cases = [Case(FLAT), Case(GRID, "sequence"), Case(GRID, dtype=torch.float32)]
+    if name in ("gpt2", "llama"):
+        cases += [Case(GRID), Case(ROW), Case(FLAT, "data"), Case(FLAT, "zero")]
+        cases += [Case(GRID, "tensor")]
+    cases += [Case(ROW, "tensor")] if name == "gpt2" else []
     return cases + ([Case(GRID, "tensor", dropout=0.1)] if name in ("gpt2", "bert") else [])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ def test_plans_in_one_process_do_not_disturb_one_another() -> None:
     meshes = (SLOW, ONE, "toy[2TFLOP/s 1GiB 20GB/s]: a=2 @5GB/s 1us, gpu=2 @20GB/s 100ns", SLOW)
     plans = [autopar.plan(model, mesh, example_inputs=batch) for mesh in meshes]
     assert plans[0] == plans[3]
-    assert plans[0].to_toml() == plans[3].to_toml()
+    texts = [replace(made, solver={}).to_toml() for made in (plans[0], plans[3])]
+    assert texts[0] == texts[1]
     assert [split(made) for made in plans] == [{"gpu"}, set(), {"a", "gpu"}, {"gpu"}]
     assert len({made.graph for made in plans}) == 1
 

@@ -102,6 +102,7 @@ def command(
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
+        click.echo(_found(made))
         _warn_whole(explanation)
     if output is not None:
         with writing(output):
@@ -117,8 +118,18 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "model": made.model,
         "predicted": made.predicted,
         "pins": made.pins,
+        "solver": made.solver,
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }
+
+
+def _found(made: Plan) -> str:
+    """How the plan was found, in a sentence."""
+    said = made.solver
+    left = f"reductions left {said['left']}, " if "left" in said else ""
+    gap = float(said["gap"])
+    verdict = "optimal" if gap <= 1e-6 else f"within {100 * gap:.2g} % of the optimum"
+    return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s"
 
 
 def _warn_whole(explanation: Explanation) -> None:

@@ -215,6 +215,7 @@ class Solution:
         bound: seconds; no choice that fits costs less, as far as the solver could prove.
         solver: the solver's name.
         seconds: how long it took.
+        left: nodes that the reductions left to be searched, where there were reductions.
     """
 
     choice: tuple[int, ...]
@@ -222,6 +223,12 @@ class Solution:
     bound: float
     solver: str
     seconds: float
+    left: int | None = None
+
+    @property
+    def gap(self) -> float:
+        """Distance of objective and bound, relative to the objective; 0 if it is optimal."""
+        return (self.objective - self.bound) / abs(self.objective) if self.objective else 0.0
 
 
 @dataclass(frozen=True)

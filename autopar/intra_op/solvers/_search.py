@@ -190,7 +190,8 @@ class Search:
         if self.problem.memory_limit is not None and len(choice) <= FEW_NODES:
             choice = lightest(self.problem, choice)
         price = evaluate(self.problem, choice).cost
-        return Solution(choice, price, min(self.bound, price), solver, self.elapsed())
+        bound, left = min(self.bound, price), self.core.nodes
+        return Solution(choice, price, bound, solver, self.elapsed(), left)
 
 
 def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
