@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,12 +16,13 @@ from autopar.cli.explain import explained
 from autopar.codegen.emit import emit
 from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel
-from autopar.explain import Cost, Explanation, explain, moves, render
+from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
+from autopar.explain.layers import OUTSIDE, layers
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import Graph, Node, Ref, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.ir.text import fingerprint
@@ -76,6 +79,76 @@ def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -
     held = sum(found.memory.values()) - saved
     assert held == pytest.approx(said["parameter_bytes"], rel=1e-9)
     assert not found.stale
+
+
+@pytest.mark.parametrize("by", VIEWS)
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_every_view_adds_up_to_the_prediction(name: str, seed: int | None, by: str) -> None:
+    graph, plan = planned(name, seed)
+    rows, said = view(explained(graph, plan, 1e9), by), plan.predicted
+    assert len(rows) > 2
+    assert len({row.name for row in rows}) == len(rows)
+    assert sum(row.time for row in rows) == pytest.approx(said["step_seconds"], rel=1e-12)
+    assert sum(row.held for row in rows) == pytest.approx(said["peak_bytes"], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_views_count_what_the_program_sends(seed: int | None) -> None:
+    graph, plan = planned("gpt2", seed)
+    listed = moves(graph, plan, AnalyticModel(MESH).collective)
+    for by, key in (("collective", "kind"), ("axis", "axes")):
+        sent: Counter[str] = Counter()
+        for move in listed:
+            for call in move.calls:
+                value = getattr(call, key)
+                name = value if by == "collective" else ", ".join(value)
+                sent[name] += move.times * call.nbytes
+        rows = view(explained(graph, plan, 1e9), by)
+        assert {row.name: row.sent for row in rows if row.sent} == sent
+        assert sum(row.calls for row in rows) == sum(m.times * len(m.calls) for m in listed)
+
+
+def test_memory_by_axis_is_that_of_the_shards() -> None:
+    """Of parameters, gradients and optimizer state, whose layouts the plan says itself."""
+    graph, plan = planned("llama", None)
+    expected: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op != "param":
+            continue
+        (_, layout), *_ = plan.nodes[graph.template[node.name]].results
+        devices = math.prod(MESH.axis_size(axis) for axis in layout.sharded_axes)
+        # Sizes divide evenly; AdamW holds two values beside the parameter and its gradient.
+        expected[", ".join(layout.sharded_axes)] += 4 * node.type.nbytes // devices
+    rows = view(explained(graph, plan, 1e9), "axis")
+    kept = ("parameters", "gradients", "optimizer")
+    held = {row.name: sum(row.memory.get(cause, 0.0) for cause in kept) for row in rows}
+    assert {name: nbytes for name, nbytes in held.items() if nbytes} == expected
+
+
+def test_layers_are_blocks_with_their_numbers() -> None:
+    graph, plan = planned("gpt2", None)
+    rows = {row.name: row for row in view(explained(graph, plan, 1e9), "layer")}
+    assert {"transformer.wte", "transformer.h.0-2 × 3", "transformer.ln_f"} <= set(rows)
+    blocks = rows["transformer.h.0-2 × 3"]
+    section = next(s for s in explained(graph, plan, 1e9).sections if s.times == 3)
+    own = sum(p.seconds for p in explained(graph, plan, 1e9).parameters if p.times == 3)
+    assert blocks.time == pytest.approx(section.seconds + own, rel=1e-12)
+    # The head's weight is the embedding's, so it is held there.
+    assert set(rows["lm_head"].memory) <= {"activations"}
+
+
+def test_unfolded_layers_are_numbered_modules() -> None:
+    def node(name: str, module: str) -> Node:
+        made = Node(name, "aten.relu", (Ref("x"),), (), (TensorType("f32", (8,)),))
+        return replace(made, source=Source(module))
+
+    modules = {"a": "layer1.0.conv", "b": "layer1.0.bn", "c": "3", "d": "stem.conv1", "e": ""}
+    leaf = Node("x", "input", ("x",), (), (TensorType("f32", (8,)),))
+    nodes = (leaf, *(node(name, module) for name, module in modules.items()))
+    found = layers(Graph("convolutions", nodes, (("e", "e"),)))
+    assert [found[name] for name in "abcd"] == ["layer1.0", "layer1.0", "3", "stem.conv1"]
+    assert found["e"] == found["x"] == OUTSIDE
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -181,8 +254,23 @@ def test_the_text_names_every_collective_and_its_totals() -> None:
     assert format_bytes(sum(found.memory.values())) in shown
 
 
-def text(explanation: Explanation) -> str:
+def test_a_part_is_shown_alone_and_all_parts_together() -> None:
+    found = explained(*planned("gpt2", None), 1e9)
+    alone = {by: text(found, by) for by in PARTS}
+    whole = text(found).splitlines()
+    for by, shown in alone.items():
+        assert set(map(str.rstrip, shown.splitlines())) <= {line.rstrip() for line in whole}, by
+    assert "Time by layer" in alone["layer"]
+    assert "Time by layer" not in alone["axis"]
+    for by in VIEWS:
+        for row in view(found, by):
+            assert not row.time or format_seconds(row.time) in alone[by]
+            if by != "collective" and row.held:
+                assert format_bytes(row.held) in alone[by]
+
+
+def text(explanation: Explanation, by: str | None = None) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(render(explanation))
+        console.print(render(explanation, by=by))
     return captured.get()

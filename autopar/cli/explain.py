@@ -12,7 +12,7 @@ from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
-from autopar.explain import Cost, Explanation, explain, moves, render
+from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
 from autopar.intra_op.build import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
@@ -28,6 +28,7 @@ from autopar.plan import NodePlan, Plan
 @MODEL
 @RULES
 @shapes
+@click.option("--by", type=click.Choice(PARTS), help="Show the sums and this part only.")
 @click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
 @click.option("--dims", "named", is_flag=True, help="The dimensions by name, and where they split.")
 @JSON
@@ -38,11 +39,15 @@ def command(
     batch: int | None,
     seq: int | None,
     layers: int | None,
+    by: str | None,
     everything: bool,
     named: bool,
     as_json: bool,
 ) -> None:
-    """Say where time and memory of a plan go, line by line of the model's source.
+    """Say where time and memory of a plan go.
+
+    By layer, kind of operator, kind of collective, mesh axis, line of the model's source, and
+    parameter; each part adds up to the predicted step, and to the predicted peak.
 
     A plan is data: a model that is a Python file is never run because a plan names it, only because
     --model does.
@@ -50,6 +55,7 @@ def command(
     \b
     autopar explain plan.toml
     autopar explain plan.toml --model train.py:model
+    autopar explain plan.toml --by layer
     autopar explain plan.toml --dims
     """
     known = table(own_rules(rule_files))
@@ -62,9 +68,24 @@ def command(
     if named:
         print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
     elif as_json:
-        print_json({**asdict(explanation), "seconds": explanation.seconds})
+        print_json(_json(explanation, by))
     else:
-        print_out(render(explanation, everything=everything))
+        print_out(render(explanation, by=by, everything=everything))
+
+
+def _json(explanation: Explanation, by: str | None) -> dict[str, object]:
+    """The explanation with its views, or one of its parts with the sums."""
+    parts: dict[str, object] = {
+        name: [{**asdict(row), "time": row.time, "held": row.held} for row in rows]
+        for name, rows in ((name, view(explanation, name)) for name in VIEWS)
+    }
+    whole = asdict(explanation)
+    parts |= {"line": whole["sections"], "parameter": whole["parameters"]}
+    if by is not None:
+        whole = {k: v for k, v in whole.items() if k not in ("sections", "parameters")}
+        return {**whole, "seconds": explanation.seconds, by: parts[by]}
+    views = {name: parts[name] for name in VIEWS}
+    return {**whole, "seconds": explanation.seconds, **views}
 
 
 def explained(

@@ -14,21 +14,28 @@ from autopar.explain.summary import (
     explain,
     parameters,
 )
-from autopar.explain.text import render, render_parameters, render_summary
+from autopar.explain.text import PARTS, render, render_parameters, render_summary
+from autopar.explain.views import VIEWS, Item, Row, items, view
 
 __all__ = [
+    "PARTS",
+    "VIEWS",
     "Call",
     "Cost",
     "Explanation",
+    "Item",
     "Line",
     "Move",
     "Operator",
     "Parameter",
+    "Row",
     "Section",
     "explain",
+    "items",
     "moves",
     "parameters",
     "render",
     "render_parameters",
     "render_summary",
+    "view",
 ]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
+from autopar.explain.layers import layers
 from autopar.explain.moves import Move, moves, planned
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
-from autopar.plan import Plan
+from autopar.plan import NodePlan, Plan
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,28 @@ class Cost:
 
 @dataclass(frozen=True)
 class Operator:
-    """A node of the folded graph with its layouts, its cost, and the moves before and after it."""
+    """A node of the folded graph with its layouts, its cost, and the moves before and after it.
+
+    `layer` is where it belongs (see layers.py), `axes` are the mesh axes that split it.
+    """
 
     name: str
     op: str
+    layer: str
+    axes: tuple[str, ...]
     layouts: str
     cost: Cost
     before: tuple[Move, ...]
     after: tuple[Move, ...]
+
+    @property
+    def kind(self) -> str:
+        """An ATen operator without its overload; what a share computes is a sum."""
+        if self.op == "autopar.share":
+            return "sum of gradients"
+        if self.op.startswith("aten."):
+            return self.op.split(".")[1]
+        return self.op.removeprefix("autopar.")
 
     @property
     def seconds(self) -> float:
@@ -83,21 +98,28 @@ class Parameter:
     Attributes:
         name: the user's, with "*" for the number of the block.
         times: number of blocks.
+        layer: where it belongs; see layers.py.
         stored, used: layouts, in the notation of the plan, with the dtype.
+        axes, used_axes: the mesh axes that split it as it is stored, and as it is used.
         moves: gathering it and synchronising its gradient.
         nbytes: of what is stored, on one device, all blocks together.
         gathered: of the copy that is used, where that is another.
         gradient: of its gradient.
+        optimizer: of its optimizer state.
     """
 
     name: str
     times: int
+    layer: str
     stored: str
     used: str
+    axes: tuple[str, ...]
+    used_axes: tuple[str, ...]
     moves: tuple[Move, ...]
     nbytes: int
     gathered: int
     gradient: int
+    optimizer: float
 
     @property
     def seconds(self) -> float:
@@ -182,13 +204,12 @@ def explain(
         LayoutError: a layout does not fit its value.
     """
     moved = moves(graph, plan, price)
-    table = parameters(graph, plan, moved)
-    kept = sum(parameter.gradient for parameter in table)
+    table = parameters(graph, plan, moved, state_bytes)
     memory: dict[str, float] = {
         "parameters": sum(parameter.nbytes for parameter in table),
         "gathered parameters": sum(parameter.gathered for parameter in table),
-        "gradients": kept,
-        "optimizer": state_bytes * kept,
+        "gradients": sum(parameter.gradient for parameter in table),
+        "optimizer": sum(parameter.optimizer for parameter in table),
         "activations": sum(cost.saved for cost in costs.values()),
     }
     sections = tuple(_sections(graph, plan, moved, costs))
@@ -198,13 +219,14 @@ def explain(
     )  # fmt: skip
 
 
-def parameters(graph: Graph, plan: Plan, moved: Iterable[Move]) -> tuple[Parameter, ...]:
+def parameters(
+    graph: Graph, plan: Plan, moved: Iterable[Move], state_bytes: float = 2.0
+) -> tuple[Parameter, ...]:
     """The parameters that the folded graph reads; `moved` are the moves of the whole program."""
-    found = []
+    found, layer = [], layers(graph)
     by_parameter: dict[str, list[Move]] = {}
     for move in moved:
         by_parameter.setdefault(move.parameter, []).append(move)
-    blocks = {n: repeat for repeat in graph.repeats for n in repeat.iterations[0]}
     for node in graph.folded:
         if node.op != "param" or not graph.users[node.name]:
             continue
@@ -212,23 +234,33 @@ def parameters(graph: Graph, plan: Plan, moved: Iterable[Move]) -> tuple[Paramet
         used = planned(plan, graph, graph.users[node.name][0]).results[0][1]
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
         copied = used.local_bytes(node.type, plan.mesh) if used.dims != stored.dims else 0
-        name = _label(node)
-        if node.name in blocks:
-            at = blocks[node.name].iterations[0].index(node.name)
-            name = _pattern(name, _label(graph[blocks[node.name].iterations[1][at]]))
+        gradient = times * nbytes if node.requires_grad else 0
         found.append(
             Parameter(
-                name,
+                parameter_name(graph, node),
                 times,
+                layer[node.name],
                 f"{node.type.dtype}{stored.format(node.type.shape)}",
                 f"{node.type.dtype}{used.format(node.type.shape)}",
+                stored.sharded_axes,
+                used.sharded_axes,
                 tuple(by_parameter.get(node.name, ())),
                 times * nbytes,
                 times * copied,
-                times * nbytes if node.requires_grad else 0,
+                gradient,
+                state_bytes * gradient,
             )
         )
     return tuple(found)
+
+
+def parameter_name(graph: Graph, node: Node) -> str:
+    """A leaf of the folded graph as the user knows it, "*" for the number of its block."""
+    for repeat in graph.repeats:
+        if node.name in repeat.iterations[0]:
+            other = repeat.iterations[1][repeat.iterations[0].index(node.name)]
+            return _pattern(_label(node), _label(graph[other]))
+    return _label(node)
 
 
 def _label(node: Node) -> str:
@@ -262,8 +294,11 @@ def _sections(
         else:
             after.setdefault(_maker(graph, move.value), []).append(move)
     run = {n: k for k, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
-    listed = [n for n in graph.folded if n.op not in ("param", "autopar.share")]
-    listed = [n for n in listed if not n.is_leaf or n.name in after]
+    # A share computes where the gradients of its readers are added up.
+    quiet = {n.name for n in graph.folded if n.is_leaf or n.op == "autopar.share"}
+    quiet -= {*after, *(name for name, cost in costs.items() if cost != Cost(0.0, 0.0))}
+    listed = [n for n in graph.folded if n.op != "param" and n.name not in quiet]
+    layer = layers(graph)
     for number, nodes in groupby(listed, lambda node: run.get(node.name)):
         modules = {} if number is None else _block_modules(graph, number)
         lines = [
@@ -275,6 +310,8 @@ def _sections(
                     Operator(
                         node.name,
                         node.op,
+                        layer[node.name],
+                        _axes(plan, planned(plan, graph, node.name)),
                         str(planned(plan, graph, node.name)),
                         costs.get(node.name, Cost(0.0, 0.0)),
                         tuple(before.get(node.name, ())),
@@ -290,6 +327,13 @@ def _sections(
         else:
             title = _common(modules.values())
             yield Section(title, graph.repeats[number].count, tuple(lines))
+
+
+def _axes(plan: Plan, entry: NodePlan) -> tuple[str, ...]:
+    """The mesh axes that split an operand or a result, or leave a sum of it owed."""
+    layouts = [layout for _, layout in (*entry.operands, *entry.results)]
+    found = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial)}
+    return tuple(name for name in plan.mesh.names if name in found)
 
 
 def _maker(graph: Graph, value: str) -> str:

@@ -11,16 +11,33 @@ from rich.text import Text
 
 from autopar.explain.moves import Call, Move
 from autopar.explain.summary import Explanation, Line, Operator
+from autopar.explain.tables import bar, render_view
+from autopar.explain.views import VIEWS
 from autopar.ir.units import format_bytes, format_seconds
 
+PARTS = (*VIEWS, "line", "parameter")
 DEAREST = 10
 BAR = 24
 
 
-def render(explanation: Explanation, *, everything: bool = False) -> RenderableType:
-    """The whole explanation; `everything` lists operators that cost nothing, too."""
-    parts = [render_summary(explanation), _lines(explanation, everything)]
-    parts += [render_parameters(explanation, costs=True), _dearest(explanation)]
+def render(
+    explanation: Explanation, *, by: str | None = None, everything: bool = False
+) -> RenderableType:
+    """The whole explanation, from the sums down to every line, or one part of it.
+
+    Args:
+        explanation: what is shown.
+        by: one of `PARTS`, to show the sums and that part only.
+        everything: list operators that cost nothing, too.
+    """
+    parts = [render_summary(explanation)]
+    for name in VIEWS:
+        if by in (None, name):
+            parts += render_view(explanation, name)
+    if by in (None, "line"):
+        parts += [_dearest(explanation), _lines(explanation, everything)]
+    if by in (None, "parameter"):
+        parts.append(render_parameters(explanation, costs=True))
     if explanation.whole:
         names = ", ".join(f"%{name}" for name in explanation.whole)
         parts.append(Text(f"Whole on every device for want of a rule: {names}", style="yellow"))
@@ -102,7 +119,7 @@ def _lines(explanation: Explanation, everything: bool) -> RenderableType:
 def _operator(operator: Operator) -> Iterator[tuple[RenderableType, ...]]:
     """Its collectives before it, itself, and those after it."""
     yield from _moves("before", (move for move in operator.before if not move.inside))
-    label = Text(f"   {operator.op.removeprefix('aten.')}  ")
+    label = Text(f"   {operator.kind}  ")
     label.append(operator.layouts, style="dim")
     yield (label, "", "", _seconds(operator.cost.compute))
     yield from _moves("inside", (move for move in operator.before if move.inside))
@@ -141,9 +158,9 @@ def _dearest(explanation: Explanation) -> RenderableType:
         table.add_row(
             _where(line, f"{section.times} × " if section.times > 1 else ""),
             format_seconds(line.seconds),
-            _bar(line.seconds, slowest, BAR // 2, "green"),
+            bar(line.seconds, slowest, BAR // 2, "green"),
             format_bytes(line.saved),
-            _bar(line.saved, largest, BAR // 2, "blue"),
+            bar(line.saved, largest, BAR // 2, "blue"),
         )
     return table
 
@@ -164,14 +181,9 @@ def _bars(figures: Mapping[str, tuple[float, str]]) -> Table:
         if not value:
             continue
         table.add_row(
-            f"  {name:<20}", _bar(value, total, BAR, "green"), text, f"{value / total:.0%}"
+            f"  {name:<20}", bar(value, total, BAR, "green"), text, f"{value / total:.0%}"
         )
     return table
-
-
-def _bar(value: float, largest: float, width: int, style: str) -> Text:
-    count = round(width * value / largest) if largest else 0
-    return Text("█" * count + "·" * (width - count), style=style)
 
 
 def _table(title: str) -> Table:

@@ -1,0 +1,55 @@
+"""Which layer of the model a node belongs to: the module path up to its first number."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from autopar.ir.graph import Graph, Node, Repeat
+
+OUTSIDE = "outside of modules"
+
+
+def layers(graph: Graph) -> dict[str, str]:
+    """The layer of each node of the folded graph, by name.
+
+    Returns:
+        "transformer.h.0-31 × 32" for the nodes of repeated blocks, "layer1.0" for what stands in a
+        numbered module outside of them, else the whole module, "transformer.wte".
+    """
+    found = {node.name: _layer(_module(node)) for node in graph.folded}
+    for repeat in graph.repeats:
+        found.update(dict.fromkeys(repeat.iterations[0], _blocks(graph, repeat)))
+    return found
+
+
+def _module(node: Node) -> str:
+    """The module that computes a node or owns a leaf."""
+    return node.target.rpartition(".")[0] if node.is_leaf else node.source.module
+
+
+def _layer(module: str) -> str:
+    numbered = re.match(r"(?:.*?\.)??\d+(?=\.|$)", module)
+    return (numbered[0] if numbered else module) or OUTSIDE
+
+
+def _blocks(graph: Graph, repeat: Repeat) -> str:
+    """The name of all blocks of a run, with the numbers of the first and the last.
+
+    The blocks of a run may begin in the midst of a module: the numbers are those of all modules
+    that have a part in them.
+    """
+    ends: list[Counter[tuple[str, int]]] = []
+    for iteration in (repeat.iterations[0], repeat.iterations[-1]):
+        names = (_layer(_module(graph[name])) for name in iteration)
+        split = (name.rpartition(".") for name in names)
+        ends.append(Counter((path, int(last)) for path, _, last in split if last.isdecimal()))
+    paths = Counter(path for path, _ in ends[0].elements())
+    if not paths:
+        return f"a repeated block × {repeat.count}"
+    (path, _), *_ = paths.most_common(1)
+    first, last = (sorted(number for name, number in end if name == path) for end in ends)
+    if not last:
+        return f"{path or 'blocks'} × {repeat.count}"
+    numbers = f"{min(first)}-{max(last)}"
+    return f"{path}.{numbers} × {repeat.count}" if path else f"{numbers} × {repeat.count}"
