@@ -1,4 +1,4 @@
-"""How many operators have a rule, and who says so: `python -m benchmarks.coverage`.
+"""How many operators have a rule, and who says so: `python -m benchmarks.operators`.
 
 Every rule is proved on its examples; torch's own samples of its operators (OpInfo) are captured and
 run in parts; DTensor's splits are laid beside the rules'. One CSV each, one row an operator, and

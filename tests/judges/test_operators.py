@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.coverage import table
+from benchmarks.operators import table
 from benchmarks.harness import ROOT
 
 
