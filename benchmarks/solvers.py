@@ -25,7 +25,7 @@ from autopar.intra_op.problem import evaluate, read_problem
 from autopar.intra_op.solvers import solve
 from benchmarks.harness import RESULTS, child, write
 
-SOLVERS = ("auto", "ilp", "local_search")
+RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
 
 
@@ -69,13 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--only", default="", help="letters of instances, such as ABP")
-    parser.add_argument("--solvers", default=",".join(SOLVERS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--measure", nargs=3, metavar=("FILE", "SOLVER", "LIMIT"))
+    parser.add_argument("--runs", default=",".join(RUNS), help="solver:seed, separated by commas")
+    parser.add_argument("--measure", nargs=4, metavar=("FILE", "SOLVER", "LIMIT", "SEED"))
     options = parser.parse_args()
     if options.measure:
-        path, solver, limit = options.measure
-        print(json.dumps(measure(path, solver, float(limit), options.seed)))
+        path, solver, limit, seed = options.measure
+        print(json.dumps(measure(path, solver, float(limit), int(seed))))
         return
     published = known(options.dir)
     rows: list[dict[str, Any]] = []
@@ -86,10 +85,12 @@ def main() -> None:
             continue
         facts = published.get(name, {})
         limit = float(facts.get("timeout_s", DEFAULT_LIMIT))
-        for solver in options.solvers.split(","):
-            arguments = ["--dir", str(options.dir), "--seed", str(options.seed)]
-            run = child(__file__, [*arguments, "--measure", str(path), solver, str(limit)])
-            head = {"instance": name, "solver": solver, "seed": options.seed, "limit_s": limit}
+        for wanted in options.runs.split(","):
+            solver, _, seed = wanted.partition(":")
+            seed = seed or "0"
+            arguments = ["--dir", str(options.dir), "--measure", str(path), solver]
+            run = child(__file__, [*arguments, str(limit), seed])
+            head = {"instance": name, "solver": solver, "seed": int(seed), "limit_s": limit}
             traces += [
                 head | dict(zip(("s", "cost", "bound"), t, strict=True)) for t in run.pop("trace")
             ]
@@ -138,7 +139,8 @@ def drawn(traces: list[dict[str, Any]], published: dict[str, dict[str, Any]]) ->
                 f'<text x="{left + at * WIDTH:.0f}" y="{top + HEIGHT + 12}">{label}</text>'
             )
         for solver, colour in COLOURS.items():
-            points = [(row["s"], row["cost"]) for row in rows if row["solver"] == solver]
+            runs = [row for row in rows if (row["solver"], row["seed"]) == (solver, 0)]
+            points = [(row["s"], row["cost"]) for row in runs]
             line = _line(points, best, left, top)
             parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
     for k, (solver, colour) in enumerate(COLOURS.items()):
