@@ -10,7 +10,8 @@ parameter is stored may be said too, before an arrow: ZeRO-3 is
 all.
 
 A pin may speak of some mesh axes only: "[8@node, 16, 64] along node" leaves open what becomes of
-the other axes. Several pins on one name are written in a row, with ";" between them.
+the other axes. "not [8@node, 16]" leaves every other layout, those that differ in a sum among them.
+Several pins on one name are written in a row, with ";" between them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from autopar.errors import PinError
@@ -38,21 +39,26 @@ class Pin:
         layout: in which it is, or is used.
         stored: for a parameter how it is stored, None if that is not said.
         along: the only mesh axes that are spoken of, None for all.
+        other: whether it must be any other than this.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     stored: Layout | None = None
     along: tuple[str, ...] | None = None
+    other: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Read "[8, 4@gpu]", "[8@gpu, 4] => [8, 4]" or "[8@node, 4] along node".
+        """Read "[8, 4@gpu]", "[8@gpu, 4] => [8, 4]", "[8@node, 4] along node" or "not [8, 4]".
 
         Raises:
             LayoutError: a layout that cannot be read.
             PinError: two shapes, or an axis beside those that are spoken of.
         """
+        said_not = re.match(r"\s*not\b", text)
+        if said_not:
+            return replace(cls.parse(text[said_not.end() :]), other=True)
         layouts, word, axes = text.partition(" along ")
         before, arrow, used = layouts.rpartition("=>")
         shape, layout = Layout.parse(used)
@@ -79,6 +85,7 @@ class Pin:
         text = self.layout.format(self.shape)
         if self.stored is not None:
             text = f"{self.stored.format(self.shape)} => {text}"
+        text = f"not {text}" if self.other else text
         return text if self.along is None else f"{text} along {', '.join(self.along)}"
 
     def spoken_of(self, layout: Layout) -> Layout:
@@ -95,15 +102,17 @@ class Pin:
     def agrees(self, option: Option) -> bool:
         """Whether an option is what the pin says."""
         layout, pin = self.spoken_of(option.results[0]), self.layout
-        return (
+        open_sum = not pin.varying and not self.other
+        alike = (
             layout.dims == pin.dims
             and set(layout.partial) == set(pin.partial)
-            and (not pin.varying or set(layout.varying) == set(pin.varying))
+            and (open_sum or set(layout.varying) == set(pin.varying))
             and (
                 self.stored is None
                 or (option.stored is not None and self.spoken_of(option.stored) == self.stored)
             )
         )
+        return alike != self.other
 
 
 class Pins:
@@ -242,6 +251,8 @@ def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
     layouts = [pin.spoken_of(option.results[0]) for option in options]
     if node.op == "input":
         return "a batch is given whole to every device"
+    if pin.other:
+        return "no other is left"
     for dim, axes in enumerate(pin.layout.dims):
         if axes and not any(layout.dims[dim] for layout in layouts):
             return f"{node.op} needs dimension {dim} whole"

@@ -116,6 +116,25 @@ def test_a_node_is_pinned_by_its_name() -> None:
     assert made[name].results[0] == Layout.parse("[8, 16@gpu, 128]")
 
 
+def test_a_pin_may_leave_every_layout_but_one() -> None:
+    tensor = next(leaf for leaf in graph().leaves("param") if fnmatchcase(leaf.target, FC)).type
+    options = list(parameter_options(tensor, MESH, grad=True))
+    for option in options:
+        pin = Pin.parse(f"not {option.label}")
+        assert [other for other in options if not pin.agrees(other)] == [option]
+    # Without a gradient that is owed a sum is another layout than with one.
+    assert Pin.parse("not [32, 128] => [32, 128]").agrees(
+        next(o for o in options if o.label == "[32, 128] => [32, 128] -sum(gpu)")
+    )
+    best, seconds = plan({})
+    share = used(best, FC)[0]
+    name = next(node for node, entry in best.items() if entry is share)
+    text = f"not {share.operands[0][1].format(tensor.shape)} => {str(share).split(' -> ')[1]}"
+    other, more = plan({name: text})
+    assert other[name] != best[name]
+    assert more >= seconds * (1 - 1e-12)
+
+
 def test_several_pins_on_one_node_must_all_be_kept() -> None:
     made, _ = plan({FC: "[32, 128@gpu]", "*.h.0.mlp.c_fc.weight": "[32, 128@gpu]"})
     assert used(made, FC)[0].results[0] == Layout.parse("[32, 128@gpu]")
@@ -248,6 +267,8 @@ def test_a_pin_speaks_of_no_axis_that_it_is_not_along(text: str) -> None:
         "[8@gpu, 16] => [8, 16] -sum(gpu)",
         "[8@node, 16] along node",
         "[8@node@gpu, 4] => [8, 4] along node, gpu",
+        "not [8@gpu, 16] => [8, 16] -sum(gpu)",
+        "not [8@node, 16] along node",
     ],
 )
 def test_a_pin_prints_as_it_reads(text: str) -> None:
@@ -259,6 +280,8 @@ def test_a_pin_prints_as_it_reads(text: str) -> None:
     [
         (FC, "[32, 64@gpu]", "its shape is [32, 128]"),
         ("input_ids", "[8@gpu, 16]", "a batch is given whole"),
+        ("labels", "not [8, 16]", "a batch is given whole"),
+        ("%arange", "not [16]", "no other is left"),
         ("transformer.ln_f", "[8, 16, 32@gpu]", "aten.layer_norm needs dimension 2 whole"),
         ("transformer.ln_f", "[8, 16, 32] +sum(gpu)", "leaves a sum over gpu owed"),
     ],
