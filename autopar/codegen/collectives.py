@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen import torch_private
+from autopar.codegen.gradients import Gradients
 from autopar.errors import LayoutError, MeshError
 from autopar.ir.across import Across, Axes
 from autopar.ir.collective import GATHERS, Step
@@ -276,6 +277,23 @@ class _Paired(torch.autograd.Function):
         return ctx.backward_move(gradients[0]), None, None
 
 
+class _Beside(torch.autograd.Function):
+    """A move of a parameter, whose gradient is moved beside the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: _Move, backward: _Move, gradients: Gradients
+    ) -> Tensor:
+        ctx.parameter, ctx.backward_move, ctx.gradients = x, backward, gradients
+        return forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients.move(ctx.parameter, gradients[0], ctx.backward_move)
+        return None, None, None, None
+
+
 _paired: Callable[[Tensor, _Move, _Move], Tensor] = _Paired.apply
 
 
@@ -350,11 +368,19 @@ class Communicator(Groups, Across):
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one
     returns its input. Parts of a dimension may differ by one element; a call that gathers such
     parts is told the `size` of what it gathers.
+
+    Attributes:
+        gradients: where the gradients of parameters are moved; None moves them like all others.
     """
+
+    gradients: Gradients | None = None
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         if group.size == 1:
             return x
+        if self.gradients is not None and x.is_leaf and x.requires_grad:
+            beside: Tensor = _Beside.apply(x, forward, backward, self.gradients)  # type: ignore[no-untyped-call]
+            return beside
         moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         return moved
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.codegen.failure import Watch
+from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime
@@ -69,6 +70,7 @@ class Executor:
         self.optimizer = optimizer([t for t in self.tensors if isinstance(t, nn.Parameter)])
         self._refuse_what_shards_break()
         self.grad_norm: Tensor | None = None
+        self.gradients = runtime.gradients = Gradients(runtime.device)
         self.watch = Watch.over(runtime.ranks)
         self._calls = 0
 
@@ -103,8 +105,10 @@ class Executor:
         with self.watch:
             inputs = self._prepare(batch)
             self.optimizer.zero_grad(set_to_none=True)
+            self.gradients.drop()  # those of a step that failed
             loss: Tensor = self._forward(inputs)[self.program.LOSS]
             torch.autograd.backward(loss)
+            self.gradients.collect()
             if self.clip_norm is not None:
                 gradients = [t.grad if t.requires_grad else None for t in self.tensors]
                 self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
