@@ -93,6 +93,10 @@ class CostError(AutoparError):
     """A price that is NaN, negative or infinite; names the calibration entry."""
 
 
+class CalibrationError(CostError):
+    """A calibration that cannot be read, is nonsense, or was measured on another machine."""
+
+
 class PlanError(AutoparError):
     """A plan file that is damaged, not a plan, or names layouts that are not legal."""
 
@@ -119,6 +123,16 @@ class RankFailedError(AutoparError):
 
 class ProgramError(AutoparError):
     """A generated program that cannot be loaded or written."""
+
+
+class SimulationError(AutoparError):
+    """Tasks that cannot be simulated: one waits for itself, or for a task that never ends.
+
+    >>> raise SimulationError("task 'b' waits for itself", why="after = (1,) and it is task 1")
+    Traceback (most recent call last):
+    autopar.errors.SimulationError: task 'b' waits for itself
+      why:  after = (1,) and it is task 1
+    """
 
 
 class UnknownModelError(AutoparError):

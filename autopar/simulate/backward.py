@@ -1,0 +1,161 @@
+"""The backward of a simulated step: what the forward wrote on its tape, played from the end.
+
+Autograd runs what was computed last first. A gradient that arrives where one is already waiting is
+added in place if nobody else holds one of the two. An operator lets go of what it saved when its
+backward has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.model import NodeWork, Work
+from autopar.ir.collective import Collective
+from autopar.simulate.memory import Buffer, Recorder, Value
+from autopar.simulate.operators import Recipe, Transfer
+from autopar.simulate.task import Cause
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is alike for an operator in all blocks; `asks` is what it sends in each direction."""
+
+    recipe: Recipe
+    work: NodeWork
+    asks: tuple[tuple[Collective, ...], tuple[Collective, ...]]
+
+
+@dataclass(eq=False, slots=True)
+class Ran:
+    """An operator on the tape."""
+
+    name: str
+    operator: Operator
+    operands: list[Value]
+    result: Value
+    saved: list[Buffer]
+
+
+@dataclass(eq=False, slots=True)
+class Moved:
+    """A layout change on the tape."""
+
+    name: str
+    call: Collective | None
+    transfer: Transfer
+    cause: Cause
+    source: Value
+    target: Value
+
+
+@dataclass(eq=False, slots=True)
+class Met:
+    """Where gradients of several readers have been added."""
+
+    name: str
+    what: tuple[Work, ...]
+    value: Value
+
+
+Entry = Ran | Moved | Met
+
+
+def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozenset[str]) -> None:
+    """Play `tape` from its end and leave every parameter its gradient; the tape is used up."""
+    recorder.phase = "backward"
+    recorder.compute("backward", "", ())
+    loss.gradient = recorder.hold(
+        recorder.allocate("temporary", "gradient of the loss", loss.buffer.nbytes)
+    )
+    while tape:
+        entry = tape.pop()
+        if isinstance(entry, Met):
+            if entry.value.gradient is not None:
+                needs = [entry.value.gradient_ready]
+                recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
+        elif isinstance(entry, Moved):
+            _move(entry, recorder, overlap)
+        else:
+            _compute(entry, recorder)
+    recorder.compute("end of backward", "", (), recorder.pending)
+
+
+def _compute(entry: Ran, recorder: Recorder) -> None:
+    made, value = entry.operator.recipe, entry.result
+    gradient, ready = value.gradient, value.gradient_ready
+    if gradient is None:
+        for operand, size in zip(entry.operands, made.gradients, strict=False):
+            operand.readers -= size >= 0
+        for buffer in entry.saved:
+            recorder.drop(buffer)
+        return
+    work = entry.operator.work.backward
+    if work or any(size > 0 for size in made.gradients):
+        recorder.compute(f"{entry.name} backward", entry.name, work, [ready])
+        recorder.scratch("temporary", f"of {entry.name} backward", made.backward_scratch)
+        ready = -1
+    given: list[tuple[Value, Buffer]] = []
+    for operand, size in zip(entry.operands, made.gradients, strict=False):
+        if size > 0:
+            label = f"gradient of {operand.buffer.name}"
+            new = recorder.allocate("temporary", label, size)
+            given.append((operand, recorder.hold(new)))
+        elif size == 0:
+            given.append((operand, recorder.hold(gradient)))
+    for call in entry.operator.asks[1]:
+        title = f"{call.kind} in {entry.name} backward"
+        recorder.collective(title, entry.name, call, "exchange")
+    recorder.drop(gradient)
+    value.gradient = None
+    for buffer in entry.saved:
+        recorder.drop(buffer)
+    for operand, buffer in given:
+        _give(operand, buffer, ready, recorder)
+
+
+def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
+    source, target = entry.source, entry.target
+    gradient, ready = target.gradient, target.gradient_ready
+    if gradient is None:
+        source.readers -= 1
+        return
+    title = f"gradient of {entry.name}"
+    if entry.call is not None:
+        name = f"{entry.call.kind} of {title}"
+        if entry.cause in overlap:
+            ready = recorder.launch(name, entry.name, entry.call, entry.cause, [ready])
+        else:
+            recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
+            ready = -1
+    elif entry.transfer.result is not None:
+        recorder.compute(title, entry.name, (), [ready])
+        ready = -1
+    if entry.transfer.result is not None:
+        made = recorder.hold(recorder.allocate("temporary", title, entry.transfer.result))
+        recorder.scratch("communication", title, entry.transfer.staging)
+    else:
+        made = recorder.hold(gradient)
+    recorder.drop(gradient)
+    target.gradient = None
+    _give(source, made, ready, recorder)
+
+
+def _give(value: Value, buffer: Buffer, ready: int, recorder: Recorder) -> None:
+    """Add a gradient to what has arrived; in place where nobody else holds one of the two."""
+    old, value.readers = value.gradient, value.readers - 1
+    value.gradient_ready = max(value.gradient_ready, ready)
+    if old is None:
+        value.gradient = buffer
+    elif old.holders == 1:
+        recorder.drop(buffer)
+    elif buffer.holders == 1:
+        recorder.drop(old)
+        value.gradient = buffer
+    else:
+        total = recorder.allocate("temporary", old.name, max(old.nbytes, buffer.nbytes))
+        value.gradient = recorder.hold(total)
+        recorder.drop(old)
+        recorder.drop(buffer)
+    if not value.readers and value.buffer.kind == "parameter" and value.gradient is not None:
+        value.gradient.kind = "gradient"
+        value.gradient.name = value.buffer.name

@@ -1,0 +1,202 @@
+"""Runs tasks on streams: a fluid simulation that advances to the next completion.
+
+Every stream, one for computing and one for each set of mesh axes, runs its tasks in their order, as
+CUDA streams and NCCL communicators do. What runs at a time shares the device:
+
+- while a kernel and a collective run side by side, both take `slowdown` times as long: they share
+  memory bandwidth, cache and multiprocessors;
+- n collectives on the same links get an n-th of their bandwidth each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.cost.model import Work
+from autopar.errors import SimulationError
+from autopar.ir.collective import Collective
+from autopar.simulate.task import COMPUTE, Task
+from autopar.simulate.timeline import Memory, Span, Timeline
+
+# The average that Lee et al. measured for kernels on A100, H100, MI210 and MI250 ("Characterizing
+# Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114,
+# abstract; the largest was 1.40). The collective is taken to lose as much.
+SLOWDOWN = 1.189
+
+
+class Prices(Protocol):
+    """What the engine asks of a cost model, in seconds for a device that does nothing else."""
+
+    def compute(self, work: Work) -> float:
+        """Seconds of one kernel."""
+        ...
+
+    def collective(self, call: Collective, /) -> float:
+        """Seconds of one collective."""
+        ...
+
+    def resources(self, call: Collective, /) -> tuple[str, ...]:
+        """Names of the links that a collective keeps busy."""
+        ...
+
+
+def run(tasks: Sequence[Task], model: Prices, slowdown: float = SLOWDOWN) -> Timeline:
+    """When each task begins and ends, and what memory it takes.
+
+    Args:
+        tasks: of one device, those of each stream in their order.
+        model: prices.
+        slowdown: how many times as long kernels and collectives take while they overlap, at least
+            1.
+
+    Raises:
+        SimulationError: a task waits for one that is not there or, through others, for itself; a
+            buffer is allocated twice or freed before it is there; `slowdown` is less than 1.
+    """
+    if not slowdown >= 1:
+        raise SimulationError(
+            f"a slowdown of {slowdown}",
+            why="what overlaps takes at least as long as what does not",
+            todo="give a number of 1 or more",
+        )
+    return _Engine(tuple(tasks), model, slowdown).run()
+
+
+@dataclass(slots=True)
+class _Running:
+    position: int
+    left: float  # seconds at full speed
+    links: tuple[str, ...]
+
+
+class _Engine:
+    def __init__(self, tasks: tuple[Task, ...], model: Prices, slowdown: float) -> None:
+        self.tasks, self.model, self.slowdown = tasks, model, slowdown
+        self.now = 0.0
+        self.queues: dict[str, deque[int]] = {}
+        self.readers: list[list[int]] = [[] for _ in tasks]
+        self.waits = [0] * len(tasks)
+        self.running: dict[str, _Running] = {}
+        self.start, self.end = [0.0] * len(tasks), [0.0] * len(tasks)
+        self.exposed = [0.0] * len(tasks)
+        self.done = 0
+        self.memory = Memory()
+        for position, task in enumerate(tasks):
+            self.queues.setdefault(task.stream, deque()).append(position)
+            for other in set(task.after):
+                self._check(position, other)
+                self.readers[other].append(position)
+                self.waits[position] += 1
+
+    def _check(self, position: int, other: int) -> None:
+        name = self.tasks[position].name
+        if other == position:
+            raise SimulationError(
+                f"task {name!r} waits for itself",
+                why=f"after = {self.tasks[position].after} and it is task {position}",
+            )
+        if not 0 <= other < len(self.tasks):
+            raise SimulationError(
+                f"task {name!r} waits for task {other}",
+                why=f"the tasks are numbered from 0 to {len(self.tasks) - 1}",
+            )
+
+    def run(self) -> Timeline:
+        for stream in self.queues:
+            self._begin(stream)
+        while self.running:
+            self._advance()
+        if self.done < len(self.tasks):
+            self._deadlock()
+        spans = tuple(map(Span, self.tasks, self.start, self.end, self.exposed))
+        return Timeline(spans, self.now, self.memory.finish())
+
+    def _begin(self, stream: str) -> None:
+        """Start what a stream may run now; what takes no time ends at once."""
+        streams = [stream]
+        while streams:
+            queue = self.queues[streams[-1]]
+            if streams[-1] in self.running or not queue or self.waits[queue[0]]:
+                streams.pop()
+                continue
+            position = queue.popleft()
+            task = self.tasks[position]
+            self.start[position] = self.now
+            self.memory.add(self.now, position, task)
+            seconds, links = 0.0, tuple[str, ...]()
+            if isinstance(task.what, Collective):
+                seconds, links = self.model.collective(task.what), self.model.resources(task.what)
+            elif task.what:
+                seconds = sum(map(self.model.compute, task.what))
+            if seconds > 0:
+                self.running[task.stream] = _Running(position, seconds, links)
+            else:
+                streams += self._finish(position)
+
+    def _finish(self, position: int) -> list[str]:
+        """End a task; returns the streams that may go on."""
+        task = self.tasks[position]
+        self.end[position] = self.now
+        self.memory.remove(self.now, task)
+        self.done += 1
+        freed = [task.stream]
+        for reader in self.readers[position]:
+            self.waits[reader] -= 1
+            if not self.waits[reader]:
+                freed.append(self.tasks[reader].stream)
+        return freed
+
+    def _advance(self) -> None:
+        """Go on to the next completion."""
+        rates = self._rates()
+        ends = {stream: task.left / rates[stream] for stream, task in self.running.items()}
+        passed = min(ends.values())
+        self.now += passed
+        if COMPUTE not in self.running:
+            for task in self.running.values():
+                self.exposed[task.position] += passed / len(self.running)
+        ended = []
+        for stream, task in list(self.running.items()):
+            # What ends within a rounding error ends now.
+            if ends[stream] <= passed * (1 + 1e-12):
+                del self.running[stream]
+                ended.append(task.position)
+            else:
+                task.left -= passed * rates[stream]
+        for position in ended:
+            for stream in self._finish(position):
+                self._begin(stream)
+
+    def _rates(self) -> dict[str, float]:
+        """How fast each running task goes, 1 for one that has the device to itself."""
+        if len(self.running) == 1:
+            return dict.fromkeys(self.running, 1.0)
+        busy: dict[str, int] = {}
+        for task in self.running.values():
+            for link in task.links:
+                busy[link] = busy.get(link, 0) + 1
+        both = 1 / self.slowdown if COMPUTE in self.running else 1.0
+        return {
+            stream: both / max((busy[link] for link in task.links), default=1)
+            for stream, task in self.running.items()
+        }
+
+    def _deadlock(self) -> None:
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        position = min(heads)
+        task = self.tasks[position]
+        ended = {p for p in task.after if self._ended(p)}
+        missing = [self.tasks[p].name for p in task.after if p not in ended]
+        raise SimulationError(
+            f"{len(self.tasks) - self.done} of {len(self.tasks)} tasks never begin",
+            where=f"task {task.name!r} on stream {task.stream!r}",
+            why=f"it waits for {', '.join(map(repr, missing[:3]))}, which wait for it",
+            todo="let every task wait for earlier ones only",
+        )
+
+    def _ended(self, position: int) -> bool:
+        queue = self.queues[self.tasks[position].stream]
+        return position not in queue

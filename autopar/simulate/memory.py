@@ -1,0 +1,164 @@
+"""Buffers and who holds them: the bookkeeping behind the memory of a simulated step.
+
+A buffer is a tensor's storage. It is freed when nobody holds it any more: no variable, no operator
+that keeps it for its backward, no gradient that waits to be added to. Every coming and going is
+noted on the task that is being recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autopar.cost.model import Work
+from autopar.ir.collective import Collective
+from autopar.simulate.task import COMPUTE, Cause, Phase, Task
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A storage: what it is for, its bytes and how many hold it.
+
+    Kinds are "parameter", "gradient", "optimizer", "batch", "activation" (kept for the backward),
+    "communication" (staging of a collective) and "temporary".
+    """
+
+    kind: str
+    name: str
+    nbytes: float
+    holders: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A tensor of the program: its storage and, in the backward, its gradient.
+
+    Attributes:
+        buffer: the storage, which views of it share.
+        grad: whether a gradient flows into it.
+        gradient: what has arrived of it.
+        readers: how many uses of it have a gradient to give; parameters only.
+        ready, gradient_ready: the task that makes it while others run on, -1 for none.
+    """
+
+    buffer: Buffer
+    grad: bool
+    gradient: Buffer | None = None
+    readers: int = 0
+    ready: int = -1
+    gradient_ready: int = -1
+
+
+@dataclass(slots=True)
+class _Draft:
+    name: str
+    node: str
+    phase: Phase
+    stream: str
+    what: tuple[Work, ...] | Collective
+    after: tuple[int, ...]
+    cause: Cause
+    allocates: list[Buffer] = field(default_factory=list)
+    frees: list[Buffer] = field(default_factory=list)
+
+
+class Recorder:
+    """Tasks in program order, with the buffers that come and go."""
+
+    def __init__(self) -> None:
+        self.drafts: list[_Draft] = []
+        self.phase: Phase = "forward"
+        self.barrier = -1  # the last task that everything after it waits for
+        self.pending: set[int] = set()  # tasks that nobody has waited for
+
+    def compute(
+        self, name: str, node: str, what: tuple[Work, ...], needs: Iterable[int] = ()
+    ) -> None:
+        """Kernels on the device itself; `needs` are unfinished tasks whose results they read."""
+        self._add(name, node, COMPUTE, what, needs, "")
+        self.barrier = len(self.drafts) - 1
+
+    def collective(
+        self, name: str, node: str, call: Collective, cause: Cause, needs: Iterable[int] = ()
+    ) -> None:
+        """A collective for which the program waits."""
+        self._add(name, node, ",".join(call.axes), call, needs, cause)
+        self.barrier = len(self.drafts) - 1
+
+    def launch(
+        self,
+        name: str,
+        node: str,
+        call: Collective,
+        cause: Cause,
+        needs: Iterable[int] = (),
+        behind: int | None = None,
+    ) -> int:
+        """A collective for which only the readers of its result wait; returns its position.
+
+        `behind` is the task after which it may begin, by default the last one.
+        """
+        before, self.barrier = self.barrier, self.barrier if behind is None else behind
+        self._add(name, node, ",".join(call.axes), call, needs, cause)
+        self.barrier = before
+        self.pending.add(len(self.drafts) - 1)
+        return len(self.drafts) - 1
+
+    def _add(
+        self,
+        name: str,
+        node: str,
+        stream: str,
+        what: tuple[Work, ...] | Collective,
+        needs: Iterable[int],
+        cause: Cause,
+    ) -> None:
+        after = tuple(sorted({task for task in (self.barrier, *needs) if task >= 0}))
+        self.pending.difference_update(after)
+        self.drafts.append(_Draft(name, node, self.phase, stream, what, after, cause))
+
+    def allocate(self, kind: str, name: str, nbytes: float) -> Buffer:
+        """A new buffer, from the start of the current task on; nobody holds it yet."""
+        buffer = Buffer(kind, name, nbytes)
+        self.drafts[-1].allocates.append(buffer)
+        return buffer
+
+    def scratch(self, kind: str, name: str, nbytes: float) -> None:
+        """A buffer that lives as long as the current task."""
+        if nbytes:
+            self.drafts[-1].frees.append(self.allocate(kind, name, nbytes))
+
+    def hold(self, buffer: Buffer) -> Buffer:
+        """One holder more."""
+        buffer.holders += 1
+        return buffer
+
+    def drop(self, buffer: Buffer) -> None:
+        """One holder less; the last one frees it at the end of the current task."""
+        buffer.holders -= 1
+        if not buffer.holders:
+            self.drafts[-1].frees.append(buffer)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Everything recorded, buffers by names of their own."""
+        names: dict[int, str] = {}
+        taken: dict[str, int] = {}
+        for draft in self.drafts:
+            for buffer in draft.allocates:
+                label = f"{buffer.kind} {buffer.name}"
+                count = taken[label] = taken.get(label, 0) + 1
+                names[id(buffer)] = label if count == 1 else f"{label} ({count})"
+        return tuple(
+            Task(
+                draft.name,
+                draft.node,
+                draft.phase,
+                draft.stream,
+                draft.what,
+                draft.after,
+                tuple((names[id(b)], float(b.nbytes)) for b in draft.allocates),
+                tuple(names[id(b)] for b in draft.frees),
+                draft.cause,
+            )
+            for draft in self.drafts
+        )

@@ -1,0 +1,174 @@
+"""What one operator and one layout change allocate, forwards and backwards, on one device.
+
+The results come from the layouts, what is kept for the backward from autograd itself (`Node.saved`
+and `Node.saved_types`). What a backward makes follows from its derivative: a new tensor for each
+operand, but for those whose gradient is the result's own. Where a derivative is computed in
+several steps its temporaries are counted here, after torch's tools/autograd/derivatives.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.collective import Step
+from autopar.ir.exchange import across
+from autopar.ir.graph import Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.plan import NodePlan
+
+# The gradient of these operands is that of the result, where the shapes are equal.
+_PASSED_ON = {
+    "aten.add.Tensor": (0, 1),
+    "aten.sub.Tensor": (0,),
+    "aten.clone": (0,),
+    "aten.contiguous": (0,),
+    "aten.reshape": (0,),
+    "aten.view": (0,),
+}
+# The gradient of every operand is a view of that of the result.
+_VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
+# Views whose gradient is a tensor of its own: zeros around a part, a sum over repetitions.
+_OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
+# Temporaries of the backward, in results.
+_BACKWARD_STEPS = {
+    "aten.pow.Tensor_Scalar": 2,
+    "aten.rsqrt": 2,
+    "aten.sqrt": 1,
+    "aten.sin": 1,
+    "aten.cos": 2,
+    "aten.div.Tensor": 3,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One operator on one device, in bytes.
+
+    Attributes:
+        results: of each result.
+        alias: the operand whose storage the results share, -1 for none.
+        saved: operands kept for the backward, -1 for the result.
+        extra: tensors kept that are no value of the graph.
+        scratch, backward_scratch: what lives only while it runs.
+        gradients: for each operand the bytes of a gradient of its own, 0 if it is the result's, -1
+            if it has none.
+    """
+
+    results: tuple[float, ...]
+    alias: int
+    saved: tuple[int, ...]
+    extra: tuple[float, ...]
+    scratch: float
+    gradients: tuple[float, ...]
+    backward_scratch: float
+
+
+def recipe(node: Node, operands: tuple[Node, ...], planned: NodePlan, mesh: Mesh) -> Recipe:
+    """What `node` allocates under its layouts; `operands` are the nodes that it reads."""
+    types = tuple(operand.type for operand in operands)
+    into = tuple(layout for _, layout in planned.operands)
+    out = tuple(layout for _, layout in planned.results)
+    given = tuple(
+        float(layout.local_bytes(tensor, mesh))
+        for tensor, layout in zip(node.types, out, strict=True)
+    )
+    taken = tuple(
+        float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
+    )
+    near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
+    asks = bool(into) and bool(across(node, types, into))
+    scratch = backward = 0.0
+    if asks:
+        scratch = max(*taken, *given)
+    if node.op == "aten.cross_entropy_loss":
+        backward = taken[0]
+    wide = node.requires_grad and any(
+        operand.requires_grad and 0 < size < given[0]
+        for operand, size in zip(operands, taken, strict=False)
+    )
+    gradients = tuple(
+        _gradient(node, place, operand, size, given[0])
+        for place, (operand, size) in enumerate(zip(operands, taken, strict=False))
+    )
+    backward += given[0] * _BACKWARD_STEPS.get(node.op, 0) if node.requires_grad else 0
+    if wide and node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
+        backward += given[0]
+    return Recipe(
+        given,
+        node.inputs.index(node.alias) if node.alias in node.inputs else -1,
+        tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved),
+        tuple(_like(tensor, near, mesh) for tensor in node.saved_types),
+        scratch,
+        gradients,
+        backward,
+    )
+
+
+def _gradient(node: Node, place: int, operand: Node, size: float, result: float) -> float:
+    """Bytes of the gradient of an operand: 0 if it needs none of its own, -1 if there is none."""
+    if not (node.requires_grad and operand.requires_grad):
+        return -1.0
+    if node.op in _VIEWED or (place in _PASSED_ON.get(node.op, ()) and size == result):
+        return 0.0
+    if node.alias is not None and node.op not in _OWN_GRADIENT:
+        return 0.0 if node.alias == operand.name else -1.0
+    return size
+
+
+def _like(tensor: TensorType, near: list[tuple[tuple[int, ...], Layout]], mesh: Mesh) -> float:
+    """Local bytes of a tensor that an operator keeps, split as the dimensions it has in common."""
+    best: tuple[int, float] = (0, float(tensor.nbytes))
+    for shape, layout in near:
+        for start in range(max(len(shape) - len(tensor.shape), 0) + 1):
+            window = list(zip(shape[start:], layout.dims[start:], strict=True))
+            if len(window) < len(tensor.shape):
+                continue
+            common, elements = 0, 1
+            for size, (other, axes) in zip(tensor.shape, window, strict=False):
+                if size == other:
+                    common += 1
+                    size = Layout((axes,)).local_shape((size,), mesh)[0]
+                elif size != 1:
+                    common = -len(shape)
+                elements *= size
+            if common > best[0]:
+                best = (common, float(elements * DTYPE_BYTES[tensor.dtype]))
+    return best[1]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One direction of a layout change in bytes: its result, None if it is a view, and staging."""
+
+    result: float | None
+    staging: float = 0.0
+
+
+def transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Transfer]:
+    """What a step allocates forwards and backwards, as the runtime's functions do.
+
+    Blocks that are not in a row in memory are copied before they are sent or after they arrive.
+    """
+    if all(mesh.axis_size(axis) == 1 for axis in step.axes):
+        return Transfer(None), Transfer(None)
+    before, after = (float(layout.local_bytes(tensor, mesh)) for layout in (step.src, step.dst))
+    view, forward_copy, backward_copy = Transfer(None), Transfer(after), Transfer(before)
+    gather = Transfer(after, after if step.dim else 0.0)
+    gather_back = Transfer(before, before if step.dim else 0.0)
+    table = {
+        "all_reduce": (forward_copy, view),
+        "to_varying": (view, backward_copy),
+        "from_varying": (view, backward_copy),
+        "to_partial": (forward_copy, view),
+        "reduce_scatter": (Transfer(after, before if step.dim else 0.0), gather_back),
+        "all_gather": (gather, Transfer(before, after if step.dim else 0.0)),
+        "all_gather_invariant": (gather, backward_copy),
+        "slice_invariant": (forward_copy, gather_back),
+        "slice_varying": (forward_copy, backward_copy),
+        "all_to_all": (
+            Transfer(after, (before if step.to_dim else 0.0) + (after if step.dim else 0.0)),
+            Transfer(before, (after if step.dim else 0.0) + (before if step.to_dim else 0.0)),
+        ),
+    }
+    return table[step.op]

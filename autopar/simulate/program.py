@@ -1,0 +1,330 @@
+"""The emitted program as lines over variables: what is computed, resharded, kept and overwritten.
+
+A variable keeps its value alive until it is given another one or its function returns. Code
+generation gives a value that is resharded its variable again where nobody needs the old one, and
+sends a value that several readers want in one layout once; the lines here say the same, found from
+graph and plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.collective import Resharder, Step
+from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.tensor import Layout, TensorType
+from autopar.plan import NodePlan, Plan
+
+IDENTITIES = ("autopar.share", "autopar.shard")
+# A leaf that is read by name from the table of parameters; it is no variable of the function.
+LEAF = "%"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """`targets = node(operands)`."""
+
+    node: Node
+    operands: tuple[str, ...]
+    target: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """`target = step(source)`, a value of type `tensor`; `value` is the node that made it."""
+
+    value: str
+    tensor: TensorType
+    step: Step
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Assign:
+    """`target = source`."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Where the gradients of all readers of a share meet, in the backward."""
+
+    node: Node
+    variable: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """`targets = block(targets, ...)` for every block of a run."""
+
+    run: int
+    targets: tuple[str, ...]
+    outside: tuple[str, ...]
+
+
+Line = Compute | Move | Assign | Sum | Call
+
+
+@dataclass(frozen=True)
+class Function:
+    """Lines, the variables that are its arguments, and those that it returns."""
+
+    lines: tuple[Line, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`forward` and the function of each run of blocks, which reads leaves of the first block."""
+
+    forward: Function
+    blocks: tuple[Function, ...]
+
+
+def program(graph: Graph, plan: Plan, resharder: Resharder) -> Program:
+    """What the program of a plan does in its forward, line by line.
+
+    Raises:
+        PlanMismatchError: the plan has no layout for a node.
+        LayoutError: a layout does not fit its value.
+    """
+    layouts = _Layouts(graph, plan, resharder)
+    outside = [_outside(graph, repeat) for repeat in graph.repeats]
+    blocks = tuple(
+        _block(layouts, repeat, names) for repeat, names in zip(graph.repeats, outside, strict=True)
+    )
+    return Program(_forward(layouts, outside), blocks)
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    graph: Graph
+    plan: Plan
+    resharder: Resharder
+
+    def planned(self, name: str) -> NodePlan:
+        template = self.graph.template[name]
+        if template not in self.plan.nodes:
+            raise PlanMismatchError(
+                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
+            )
+        return self.plan.nodes[template]
+
+    def result(self, name: str, index: int = 0) -> Layout:
+        return self.planned(name).results[index][1]
+
+    def carried(self, repeat: Repeat) -> list[Layout]:
+        """The layout of each carried value where a block begins."""
+        first = set(repeat.iterations[0])
+        shares = (next(n for n in self.graph.users[e] if n in first) for e, _ in repeat.carried)
+        return [self.planned(share).operands[0][1] for share in shares]
+
+
+@dataclass
+class _Held:
+    variable: str
+    layout: Layout
+
+
+class _Writer:
+    """The lines of one function."""
+
+    def __init__(self, layouts: _Layouts, nodes: Iterable[Node], results: Iterable[str]) -> None:
+        self.layouts, self.graph = layouts, layouts.graph
+        self.lines: list[Line] = []
+        self.held: dict[str, _Held] = {}
+        self.sent: dict[tuple[str, Layout], str] = {}
+        self.uses: dict[str, int] = {}
+        self.count = 0
+        for name in (*(n for node in nodes for n in node.inputs), *results):
+            self.uses[name] = self.uses.get(name, 0) + 1
+
+    def fresh(self) -> str:
+        self.count += 1
+        return f"v{self.count}"
+
+    def hold(self, value: str, variable: str, layout: Layout) -> None:
+        self.held[value] = _Held(variable, layout)
+
+    def look_up(self, value: str) -> _Held:
+        if value not in self.held:
+            self.hold(value, LEAF + value, self.layouts.result(value))
+        return self.held[value]
+
+    def operand(self, value: str, wanted: Layout) -> str:
+        """The variable that holds `value` in the layout `wanted`."""
+        self.uses[value] -= 1
+        held = self.look_up(value)
+        steps = self._steps(value, held.layout, wanted)
+        if not steps:
+            return held.variable
+        key = (value, steps[-1].dst)
+        if key not in self.sent:
+            self.sent[key] = self._target(held.variable)
+            self._reshard(value, held.variable, self.sent[key], steps)
+        return self.sent[key]
+
+    def _steps(self, value: str, src: Layout, dst: Layout) -> tuple[Step, ...]:
+        node = self.graph[value]
+        return self.layouts.resharder.steps(node.type, src, dst, node.requires_grad)
+
+    def _reshard(self, value: str, source: str, target: str, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            self.lines.append(Move(value, self.graph[value].type, step, source, target))
+            source = target
+
+    def _target(self, variable: str) -> str:
+        owners = [name for name, held in self.held.items() if held.variable == variable]
+        if not variable.startswith(LEAF) and not any(self.uses.get(name, 0) for name in owners):
+            return variable
+        return self.fresh()
+
+    def add(self, node: Node) -> None:
+        if node.op in IDENTITIES:
+            self._share(node)
+            return
+        planned = self.layouts.planned(node.name)
+        if node.op == "getitem":
+            self._getitem(node)
+            return
+        operands = tuple(
+            self.operand(value, layout)
+            for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
+        )
+        target = self.fresh()
+        self.lines.append(Compute(node, operands, target))
+        if self.uses.get(node.name):
+            self.hold(node.name, target, planned.results[0][1])
+        else:  # the value is not kept
+            self.lines.append(Assign("", target))
+
+    def _share(self, node: Node) -> None:
+        planned = self.layouts.planned(node.name)
+        value = node.inputs[0]
+        (_, into), (_, out) = planned.operands[0], planned.results[0]
+        before = self.look_up(value).variable
+        variable = self.operand(value, into)
+        steps = self._steps(value, into, out)
+        if steps:
+            named = not variable.startswith(LEAF)
+            target = self._target(variable) if named else self.fresh()
+            self._reshard(value, variable, target, steps)
+        elif variable == before or not variable.startswith(LEAF):
+            target = variable
+        else:
+            target = self.fresh()
+            self.lines.append(Assign(variable, target))
+        self.lines.append(Sum(node, target))
+        self.hold(node.name, target, out)
+
+    def _getitem(self, node: Node) -> None:
+        value, index = node.inputs[0], node.args[1]
+        assert isinstance(index, int)
+        self.uses[value] -= 1
+        target = self.fresh()
+        self.lines.append(Compute(node, (self.look_up(value).variable,), target))
+        wanted = self.layouts.result(node.name)
+        steps = self._steps(node.name, self.layouts.result(value, index), wanted)
+        self._reshard(node.name, target, target, steps)
+        self.hold(node.name, target, wanted)
+
+    def function(self, arguments: Iterable[str], results: Iterable[str]) -> Function:
+        return Function(tuple(self.lines), tuple(arguments), tuple(results))
+
+
+def _outside(graph: Graph, repeat: Repeat) -> tuple[str, ...]:
+    """What a block reads that is neither its own, carried, nor a parameter."""
+    inside = set(repeat.iterations[0])
+    entries = {entry for entry, _ in repeat.carried}
+    nodes = (graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf)
+    reads = dict.fromkeys(name for node in nodes for name in node.inputs)
+    return tuple(
+        name
+        for name in reads
+        if name not in inside | entries and graph[name].op not in ("param", "buffer")
+    )
+
+
+def _block(layouts: _Layouts, repeat: Repeat, outside: tuple[str, ...]) -> Function:
+    graph = layouts.graph
+    nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
+    writer = _Writer(layouts, nodes, [leaves for _, leaves in repeat.carried])
+    carried = layouts.carried(repeat)
+    arguments = []
+    for (entry, _), layout in zip(repeat.carried, carried, strict=True):
+        arguments.append(writer.fresh())
+        writer.hold(entry, arguments[-1], layout)
+    for name in outside:
+        arguments.append(writer.fresh())
+        writer.hold(name, arguments[-1], layouts.result(name))
+    for node in nodes:
+        writer.add(node)
+    results = [
+        writer.operand(leaves, layout)
+        for (_, leaves), layout in zip(repeat.carried, carried, strict=True)
+    ]
+    return writer.function(arguments, results)
+
+
+def _forward(layouts: _Layouts, outside: list[tuple[str, ...]]) -> Function:
+    graph = layouts.graph
+    home = {n: k for k, repeat in enumerate(graph.repeats) for it in repeat.iterations for n in it}
+    nodes = [node for node in graph.nodes if node.name not in home and not node.is_leaf]
+    used = [name for names in outside for name in names]
+    used += [entry for repeat in graph.repeats for entry, _ in repeat.carried]
+    used += [node for _, node in graph.outputs]
+    writer = _Writer(layouts, nodes, used)
+    wanted = {name for node in nodes for name in node.inputs} | set(used)
+    for leaf in graph.leaves("input"):
+        if leaf.name in wanted:
+            variable = writer.fresh()
+            writer.lines.append(Assign(LEAF + leaf.name, variable))
+            writer.hold(leaf.name, variable, layouts.result(leaf.name))
+    called: set[int] = set()
+    for node in graph.nodes:
+        run = home.get(node.name)
+        if node.is_leaf or run in called:
+            continue
+        if run is None:
+            writer.add(node)
+            continue
+        called.add(run)
+        _call(writer, run, outside[run])
+    results = [writer.operand(node, _ending(layouts, node)) for _, node in graph.outputs]
+    return writer.function((), results)
+
+
+def _call(writer: _Writer, run: int, outside: tuple[str, ...]) -> None:
+    repeat = writer.graph.repeats[run]
+    carried = writer.layouts.carried(repeat)
+    variables = [
+        writer.operand(entry, layout)
+        for (entry, _), layout in zip(repeat.carried, carried, strict=True)
+    ]
+    targets = [writer.fresh() for _ in variables]
+    for target, variable in zip(targets, variables, strict=True):
+        writer.lines.append(Assign(variable, target))
+    read = tuple(writer.operand(name, writer.layouts.result(name)) for name in outside)
+    writer.lines.append(Call(run, tuple(targets), read))
+    last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+    for (_, leaves), target, layout in zip(repeat.carried, targets, carried, strict=True):
+        writer.hold(last[leaves], target, layout)
+
+
+def _ending(layouts: _Layouts, node: str) -> Layout:
+    """The loss ends whole on every device, other outputs stay as they are."""
+    graph = layouts.graph
+    if node == graph.loss:
+        return Layout.replicated(len(graph[node].type.shape))
+    for repeat in graph.repeats:
+        last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+        for (_, leaves), layout in zip(repeat.carried, layouts.carried(repeat), strict=True):
+            if last[leaves] == node:
+                return layout
+    return layouts.result(node)

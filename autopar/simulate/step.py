@@ -1,0 +1,316 @@
+"""A plan's training step as tasks: forward, backward in reverse order, optimizer.
+
+The forward plays the program's lines (`program.py`) block by block and writes a tape of what has a
+gradient; the backward plays the tape from its end, as autograd does, which runs what was computed
+last first. Gradients of the last step are gone when the forward begins, as the emitted program sets
+them to None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost.model import CostModel, NodeWork, Work
+from autopar.errors import SimulationError
+from autopar.ir.collective import Collective, Resharder
+from autopar.ir.exchange import exchanged
+from autopar.ir.graph import Graph, Node
+from autopar.ir.tensor import DTYPE_BYTES
+from autopar.plan import Plan
+from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
+from autopar.simulate.memory import Recorder, Value
+from autopar.simulate.operators import Transfer, recipe, transfers
+from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
+from autopar.simulate.task import Cause, Task
+
+OVERLAPS = ("gradient", "parameter")
+_NO_WORK = NodeWork()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a step depends on beside graph and plan.
+
+    Attributes:
+        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
+            a time, 1 for all at once).
+        at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
+        overlap: collectives that the program does not wait for, of `OVERLAPS`: gradients are
+            synchronised while the backward goes on, parameters are gathered one block ahead. The
+            emitted program waits for all.
+    """
+
+    state_bytes: float = 2.0
+    update_bytes: float = 2.0
+    at_once: bool = False
+    overlap: frozenset[str] = frozenset()
+
+
+def tasks(
+    graph: Graph,
+    plan: Plan,
+    works: Mapping[str, NodeWork],
+    model: CostModel,
+    settings: Settings | None = None,
+) -> tuple[Task, ...]:
+    """Everything that one device does in one training step, repeated blocks unfolded.
+
+    Args:
+        graph: prepared, with its repeats and a loss.
+        plan: a layout for every node of the folded graph.
+        works: kernels of each node of the folded graph, run once.
+        model: the prices under which layouts change, as code generation chooses them.
+        settings: optimizer and overlap; by default AdamW, one parameter at a time, and none.
+
+    Returns:
+        Tasks in program order. The first one, which takes no time, holds parameters, optimizer
+        state and the batch.
+
+    Raises:
+        SimulationError: the graph has no loss, or no such collectives overlap.
+        PlanMismatchError: the plan has no layout for a node.
+        LayoutError: a layout does not fit its value.
+    """
+    settings = settings or Settings()
+    if graph.loss is None:
+        raise SimulationError(
+            "there is no training step to simulate",
+            why=f"graph {graph.name} has no loss",
+            todo="plan a model that returns a loss, or pass loss_fn",
+        )
+    if not settings.overlap <= set(OVERLAPS):
+        raise SimulationError(
+            f"nothing called {', '.join(sorted(settings.overlap - set(OVERLAPS)))} overlaps",
+            why=f"what may overlap is {', '.join(OVERLAPS)}",
+        )
+    resharder = Resharder(plan.mesh, model.collective)
+    player = _Player(graph, plan, works, settings)
+    return player.play(program(graph, plan, resharder))
+
+
+class _Player:
+    """Plays a program once; `play` is its only use."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, works: Mapping[str, NodeWork], settings: Settings
+    ) -> None:
+        self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
+        self.recorder = Recorder()
+        self.leaves: dict[str, Value] = {}
+        self.tape: list[Entry] = []
+        self.operators: dict[str, Operator] = {}
+        self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
+        self.causes: dict[str, bool] = {}
+        self.began = self.before = -1  # the tasks with which this block and the last one began
+
+    def play(self, made: Program) -> tuple[Task, ...]:
+        self._begin()
+        frame = self._run(made.forward, [], {}, made)
+        outputs = [frame[name] for name in made.forward.results]
+        names = [node for _, node in self.graph.outputs]
+        loss = outputs[names.index(str(self.graph.loss))]
+        for value in outputs:
+            self.recorder.hold(value.buffer)
+        self._leave(frame)
+        for value in outputs:
+            if value is not loss:
+                self.recorder.drop(value.buffer)
+        backward(self.tape, loss, self.recorder, self.settings.overlap)
+        self.recorder.drop(loss.buffer)
+        self._optimizer()
+        return self.recorder.tasks()
+
+    def _begin(self) -> None:
+        """What is there all the time."""
+        recorder = self.recorder
+        recorder.compute("begin", "", ())
+        for node in self.graph.nodes:
+            if not node.is_leaf:
+                continue
+            layout = self.plan.nodes[self.graph.template[node.name]].results[0][1]
+            nbytes = float(layout.local_bytes(node.type, self.plan.mesh))
+            kind = "batch" if node.op == "input" else "parameter"
+            buffer = recorder.hold(recorder.allocate(kind, node.name, nbytes))
+            self.leaves[node.name] = Value(buffer, node.op == "param" and node.requires_grad)
+            if self.leaves[node.name].grad and self.settings.state_bytes:
+                state = nbytes * self.settings.state_bytes
+                recorder.hold(recorder.allocate("optimizer", node.name, state))
+
+    # Forward ---------------------------------------------------------------------------------
+
+    def _run(
+        self, function: Function, arguments: list[Value], names: dict[str, str], made: Program
+    ) -> dict[str, Value]:
+        """Play a function; `names` are a block's own for those of the first block."""
+        recorder, frame = self.recorder, dict[str, Value]()
+        for variable, value in zip(function.arguments, arguments, strict=True):
+            frame[variable] = value
+            recorder.hold(value.buffer)
+        self.before, self.began = self.began, recorder.barrier
+        for line in function.lines:
+            if isinstance(line, Compute):
+                operands = [self._read(frame, names, o) for o in line.operands]
+                self._bind(frame, line.target, self._compute(line.node, operands, names))
+            elif isinstance(line, Move):
+                source = self._read(frame, names, line.source)
+                self._bind(frame, line.target, self._move(line, source, names))
+            elif isinstance(line, Sum):
+                self._meet(line, self._read(frame, names, line.variable), names)
+            elif isinstance(line, Call):
+                self._call(line, frame, made)
+            elif line.source:
+                self._bind(frame, line.target, self._read(frame, names, line.source))
+            else:
+                recorder.drop(frame.pop(line.target).buffer)
+        return frame
+
+    def _leave(self, frame: dict[str, Value]) -> None:
+        for value in frame.values():
+            self.recorder.drop(value.buffer)
+
+    def _call(self, line: Call, frame: dict[str, Value], made: Program) -> None:
+        repeat, function = self.graph.repeats[line.run], made.blocks[line.run]
+        outside = [frame[variable] for variable in line.outside]
+        for block in repeat.iterations:
+            names = dict(zip(repeat.iterations[0], block, strict=True))
+            arguments = [frame[variable] for variable in line.targets]
+            inner = self._run(function, [*arguments, *outside], names, made)
+            results = [inner[variable] for variable in function.results]
+            for value in results:
+                self.recorder.hold(value.buffer)
+            self._leave(inner)
+            for variable, value in zip(line.targets, results, strict=True):
+                self._bind(frame, variable, value)
+                self.recorder.drop(value.buffer)
+
+    def _read(self, frame: dict[str, Value], names: dict[str, str], variable: str) -> Value:
+        if variable.startswith(LEAF):
+            name = variable[len(LEAF) :]
+            return self.leaves[names.get(name, name)]
+        return frame[variable]
+
+    def _bind(self, frame: dict[str, Value], variable: str, value: Value) -> None:
+        self.recorder.hold(value.buffer)
+        old = frame.get(variable)
+        if old is not None:
+            self.recorder.drop(old.buffer)
+        frame[variable] = value
+
+    def _operator(self, node: Node) -> Operator:
+        if node.name not in self.operators:
+            planned = self.plan.nodes[self.graph.template[node.name]]
+            reads = tuple(self.graph[name] for name in node.inputs)
+            asks: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())
+            if len(planned.operands) == len(reads):
+                into = tuple(layout for _, layout in planned.operands)
+                types = tuple(read.type for read in reads)
+                asks = exchanged(node, types, into, self.plan.mesh)
+            work = self.works.get(self.graph.template[node.name], _NO_WORK)
+            made = recipe(node, reads, planned, self.plan.mesh)
+            self.operators[node.name] = Operator(made, work, asks)
+        return self.operators[node.name]
+
+    def _compute(self, node: Node, operands: list[Value], names: dict[str, str]) -> Value:
+        recorder, operator = self.recorder, self._operator(node)
+        made, name = operator.recipe, names.get(node.name, node.name)
+        ready = [value.ready for value in operands]
+        if made.alias >= 0 and not operator.work.forward:
+            value = Value(operands[made.alias].buffer, node.requires_grad)
+            value.ready = max(ready)
+        else:
+            recorder.compute(name, name, operator.work.forward, ready)
+            value = Value(
+                operands[made.alias].buffer
+                if made.alias >= 0
+                else recorder.allocate("temporary", name, sum(made.results)),
+                node.requires_grad,
+            )
+            recorder.scratch("temporary", f"of {name}", made.scratch)
+        for call in operator.asks[0]:
+            recorder.collective(f"{call.kind} in {name}", name, call, "exchange")
+        if node.requires_grad:
+            saved = [(value if place < 0 else operands[place]).buffer for place in made.saved]
+            for buffer in saved:
+                recorder.hold(buffer)
+                buffer.kind = "activation" if buffer.kind == "temporary" else buffer.kind
+            for nbytes in made.extra:
+                extra = recorder.allocate("activation", f"kept by {name}", nbytes)
+                saved.append(recorder.hold(extra))
+            for operand, gradient in zip(operands, made.gradients, strict=False):
+                operand.readers += gradient >= 0
+            self.tape.append(Ran(name, operator, operands, value, saved))
+        return value
+
+    def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
+        recorder, step = self.recorder, line.step
+        if id(step) not in self.transfers:
+            self.transfers[id(step)] = transfers(step, line.tensor, self.plan.mesh)
+        forward, gradient = self.transfers[id(step)]
+        value_of = names.get(line.value, line.value)
+        parameter = self._of_parameter(line.value)
+        target = Value(source.buffer, source.grad, ready=source.ready)
+        if step.forward is not None:
+            title = f"{step.forward.kind} of {value_of}"
+            if parameter and "parameter" in self.settings.overlap:
+                target.ready = recorder.launch(
+                    title, value_of, step.forward, "parameter", [source.ready], self.before
+                )
+            else:
+                cause: Cause = "parameter" if parameter else "activation"
+                recorder.collective(title, value_of, step.forward, cause, [source.ready])
+        elif forward.result is not None:
+            recorder.compute(f"{step.op} of {value_of}", value_of, (), [source.ready])
+        if forward.result is not None:
+            target.buffer = recorder.allocate("temporary", value_of, forward.result)
+            recorder.scratch("communication", value_of, forward.staging)
+        if source.grad:
+            source.readers += 1
+            back: Cause = "gradient" if parameter else "activation"
+            self.tape.append(Moved(value_of, step.backward, gradient, back, source, target))
+        return target
+
+    def _meet(self, line: Sum, value: Value, names: dict[str, str]) -> None:
+        work = self.works.get(self.graph.template[line.node.name], _NO_WORK)
+        if value.grad and work.backward:
+            name = names.get(line.node.name, line.node.name)
+            self.tape.append(Met(name, work.backward, value))
+
+    def _of_parameter(self, name: str) -> bool:
+        """Whether a value is a parameter or a view of one."""
+        if name not in self.causes:
+            root = self.graph[name]
+            while root.alias is not None:
+                root = self.graph[root.alias]
+            self.causes[name] = root.op == "param"
+        return self.causes[name]
+
+    # Optimizer -------------------------------------------------------------------------------
+
+    def _optimizer(self) -> None:
+        recorder, settings = self.recorder, self.settings
+        recorder.phase = "optimizer"
+        trained = [
+            (node, self.leaves[node.name].buffer.nbytes)
+            for node in self.graph.leaves("param")
+            if self.leaves[node.name].gradient is not None
+        ]
+        groups = [trained] if settings.at_once and trained else [[pair] for pair in trained]
+        for group in groups:
+            nbytes = sum(size for _, size in group)
+            name = "update" if settings.at_once else f"update of {group[0][0].name}"
+            dtype = group[0][0].type.dtype
+            recorder.compute(name, "", (_update(nbytes, settings.state_bytes, dtype),))
+            recorder.scratch("temporary", f"of {name}", nbytes * settings.update_bytes)
+
+
+def _update(nbytes: float, state_bytes: float, dtype: str) -> Work:
+    """The kernel that updates parameters of `nbytes` bytes, in one pass.
+
+    Parameter and gradient are read and the parameter is written; the state is read and written.
+    Some four operations for each of the values.
+    """
+    values = nbytes / DTYPE_BYTES[dtype]
+    moved = nbytes * (3 + 2 * state_bytes)
+    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)

@@ -1,0 +1,44 @@
+"""Task: one kernel or collective of a training step, and the buffers that come and go with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.cost.model import Work
+from autopar.ir.collective import Collective
+
+Phase = Literal["forward", "backward", "optimizer"]
+# Why something is sent: parameters gathered, gradients synchronised, activations resharded (and
+# their gradients), or an operator that asks other devices itself.
+Cause = Literal["", "parameter", "gradient", "activation", "exchange"]
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing that a device does.
+
+    Attributes:
+        name: what it is to a person, "linear_3" or "all_gather of %h_0_weight".
+        node: the graph's node that it is for, "" for none.
+        phase: of the step.
+        stream: "compute", or the mesh axes that a collective spans, joined by ",". The tasks of one
+            stream run in their order, one at a time.
+        what: kernels that run one after another, one collective, or nothing that takes time.
+        after: positions, in the tuple of all tasks, of those that must have ended before.
+        allocates: (buffer, bytes) that it needs from its start on. A buffer's name begins with its
+            kind: "activation linear_3".
+        frees: buffers that nobody needs after its end.
+        cause: of a collective.
+    """
+
+    name: str
+    node: str
+    phase: Phase
+    stream: str
+    what: tuple[Work, ...] | Collective
+    after: tuple[int, ...] = ()
+    allocates: tuple[tuple[str, float], ...] = ()
+    frees: tuple[str, ...] = ()
+    cause: Cause = ""

@@ -1,0 +1,106 @@
+"""Bytes of tensors that are alive, measured: every storage that torch makes, until it is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.codegen.executor import Executor
+
+
+@dataclass
+class Measured:
+    """One training step: bytes alive after each operator, and the number of operators so far at
+    the end of the forward and of the backward."""
+
+    curve: list[tuple[str, int]] = field(default_factory=list)
+    forward: int = 0
+    backward: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max(live for _, live in self.curve)
+
+    def peaks(self) -> tuple[int, int, int]:
+        """The peak of forward, backward and optimizer."""
+        parts = (
+            self.curve[: self.forward],
+            self.curve[self.forward : self.backward],
+            self.curve[self.backward :],
+        )
+        return tuple(max(live for _, live in part) for part in parts)
+
+    def after(self, position: int) -> int:
+        """Bytes alive after that many operators."""
+        return self.curve[position - 1][1]
+
+
+class Alive(TorchDispatchMode):
+    """Counts storages from the operator that makes them until they are freed."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = 0
+        self.held: dict[int, Any] = {}
+        self.curve: list[tuple[str, int]] = []
+        for tensor in known:
+            self.count(tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == 0 or storage._cdata in self.held:
+            return
+        key, nbytes = storage._cdata, storage.nbytes()
+
+        def freed(_: object) -> None:
+            self.live -= nbytes
+            del self.held[key]
+
+        self.held[key] = weakref.ref(storage, freed)
+        self.live += nbytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        self.curve.append((str(func), self.live))
+        return result
+
+
+def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
+    """The step that `Executor.step` makes, after one that has made the optimizer's state."""
+    executor.step(batch)
+    with Alive(_held(executor, batch)) as alive:
+        inputs = {name: value.to(executor.runtime.device) for name, value in batch.items()}
+        executor.optimizer.zero_grad(set_to_none=True)
+        found = Measured(alive.curve)
+        loss = executor._forward(inputs)[executor.program.LOSS]
+        alive.curve.append(("end of forward", alive.live))
+        found.forward = len(alive.curve)
+        torch.autograd.backward(loss)
+        alive.curve.append(("end of backward", alive.live))
+        found.backward = len(alive.curve)
+        executor.optimizer.step()
+        alive.curve.append(("end of step", alive.live))
+    return found
+
+
+def _held(executor: Executor, batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Parameters, gradients, optimizer state and the batch."""
+    yield from batch.values()
+    for tensor in executor.tensors:
+        yield tensor
+        if tensor.grad is not None:
+            yield tensor.grad
+    for state in executor.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
