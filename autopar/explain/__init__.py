@@ -1,8 +1,19 @@
-"""Where a plan's time and memory go: graph + plan + prices -> data, and that data as text.
+"""Where a plan's time and memory go, and how two plans differ, as data and as text.
 
 The list adds up to the plan's prediction, because both are made of the same steps and prices.
 """
 
+from autopar.explain.compared import render_changes, render_difference, render_figures, signed
+from autopar.explain.decisions import Change, Decision, changes, decisions
+from autopar.explain.difference import (
+    Difference,
+    Figure,
+    Traffic,
+    difference,
+    figures,
+    repriced,
+    traffic,
+)
 from autopar.explain.moves import Call, Move, moves
 from autopar.explain.summary import (
     Cost,
@@ -21,8 +32,12 @@ __all__ = [
     "PARTS",
     "VIEWS",
     "Call",
+    "Change",
     "Cost",
+    "Decision",
+    "Difference",
     "Explanation",
+    "Figure",
     "Item",
     "Line",
     "Move",
@@ -30,12 +45,23 @@ __all__ = [
     "Parameter",
     "Row",
     "Section",
+    "Traffic",
+    "changes",
+    "decisions",
+    "difference",
     "explain",
+    "figures",
     "items",
     "moves",
     "parameters",
     "render",
+    "render_changes",
+    "render_difference",
+    "render_figures",
     "render_parameters",
     "render_summary",
+    "repriced",
+    "signed",
+    "traffic",
     "view",
 ]

@@ -256,11 +256,20 @@ def parameters(
 
 def parameter_name(graph: Graph, node: Node) -> str:
     """A leaf of the folded graph as the user knows it, "*" for the number of its block."""
+    return _pattern(_label(node), _label(_counterpart(graph, node)))
+
+
+def module_pattern(graph: Graph, node: Node) -> str:
+    """The module of a node of the folded graph, "*" for the number of its block."""
+    return _pattern(node.source.module, _counterpart(graph, node).source.module)
+
+
+def _counterpart(graph: Graph, node: Node) -> Node:
+    """What a node of the first block of a run is in the second; itself outside of runs."""
     for repeat in graph.repeats:
         if node.name in repeat.iterations[0]:
-            other = repeat.iterations[1][repeat.iterations[0].index(node.name)]
-            return _pattern(_label(node), _label(graph[other]))
-    return _label(node)
+            return graph[repeat.iterations[1][repeat.iterations[0].index(node.name)]]
+    return node
 
 
 def _label(node: Node) -> str:

@@ -10,7 +10,7 @@ parameter is stored may be said too, before an arrow: ZeRO-3 is
 all.
 
 A pin may speak of some mesh axes only: "[8@node, 16, 64] along node" leaves open what becomes of
-the other axes. "not [8@node, 16]" leaves every other layout, those that differ in a sum among them.
+the other axes. "not [8@node, 16]" leaves every layout that "[8@node, 16]" would exclude.
 Several pins on one name are written in a row, with ";" between them.
 """
 
@@ -102,11 +102,10 @@ class Pin:
     def agrees(self, option: Option) -> bool:
         """Whether an option is what the pin says."""
         layout, pin = self.spoken_of(option.results[0]), self.layout
-        open_sum = not pin.varying and not self.other
         alike = (
             layout.dims == pin.dims
             and set(layout.partial) == set(pin.partial)
-            and (open_sum or set(layout.varying) == set(pin.varying))
+            and (not pin.varying or set(layout.varying) == set(pin.varying))
             and (
                 self.stored is None
                 or (option.stored is not None and self.spoken_of(option.stored) == self.stored)

@@ -1,0 +1,96 @@
+"""`autopar diff`: what differs between two plans."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from autopar.cli.console import JSON, print_json, print_out, stages
+from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
+from autopar.compile import Options, Trace
+from autopar.cost.model import AnalyticModel
+from autopar.errors import AutoparError
+from autopar.explain import Difference, difference, render_difference
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.table import table
+from autopar.ir.graph import Graph
+from autopar.ir.text import fingerprint
+from autopar.plan import Plan
+
+_LEFT = "layouts only, collectives are not compared:"
+
+
+@click.command("diff")
+@click.argument("first", type=click.Path(path_type=Path), metavar="A")
+@click.argument("second", type=click.Path(path_type=Path), metavar="B")
+@MODEL
+@RULES
+@click.option("--layouts", "plain", is_flag=True, help="Compare the files only, capture no model.")
+@click.option("--all", "everything", is_flag=True, help="Every row of long tables.")
+@JSON
+@click.pass_context
+def command(
+    ctx: click.Context,
+    first: Path,
+    second: Path,
+    model: str | None,
+    rule_files: tuple[Path, ...],
+    plain: bool,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Show how plan B differs from plan A: figures, layouts, collectives.
+
+    The exit status is 0 if they say the same, 1 if they differ, 2 after an error. Collectives are
+    compared where the models can be captured from what the plans, or --model, say.
+
+    \b
+    autopar diff a.toml b.toml
+    autopar diff a.toml b.toml --model train.py:model
+    """
+    known = table(own_rules(rule_files))
+    plans = (Plan.load(first), Plan.load(second))
+    found, note = difference(*plans), ""
+    with stages(quiet=as_json) as stage:
+        stage("capture")
+        if not (found.equal or plain):
+            found, note = _in_full(plans, found, model, known)
+    if as_json:
+        print_json({"equal": found.equal, **asdict(found), "note": note})
+    elif not found.equal:
+        for part in render_difference(found, ("A", "B"), everything=everything):
+            print_out(part, "")
+        if note:
+            click.echo(note, err=True)
+    ctx.exit(0 if found.equal else 1)
+
+
+def _in_full(
+    plans: tuple[Plan, Plan], found: Difference, model: str | None, known: dict[str, OpRule]
+) -> tuple[Difference, str]:
+    """The difference with names and collectives, or as it was and why it stays so."""
+    graphs: dict[str, Graph] = {}
+    for plan in plans:
+        if plan.graph in graphs:
+            continue
+        source = model or str(plan.model.get("source", ""))
+        if not (model or is_data(source)):
+            named = f"{source!r}, which is run only if --model names it" if source else "not said"
+            return found, f"{_LEFT} a plan's model is {named}"
+        said = {"batch": None, "seq": None, "layers": None, **plan.model, "source": source}
+        wanted = Wanted(**said)  # type: ignore[arg-type]
+        try:
+            graph = capture_model(wanted, Options(table=known), Trace(None)).graph
+        except AutoparError as error:
+            return found, f"{_LEFT} {error}"
+        if fingerprint(graph) != plan.graph:
+            return found, f"{_LEFT} {source} is now {fingerprint(graph)}, not {plan.graph}"
+        graphs[plan.graph] = graph
+    a, b = plans
+    prices = (AnalyticModel(a.mesh).collective, AnalyticModel(b.mesh).collective)
+    try:
+        return difference(a, b, (graphs[a.graph], graphs[b.graph]), prices), ""
+    except AutoparError as error:
+        return found, f"{_LEFT} {error}"

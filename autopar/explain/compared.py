@@ -1,0 +1,143 @@
+"""A difference of two plans as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.explain.decisions import Change
+from autopar.explain.difference import Difference, Figure, Traffic
+from autopar.ir.units import format_bytes, format_seconds
+
+SHOWN = 16  # rows of a long table
+_NAMES = {
+    "step_seconds": "time a step",
+    "compute_seconds": "  compute",
+    "exchange_seconds": "  exchange in operators",
+    "parameter_seconds": "  parameters and gradients",
+    "reshard_seconds": "  resharding of activations",
+    "peak_bytes": "memory a device",
+    "parameter_bytes": "  parameters and their state",
+    "activation_bytes": "  activations",
+}
+
+
+def render_difference(
+    found: Difference, titles: tuple[str, str], *, everything: bool = False
+) -> Iterator[RenderableType]:
+    """Everything that differs: head, figures, layouts, collectives.
+
+    Args:
+        found: the difference.
+        titles: what the two plans are called.
+        everything: show all rows of long tables.
+    """
+    shown = None if everything else SHOWN
+    if found.head:
+        yield _pairs("", found.head, titles, None)
+    if found.pins:
+        yield _pairs("Pins", found.pins, titles, shown)
+        yield from _left_out(len(found.pins), shown)
+    yield render_figures(found.figures, titles)
+    yield from render_changes(found.changes, titles, shown)
+    totals = [total for total in found.totals or () if total.before != total.after]
+    if totals:
+        yield _traffic("Collectives of a step: calls × bytes of a device", totals, titles, None)
+    if found.traffic:
+        yield _traffic("Whose they are", found.traffic, titles, shown)
+        yield from _left_out(len(found.traffic), shown)
+
+
+def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:
+    """Predicted seconds and bytes side by side, with what the second plan has more."""
+    table = _table("Predicted", "", *titles, "change", "")
+    order = {name: place for place, name in enumerate(_NAMES)}
+    for figure in sorted(figures, key=lambda figure: order.get(figure.name, len(order))):
+        if not figure.before and not figure.after:
+            continue
+        write = format_bytes if figure.name.endswith("bytes") else format_seconds
+        sides = ("" if side is None else write(side) for side in (figure.before, figure.after))
+        name = _NAMES.get(figure.name, f"  {figure.name.replace('_', ' ')}")
+        table.add_row(name, *sides, *_change(figure, write))
+    return table
+
+
+def render_changes(
+    changes: Sequence[Change], titles: tuple[str, str], shown: int | None = None
+) -> Iterator[RenderableType]:
+    """Layouts that differ, parameters first; `shown` places of them."""
+    if not changes:
+        return
+    table = Table(title="Layouts", **_STYLE)  # type: ignore[arg-type]
+    table.add_column("of", no_wrap=True, overflow="ellipsis")
+    for heading in ("", *titles):
+        table.add_column(heading, overflow="fold")
+    for change in changes[:shown]:
+        name = change.name + (f"  × {change.times}" if change.times > 1 else "")
+        table.add_row(name, change.op, change.before or "none", change.after or "none")
+    yield table
+    yield from _left_out(len(changes), shown)
+
+
+def signed(value: float, write: Callable[[float], str]) -> str:
+    """A figure with its sign: "+1.2 ms", "-3 MiB", "0 s"."""
+    return f"+{write(value)}" if value > 0 else write(value)
+
+
+def _change(figure: Figure, write: Callable[[float], str]) -> tuple[str, Text]:
+    """What the second plan has more, absolutely and in per cent."""
+    change = figure.change
+    if not change:
+        return "", Text("")
+    style = "red" if change > 0 else "green"
+    part = f"{change / figure.before:+.1%}" if figure.before else ""
+    return signed(change, write), Text(part, style=style)
+
+
+def _pairs(
+    title: str, pairs: Mapping[str, tuple[str, str]], titles: tuple[str, str], shown: int | None
+) -> Table:
+    table = Table(title=title, **_STYLE)  # type: ignore[arg-type]
+    for heading in ("", *titles):
+        table.add_column(heading, overflow="fold")
+    for name, (before, after) in list(pairs.items())[:shown]:
+        table.add_row(name, before or "none", after or "none")
+    return table
+
+
+def _traffic(
+    title: str, rows: Sequence[Traffic], titles: tuple[str, str], shown: int | None
+) -> Table:
+    table = Table(title=title, **_STYLE)  # type: ignore[arg-type]
+    named = any(row.name for row in rows)
+    for heading in (*(("of",) if named else ()), "collective", "over"):
+        table.add_column(heading, overflow="fold")
+    for heading in (*titles, "change"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows[:shown]:
+        sides = (f"{calls} × {format_bytes(sent / calls)}" if calls else "none"
+                 for calls, sent in (row.before, row.after))  # fmt: skip
+        more = row.after[1] - row.before[1]
+        kind = f"backward {row.kind}" if row.backward else row.kind
+        cells = (*((row.name,) if named else ()), kind, row.axes, *sides)
+        table.add_row(*cells, signed(more, format_bytes) if more else "")
+    return table
+
+
+def _left_out(count: int, shown: int | None) -> Iterator[Text]:
+    if shown is not None and count > shown:
+        yield Text(f"and {count - shown} more: --all shows them", style="dim")
+
+
+_STYLE = {"title_justify": "left", "title_style": "bold", "box": None, "pad_edge": False}
+
+
+def _table(title: str, *headings: str) -> Table:
+    """Names at the left, figures at the right."""
+    table = Table(title=title, **_STYLE)  # type: ignore[arg-type]
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return table

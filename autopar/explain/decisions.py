@@ -1,0 +1,147 @@
+"""What a plan decides, one entry for each node of the strategy problem, and how two plans differ.
+
+A parameter and its share are one decision, "stored => used". With a graph a decision is named as
+the user knows it; without one, as the plan's own lines are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.explain.moves import planned
+from autopar.explain.summary import module_pattern, parameter_name
+from autopar.ir.graph import Graph, Node
+from autopar.ir.tensor import Layout
+from autopar.plan import NodePlan, Plan, Shaped
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice of a plan.
+
+    Attributes:
+        node: the node that has it; a parameter's share.
+        name: a parameter or input by the user's name with "*" for the number of its block, a
+            module, or the node itself, "%add_3".
+        op: kind of operator, "parameter".
+        place: the user's line.
+        times: in how many blocks.
+        layout: as a pin writes it: "[8, 16@gpu]", "[32@gpu, 8] => [32, 8] -sum(gpu)".
+        entry: operands and results, as the plan writes them.
+    """
+
+    node: str
+    name: str
+    op: str
+    place: str
+    times: int
+    layout: str
+    entry: str
+
+
+def decisions(plan: Plan, graph: Graph | None = None) -> dict[str, Decision]:
+    """The decisions of a plan by node, in order of execution.
+
+    Raises:
+        PlanMismatchError: the plan has no layout for a node of the graph.
+    """
+    if graph is None:
+        return {
+            name: Decision(
+                name, f"%{name}", "", "", 1, _side(entry.results, plan), _text(entry, plan)
+            )
+            for name, entry in plan.nodes.items()
+        }
+    found = {}
+    for node in graph.folded:
+        if node.op == "param" and graph.users[node.name]:
+            continue  # with its share
+        entry = planned(plan, graph, node.name)
+        name, op = _named(graph, node)
+        layout = _side(entry.results, plan)
+        if op == "parameter":
+            layout = f"{_side(entry.operands, plan)} => {layout}"
+        source = node.source
+        place = f"{source.file}:{source.line}" if source.file and op != "parameter" else ""
+        times = graph.multiplicity[node.name]
+        found[node.name] = Decision(node.name, name, op, place, times, layout, _text(entry, plan))
+    return found
+
+
+def _named(graph: Graph, node: Node) -> tuple[str, str]:
+    """Name and kind of a decision."""
+    if node.op == "autopar.share":
+        leaf = graph[graph.template[node.inputs[0]]]
+        if leaf.op == "param":
+            return parameter_name(graph, leaf), "parameter"
+    if node.is_leaf:
+        return parameter_name(graph, node), node.op
+    op = node.op.split(".")[1] if node.op.startswith("aten.") else node.op.removeprefix("autopar.")
+    return module_pattern(graph, node) or f"%{node.name}", op
+
+
+def _text(entry: NodePlan, plan: Plan) -> str:
+    left, right = _side(entry.operands, plan), _side(entry.results, plan)
+    return f"{left} -> {right}" if left else right
+
+
+def _side(side: Iterable[Shaped], plan: Plan) -> str:
+    """Layouts in one spelling: axes that are owed a sum stand in the order of the mesh."""
+    place = {name: number for number, name in enumerate(plan.mesh.names)}
+
+    def ordered(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted(axes, key=lambda axis: place.get(axis, len(place))))
+
+    return "; ".join(
+        Layout(layout.dims, ordered(layout.partial), ordered(layout.varying)).format(shape)
+        for shape, layout in side
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """Decisions of one place that differ alike between two plans.
+
+    Attributes:
+        name, op, place, times: as in `Decision`; `op` lists kinds where there are several.
+        before, after: layouts of results, or of operands too where results agree; "" in a plan
+            that has no such node.
+        nodes: names of the nodes.
+    """
+
+    name: str
+    op: str
+    place: str
+    times: int
+    before: str
+    after: str
+    nodes: tuple[str, ...]
+
+
+def changes(a: Mapping[str, Decision], b: Mapping[str, Decision]) -> tuple[Change, ...]:
+    """How the decisions of plan `b` differ from those of `a`, parameters first."""
+    groups: dict[tuple[str, str, int, str, str, bool], list[Decision]] = {}
+    for node in dict.fromkeys((*a, *b)):
+        old, new = a.get(node), b.get(node)
+        if old is not None and new is not None and old.entry == new.entry:
+            continue
+        before, after = (one.layout if one else "" for one in (old, new))
+        if old and new and before == after:
+            before, after = old.entry, new.entry
+        one = old or new
+        assert one is not None
+        # Places are told apart in the same module, nodes without a module by themselves.
+        key = (one.name, one.place, one.times, before, after, one.op == "parameter")
+        groups.setdefault(key, []).append(one)
+    found = [
+        Change(name, _kinds(group), place, times, before, after, tuple(d.node for d in group))
+        for (name, place, times, before, after, _), group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda change: change.op != "parameter"))
+
+
+def _kinds(group: Iterable[Decision]) -> str:
+    counts = Counter(decision.op for decision in group)
+    return ", ".join(op + (f" × {count}" if count > 1 else "") for op, count in counts.items())
