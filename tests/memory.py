@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -78,20 +79,29 @@ class Alive(TorchDispatchMode):
 
 
 def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
-    """The step that `Executor.step` makes, after one that has made the optimizer's state."""
+    """A step of the program, after one that has made the optimizer's state."""
     executor.step(batch)
-    with Alive(_held(executor, batch)) as alive:
-        inputs = {name: value.to(executor.runtime.device) for name, value in batch.items()}
-        executor.optimizer.zero_grad(set_to_none=True)
-        found = Measured(alive.curve)
-        loss = executor._forward(inputs)[executor.program.LOSS]
+    forward = executor._forward
+
+    def marked(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        outputs = forward(inputs)
+        # The executor goes on with the loss alone.
+        loss = {executor.program.LOSS: outputs[executor.program.LOSS]}
+        del outputs
         alive.curve.append(("end of forward", alive.live))
         found.forward = len(alive.curve)
-        torch.autograd.backward(loss)
+        return loss
+
+    def update(*_: object) -> None:
         alive.curve.append(("end of backward", alive.live))
         found.backward = len(alive.curve)
-        executor.optimizer.step()
+
+    with Alive(_held(executor, batch)) as alive, patch.object(executor, "_forward", marked):
+        found = Measured(alive.curve)
+        hook = executor.optimizer.register_step_pre_hook(update)
+        executor.step(batch)
         alive.curve.append(("end of step", alive.live))
+    hook.remove()
     return found
 
 

@@ -38,7 +38,7 @@ class Ran:
 
 @dataclass(eq=False, slots=True)
 class Moved:
-    """A layout change on the tape."""
+    """A layout change on the tape; `beside` if nothing but the optimizer needs its gradient."""
 
     name: str
     call: Collective | None
@@ -46,6 +46,7 @@ class Moved:
     cause: Cause
     source: Value
     target: Value
+    beside: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -122,8 +123,10 @@ def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        if entry.cause in overlap:
-            ready = recorder.launch(name, entry.name, entry.call, entry.cause, [ready])
+        if entry.beside and entry.cause in overlap:
+            needs = [ready, recorder.launched]
+            ready = recorder.launch(name, entry.name, entry.call, entry.cause, needs)
+            recorder.launched = ready  # one after another, on a stream of their own
         else:
             recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
             ready = -1

@@ -70,6 +70,7 @@ class Recorder:
         self.phase: Phase = "forward"
         self.barrier = -1  # the last task that everything after it waits for
         self.pending: set[int] = set()  # tasks that nobody has waited for
+        self.launched = -1  # the last gradient that is synchronised beside the backward
 
     def compute(
         self, name: str, node: str, what: tuple[Work, ...], needs: Iterable[int] = ()

@@ -37,9 +37,10 @@ class Settings:
         update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
             a time, 1 for all at once).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
-        overlap: collectives that the program does not wait for, of `OVERLAPS`: gradients are
-            synchronised while the backward goes on, parameters are gathered one block ahead. The
-            emitted program waits for all.
+        overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
+            parameter in the backward, which synchronises its gradient, and gathering parameters
+            one block ahead. On a CPU the emitted program waits for all, on accelerators it does
+            not wait for gradients.
     """
 
     state_bytes: float = 2.0
@@ -268,7 +269,9 @@ class _Player:
         if source.grad:
             source.readers += 1
             back: Cause = "gradient" if parameter else "activation"
-            self.tape.append(Moved(value_of, step.backward, gradient, back, source, target))
+            beside = line.source.startswith(LEAF)
+            entry = Moved(value_of, step.backward, gradient, back, source, target, beside)
+            self.tape.append(entry)
         return target
 
     def _meet(self, line: Sum, value: Value, names: dict[str, str]) -> None:
