@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.executor import Executor
+from autopar.simulate import Task
 
 
 @dataclass
@@ -38,9 +38,23 @@ class Measured:
         )
         return tuple(max(live for _, live in part) for part in parts)
 
-    def after(self, position: int) -> int:
-        """Bytes alive after that many operators."""
-        return self.curve[position - 1][1]
+    def ends(self) -> tuple[int, int, int]:
+        """What is alive at the end of forward, backward and step."""
+        return tuple(self.curve[at - 1][1] for at in (self.forward, self.backward, 0))
+
+
+def simulated_levels(tasks: Sequence[Task]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`Measured.peaks()` and `Measured.ends()` of simulated tasks, run in program order."""
+    alive: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for task in tasks:
+        alive.update(task.allocates)
+        peaks[task.phase] = max(peaks.get(task.phase, 0.0), sum(alive.values()))
+        for name in task.frees:
+            del alive[name]
+        ends[task.phase] = sum(alive.values())
+    return tuple(peaks.values()), tuple(ends.values())
 
 
 class Alive(TorchDispatchMode):

@@ -1,0 +1,131 @@
+"""`autopar simulate`: one training step of a plan on streams, with its memory over time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from autopar.cli.console import JSON, print_json, print_out, stages, writing
+from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cost.device import Device, device
+from autopar.cost.model import AnalyticModel, NodeWork
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.table import table
+from autopar.intra_op.works import works
+from autopar.ir.graph import Graph
+from autopar.ir.tensor import Layout
+from autopar.plan import NodePlan, Plan
+from autopar.simulate import Settings, Timeline, run, tasks
+from autopar.simulate.picture import render
+
+
+@click.command("simulate")
+@click.argument("file", type=click.Path(path_type=Path), metavar="PLAN")
+@MODEL
+@RULES
+@shapes
+@click.option(
+    "--wait", is_flag=True, help="As if the program waited for every collective, gradients too."
+)
+@click.option(
+    "--trace-json",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write every task in time to this file, for ui.perfetto.dev.",
+)
+@JSON
+def command(
+    file: Path,
+    model: str | None,
+    rule_files: tuple[Path, ...],
+    batch: int | None,
+    seq: int | None,
+    layers: int | None,
+    wait: bool,
+    trace_json: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate one training step of a plan on one device: time, overlap and memory.
+
+    The optimizer is AdamW. A plan is data: a model that is a Python file is never run because a
+    plan names it, only because --model does.
+
+    \b
+    autopar simulate plan.toml
+    autopar simulate plan.toml --trace-json step.json
+    """
+    known = table(own_rules(rule_files))
+    with stages(quiet=as_json) as stage:
+        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        stage("simulate")
+        chip = device(chosen.mesh)
+        settings = settings_on(chosen.mesh.device)
+        settings = replace(settings, overlap=frozenset()) if wait else settings
+        found = simulated(captured.graph, chosen, known, settings)
+        figures = utilisations(found, captured.graph, chosen, known, chip)
+    if trace_json is not None:
+        with writing(trace_json):
+            trace_json.write_text(found.to_trace(), encoding="utf-8")
+    if as_json:
+        print_json(
+            {"graph": captured.graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures}
+        )
+    else:
+        shown = {name.replace("_", " "): f"{value:.1%}" for name, value in figures.items()}
+        print_out(f"{captured.graph.name} on {chosen.mesh}")
+        print_out(render(found, figures=shown, limit=chip.memory))
+
+
+def settings_on(name: str) -> Settings:
+    """How a program with AdamW runs on a kind of device.
+
+    On accelerators torch updates all parameters at once, and the program does not wait for
+    gradients; on the CPU it does one thing after another.
+    """
+    if name.lower() == "cpu":
+        return Settings()
+    return Settings(update_bytes=1.0, at_once=True, overlap=frozenset({"gradient"}))
+
+
+def simulated(graph: Graph, plan: Plan, known: dict[str, OpRule], settings: Settings) -> Timeline:
+    """The timeline of a step under analytic prices."""
+    model = AnalyticModel(plan.mesh)
+    return run(tasks(graph, plan, works(graph, plan, known), model, settings), model)
+
+
+def utilisations(
+    timeline: Timeline, graph: Graph, plan: Plan, known: dict[str, OpRule], chip: Device
+) -> dict[str, float]:
+    """Model and hardware FLOPs utilisation, of the peak for the dtype of most matrix products."""
+    run_here = timeline.products
+    if not run_here:
+        return {}
+    dtype = max(run_here, key=lambda name: run_here[name])
+    peak = chip.rate(dtype, True)
+    whole = works(graph, _whole(graph, plan), known)
+    flops = sum(graph.multiplicity[name] * _products(work) for name, work in whole.items())
+    return {
+        "model_flops_utilisation": timeline.flops_utilisation(flops / plan.mesh.size, peak),
+        "hardware_flops_utilisation": timeline.flops_utilisation(sum(run_here.values()), peak),
+    }
+
+
+def _products(work: NodeWork) -> float:
+    return sum(kernel.flops for kernel in (*work.forward, *work.backward) if kernel.gemm)
+
+
+def _whole(graph: Graph, plan: Plan) -> Plan:
+    """The plan that runs everything whole: the model's own FLOPs."""
+    nodes = {}
+    for node in graph.folded:
+        reads = [graph[name].type.shape for name in node.inputs]
+        gives = [tensor.shape for tensor in node.types]
+        nodes[node.name] = NodePlan(
+            *(
+                tuple((shape, Layout.replicated(len(shape))) for shape in side)
+                for side in (reads, gives)
+            )
+        )
+    return replace(plan, nodes=nodes)

@@ -1,0 +1,216 @@
+"""The tasks of a step: their time is that of all kernels and collectives, one by one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.cost.model import AnalyticModel, NodeWork
+from autopar.errors import SimulationError
+from autopar.explain import moves
+from autopar.explain.moves import Move
+from autopar.intra_op.table import table
+from autopar.intra_op.works import works
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph
+from autopar.pins import data_parallel, fsdp, megatron
+from autopar.plan import Plan
+from autopar.simulate import Settings, Task, Timeline, run, tasks
+from autopar.simulate.timeline import cause_of
+from tests.memory import measured_step, simulated_levels
+
+compiler = importlib.import_module("autopar.compile")
+MESH = "A100-80: data=2, tensor=4"
+PLANS = {
+    "free": [],
+    "data": [data_parallel("data", "tensor")],
+    "megatron": [data_parallel("data"), megatron("tensor")],
+    "zero": [fsdp("data", "tensor")],
+}
+
+
+class Block(nn.Module):
+    """A transformer block without biases that repeats."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (f(h).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class Small(nn.Module):
+    """Words in, loss out; the words' table is the head's, too."""
+
+    def __init__(self, words: int = 256, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.words.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randint(0, 256, (8, 32)) for name in ("ids", "labels")}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    captured = compiler.capture_graph(
+        Small(), (), batch(), compiler.Options(), compiler.Trace(None)
+    )
+    return captured.graph
+
+
+@pytest.fixture(scope="module")
+def plans(graph: Graph) -> dict[str, Plan]:
+    mesh, nothing = autopar.Mesh.parse(MESH), compiler.Trace(None)
+    return {
+        name: compiler.make_plan(graph, mesh, compiler.Options(pins=pins), nothing)
+        for name, pins in PLANS.items()
+    }
+
+
+def kernels(graph: Graph, plan: Plan) -> dict[str, NodeWork]:
+    return works(graph, plan, table())
+
+
+def simulate(graph: Graph, plan: Plan, **settings: object) -> tuple[tuple[Task, ...], Timeline]:
+    model = AnalyticModel(plan.mesh)
+    made = tasks(graph, plan, kernels(graph, plan), model, Settings(**settings))  # type: ignore
+    return made, run(made, model, 1.0)
+
+
+def sent(graph: Graph, plan: Plan) -> list[Move]:
+    """The moves of a plan. The planner prices them for each reader; readers of one value in one
+    layout in one function have it sent once."""
+    blocks = {name for repeat in graph.repeats for name in repeat.iterations[0]}
+    listed = moves(graph, plan, AnalyticModel(plan.mesh).collective)
+    once = {(m.value, m.before, m.after, m.reader in blocks, m.inside): m for m in listed}
+    return list(once.values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_takes_the_sum_of_its_parts(name: str, graph: Graph, plans: dict[str, Plan]) -> None:
+    plan = plans[name]
+    model = AnalyticModel(plan.mesh)
+    _, found = simulate(graph, plan)
+    computing = math.fsum(
+        graph.multiplicity[name] * model.compute(kernel)
+        for name, work in kernels(graph, plan).items()
+        for kernel in (*work.forward, *work.backward)
+    )
+    sending = math.fsum(move.seconds for move in sent(graph, plan))
+    update = found.phases["optimizer"]
+    assert found.computing - update == pytest.approx(computing, rel=1e-9)
+    assert found.exposed == pytest.approx(sending, rel=1e-9)
+    assert found.seconds == pytest.approx(computing + sending + update, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_collectives_are_those_of_the_plan(name: str, graph: Graph, plans: dict[str, Plan]) -> None:
+    plan = plans[name]
+    made, _ = simulate(graph, plan)
+    calls = sorted(str(task.what) for task in made if isinstance(task.what, Collective))
+    listed = [
+        str(Collective(call.kind, call.axes, call.nbytes))
+        for move in sent(graph, plan)
+        for call in move.calls
+        for _ in range(move.times)
+    ]
+    assert calls == sorted(listed)
+
+
+def test_gradients_beside_the_backward_are_hidden(graph: Graph, plans: dict[str, Plan]) -> None:
+    _, waits = simulate(graph, plans["data"])
+    made, found = simulate(graph, plans["data"], overlap=frozenset({"gradient"}))
+    assert found.computing == pytest.approx(waits.computing)
+    longest = max(found.computing, found.communication(cause_of)["gradient"][0])
+    assert longest <= found.seconds < waits.seconds
+    assert found.exposed < waits.exposed
+    # The optimizer waits for every one of them.
+    first = next(i for i, task in enumerate(made) if task.phase == "optimizer")
+    assert found.spans[first].start >= max(span.end for span in found.spans[:first])
+
+
+def test_parameters_are_gathered_ahead(graph: Graph, plans: dict[str, Plan]) -> None:
+    _, waits = simulate(graph, plans["zero"])
+    _, found = simulate(graph, plans["zero"], overlap=frozenset({"parameter"}))
+    exposed = found.communication(cause_of)["parameter"][1]
+    assert exposed < waits.communication(cause_of)["parameter"][1]
+    assert found.seconds < waits.seconds
+
+
+def test_every_buffer_comes_once_and_goes_once(graph: Graph, plans: dict[str, Plan]) -> None:
+    for plan in plans.values():
+        made, found = simulate(graph, plan)
+        came = [name for task in made for name, _ in task.allocates]
+        went = [name for task in made for name in task.frees]
+        assert len(set(came)) == len(came)
+        assert len(set(went)) == len(went)
+        left = {name.split()[0] for name in set(came) - set(went)}
+        assert left == {"parameter", "gradient", "optimizer", "batch"}
+        assert found.memory.peak <= sum(b for task in made for _, b in task.allocates)
+
+
+def test_gradients_and_state_are_as_large_as_their_parameters(
+    graph: Graph, plans: dict[str, Plan]
+) -> None:
+    for plan in plans.values():
+        made, _ = simulate(graph, plan, state_bytes=3.0)
+        end = {name: size for task in made for name, size in task.allocates}
+        for leaf in graph.leaves("param"):
+            layout = plan.nodes[graph.template[leaf.name]].results[0][1]
+            held = layout.local_bytes(leaf.type, plan.mesh)
+            assert end[f"parameter {leaf.name}"] == end[f"gradient {leaf.name}"] == held
+            assert end[f"optimizer {leaf.name}"] == 3 * held
+
+
+def test_one_device_holds_what_is_measured() -> None:
+    program = autopar.compile(Small(), "cpu: gpu=1", example_inputs=batch())
+    measured = measured_step(program._executor, batch())
+    made, found = simulate(program.graph, program.plan)
+    assert found.memory.peak == pytest.approx(measured.peak, rel=0.002)
+    peaks, ends = simulated_levels(made)
+    assert peaks == pytest.approx(measured.peaks(), rel=0.002)
+    assert ends == pytest.approx(measured.ends(), rel=0.002)
+
+
+def test_a_trace_holds_every_task_that_takes_time(graph: Graph, plans: dict[str, Plan]) -> None:
+    _, found = simulate(graph, plans["megatron"])
+    events = json.loads(found.to_trace())["traceEvents"]
+    ran = [event for event in events if event["ph"] == "X"]
+    assert len(ran) == sum(span.seconds > 0 for span in found.spans)
+    assert max(event["ts"] + event["dur"] for event in ran) == pytest.approx(found.seconds * 1e6)
+    counted = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert max(counted) == found.memory.peak
+
+
+def test_what_has_no_step_is_refused(graph: Graph, plans: dict[str, Plan]) -> None:
+    plan, model = plans["free"], AnalyticModel(autopar.Mesh.parse(MESH))
+    with pytest.raises(SimulationError, match="no training step"):
+        tasks(replace(graph, loss=None), plan, {}, model)
+    with pytest.raises(SimulationError, match="nothing called sends"):
+        tasks(graph, plan, {}, model, Settings(overlap=frozenset({"sends"})))
