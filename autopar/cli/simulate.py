@@ -16,9 +16,11 @@ from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
+from autopar.ir.units import format_bytes
 from autopar.plan import NodePlan, Plan
 from autopar.simulate import Settings, Timeline, run, tasks
 from autopar.simulate.picture import render
+from autopar.simulate.timeline import FRAGMENTATION
 
 
 @click.command("simulate")
@@ -74,6 +76,11 @@ def command(
         )
     else:
         shown = {name.replace("_", " "): f"{value:.1%}" for name, value in figures.items()}
+        if settings.accelerator:
+            reserved = found.memory.reserved()
+            shown[f"memory, {FRAGMENTATION:.0%} of it idle in the allocator"] = (
+                f"{format_bytes(reserved)} ({reserved / chip.memory:.1%})"
+            )
         print_out(f"{captured.graph.name} on {chosen.mesh}")
         print_out(render(found, figures=shown, limit=chip.memory))
 
@@ -86,7 +93,9 @@ def settings_on(name: str) -> Settings:
     """
     if name.lower() == "cpu":
         return Settings()
-    return Settings(update_bytes=1.0, at_once=True, overlap=frozenset({"gradient"}))
+    return Settings(
+        update_bytes=1.0, at_once=True, accelerator=True, overlap=frozenset({"gradient"})
+    )
 
 
 def simulated(graph: Graph, plan: Plan, known: dict[str, OpRule], settings: Settings) -> Timeline:

@@ -39,6 +39,15 @@ _BACKWARD_STEPS = {
     "aten.cos": 2,
     "aten.div.Tensor": 3,
 }
+# What kernels of accelerators keep instead of what torch's CPU code keeps, which `Node.saved_types`
+# tells: operands (-1: the result), float32 numbers a row, and bytes an element of the result.
+# Attention: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1.2: the log-sum-exp of a row.
+_KERNELS = {
+    "aten.scaled_dot_product_attention": ((0, 1, 2, -1), 1, 0),
+    "aten.rms_norm": ((0, 1), 1, 0),
+    "aten.layer_norm": ((0, 1), 2, 0),
+    "aten.dropout": ((), 0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,18 @@ class Recipe:
     backward_scratch: float
 
 
-def recipe(node: Node, operands: tuple[Node, ...], planned: NodePlan, mesh: Mesh) -> Recipe:
-    """What `node` allocates under its layouts; `operands` are the nodes that it reads."""
+def recipe(
+    node: Node, operands: tuple[Node, ...], planned: NodePlan, mesh: Mesh, accelerator: bool = False
+) -> Recipe:
+    """What `node` allocates under its layouts.
+
+    Args:
+        node: an operator.
+        operands: the nodes that it reads.
+        planned: their layouts.
+        mesh: the devices.
+        accelerator: whether its kernels keep what those of accelerators do, not those of CPUs.
+    """
     types = tuple(operand.type for operand in operands)
     into = tuple(layout for _, layout in planned.operands)
     out = tuple(layout for _, layout in planned.results)
@@ -94,11 +113,21 @@ def recipe(node: Node, operands: tuple[Node, ...], planned: NodePlan, mesh: Mesh
     backward += given[0] * _BACKWARD_STEPS.get(node.op, 0) if node.requires_grad else 0
     if wide and node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
         backward += given[0]
+    saved = tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved)
+    extra = tuple(_like(tensor, near, mesh) for tensor in node.saved_types)
+    if accelerator and node.op in _KERNELS and (saved or extra):
+        places, numbers, each = _KERNELS[node.op]
+        saved = tuple(place for place in places if place < len(operands))
+        elements = given[0] / DTYPE_BYTES[node.type.dtype]
+        width = out[0].local_shape(node.type.shape, mesh)[-1] if node.type.shape else 1
+        extra = (4.0 * numbers * elements / max(width, 1) + each * elements,)
+        if node.op == "aten.scaled_dot_product_attention":
+            backward += 4.0 * elements  # the gradient of the queries is added up in float32
     return Recipe(
         given,
         node.inputs.index(node.alias) if node.alias in node.inputs else -1,
-        tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved),
-        tuple(_like(tensor, near, mesh) for tensor in node.saved_types),
+        saved,
+        extra,
         scratch,
         gradients,
         backward,

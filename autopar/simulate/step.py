@@ -37,6 +37,8 @@ class Settings:
         update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
             a time, 1 for all at once).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
+        accelerator: whether operators keep for the backward what kernels of accelerators do; by
+            default what those of CPUs do.
         overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
             parameter in the backward, which synchronises its gradient, and gathering parameters
             one block ahead. On a CPU the emitted program waits for all, on accelerators it does
@@ -46,6 +48,7 @@ class Settings:
     state_bytes: float = 2.0
     update_bytes: float = 2.0
     at_once: bool = False
+    accelerator: bool = False
     overlap: frozenset[str] = frozenset()
 
 
@@ -209,7 +212,7 @@ class _Player:
                 types = tuple(read.type for read in reads)
                 asks = exchanged(node, types, into, self.plan.mesh)
             work = self.works.get(self.graph.template[node.name], _NO_WORK)
-            made = recipe(node, reads, planned, self.plan.mesh)
+            made = recipe(node, reads, planned, self.plan.mesh, self.settings.accelerator)
             self.operators[node.name] = Operator(made, work, asks)
         return self.operators[node.name]
 
