@@ -9,7 +9,6 @@ of the forward: parameters, gradients, optimizer state and saved activations.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -264,10 +263,11 @@ class Builder:
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
         rows = [option.results[0] for option in self.options[a]]
         columns = [option.operands[index] for option in self.options[b]]
-        price: dict[tuple[Layout, Layout], float] = {}
-        for pair in itertools.product(dict.fromkeys(rows), dict.fromkeys(columns)):
-            price[pair] = self.resharder.cost(tensor, pair[0], pair[1], grad)
-        matrix = np.array([[price[row, column] for column in columns] for row in rows])
+        sources, targets = (
+            {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
+        )
+        price = np.array(self.resharder.costs(tensor, tuple(sources), tuple(targets), grad))
+        matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
         return Edge(a, b, count * matrix)
 
 

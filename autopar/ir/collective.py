@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
@@ -72,6 +72,10 @@ class Step:
         return tuple(c for c in (self.forward, self.backward) if c is not None)
 
 
+# Layout -> seconds to it, the layout before it and the step between the two.
+_Tree = dict[Layout, tuple[float, Layout | None, Step | None]]
+
+
 def _without(names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in axes)
 
@@ -89,16 +93,29 @@ class Resharder:
         self.price = price
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
-        self._trees: dict[
-            tuple[TensorType, Layout, bool], dict[Layout, tuple[float, Layout | None, Step | None]]
-        ] = {}
+        self._trees: dict[tuple[TensorType, Layout, bool], _Tree] = {}
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
         """Seconds of `steps`, both directions."""
-        dst, src = self._canonical(dst, grad), self._canonical(src, grad)
-        if src == dst:
-            return 0.0
-        return self._reach(tensor, src, dst, grad)[dst][0]
+        return self.costs(tensor, (src,), (dst,), grad)[0][0]
+
+    def costs(
+        self,
+        tensor: TensorType,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        grad: bool = True,
+    ) -> list[list[float]]:
+        """`cost` from each of `sources` (rows) to each of `targets` (columns)."""
+        ends = [self._canonical(layout, grad) for layout in targets]
+        rows = []
+        for source in sources:
+            src = self._canonical(source, grad)
+            tree = self._tree(tensor, src, grad)
+            if missing := [dst for dst in ends if dst not in tree]:
+                raise _no_way(tensor, src, missing[0])
+            rows.append([tree[dst][0] for dst in ends])
+        return rows
 
     def steps(
         self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True
@@ -114,7 +131,9 @@ class Resharder:
             LayoutError: no sequence leads there (only if a device would hold nothing in `dst`).
         """
         dst, src = self._canonical(dst, grad), self._canonical(src, grad)
-        tree = self._reach(tensor, src, dst, grad)
+        tree = self._tree(tensor, src, grad)
+        if dst not in tree:
+            raise _no_way(tensor, src, dst)
         path: list[Step] = []
         layout: Layout = dst
         while layout != src:
@@ -134,24 +153,14 @@ class Resharder:
             tuple(sorted(layout.varying, key=order)) if grad else (),
         )
 
-    def _reach(
-        self, tensor: TensorType, src: Layout, dst: Layout, grad: bool
-    ) -> dict[Layout, tuple[float, Layout | None, Step | None]]:
+    def _tree(self, tensor: TensorType, src: Layout, grad: bool) -> _Tree:
         key = (tensor, src, grad)
         if key not in self._trees:
             self._trees[key] = self._dijkstra(tensor, src, grad)
-        tree = self._trees[key]
-        if dst not in tree:
-            raise LayoutError(
-                f"no way from {src.format(tensor.shape)} to {dst.format(tensor.shape)}",
-                why="in the target a device would hold no element",
-            )
-        return tree
+        return self._trees[key]
 
-    def _dijkstra(
-        self, tensor: TensorType, src: Layout, grad: bool
-    ) -> dict[Layout, tuple[float, Layout | None, Step | None]]:
-        done: dict[Layout, tuple[float, Layout | None, Step | None]] = {}
+    def _dijkstra(self, tensor: TensorType, src: Layout, grad: bool) -> _Tree:
+        done: _Tree = {}
         ticket = itertools.count()
         heap: list[tuple[float, int, int, Layout, Layout | None, Step | None]] = [
             (0.0, 0, next(ticket), src, None, None)
@@ -182,6 +191,13 @@ class Resharder:
         if collective not in self._prices:
             self._prices[collective] = self.price(collective)
         return self._prices[collective]
+
+
+def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:
+    return LayoutError(
+        f"no way from {src.format(tensor.shape)} to {dst.format(tensor.shape)}",
+        why="in the target a device would hold no element",
+    )
 
 
 def moves(layout: Layout, tensor: TensorType, mesh: Mesh, grad: bool = True) -> Iterator[Step]:

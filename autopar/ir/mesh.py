@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.errors import MeshError
 
@@ -136,7 +137,7 @@ class Mesh:
         """Number of devices."""
         return math.prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Axis names, outermost first."""
         return tuple(axis.name for axis in self.axes)
