@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
-from autopar.simulate.memory import Recorder, Value
+from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.operators import Transfer, recipe, transfers
 from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
 from autopar.simulate.task import Cause, Task
@@ -34,8 +34,8 @@ class Settings:
 
     Attributes:
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
-        update_bytes: temporaries of an update in units of the parameter (AdamW: 2 one parameter at
-            a time, 1 for all at once).
+        update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
+            parameter at a time, 1 for all at once).
         at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
         accelerator: whether operators keep for the backward what kernels of accelerators do; by
             default what those of CPUs do.
@@ -303,12 +303,22 @@ class _Player:
             if self.leaves[node.name].gradient is not None
         ]
         groups = [trained] if settings.at_once and trained else [[pair] for pair in trained]
+        last: Buffer | None = None
         for group in groups:
             nbytes = sum(size for _, size in group)
             name = "update" if settings.at_once else f"update of {group[0][0].name}"
             dtype = group[0][0].type.dtype
             recorder.compute(name, "", (_update(nbytes, settings.state_bytes, dtype),))
-            recorder.scratch("temporary", f"of {name}", nbytes * settings.update_bytes)
+            recorder.scratch(
+                "temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0)
+            )
+            # The loop's variable keeps it until the next parameter has its own.
+            kept = recorder.hold(recorder.allocate("temporary", f"in {name}", nbytes))
+            if last is not None:
+                recorder.drop(last)
+            last = kept
+        if last is not None:
+            recorder.drop(last)
 
 
 def _update(nbytes: float, state_bytes: float, dtype: str) -> Work:
