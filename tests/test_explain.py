@@ -16,7 +16,17 @@ from autopar.cli.explain import explained
 from autopar.codegen.emit import emit
 from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel
-from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
+from autopar.explain import (
+    PARTS,
+    VIEWS,
+    Cost,
+    Explanation,
+    explain,
+    moves,
+    render,
+    repriced,
+    view,
+)
 from autopar.explain.layers import OUTSIDE, layers
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.rules import rules
@@ -54,6 +64,11 @@ def planned(name: str, seed: int | None) -> tuple[Graph, Plan]:
     return graph, Plan(fingerprint(graph), MESH, layouts(problem, graph, choice), figures)
 
 
+@cache
+def told(name: str, seed: int | None) -> Explanation:
+    return explained(*planned(name, seed), 1e9)
+
+
 def loss_seconds(explanation: Explanation) -> float:
     operators = [o for s in explanation.sections for line in s.lines for o in line.operators]
     return sum(m.seconds for o in operators for m in o.after if not m.reader)
@@ -85,8 +100,7 @@ def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_every_view_adds_up_to_the_prediction(name: str, seed: int | None, by: str) -> None:
-    graph, plan = planned(name, seed)
-    rows, said = view(explained(graph, plan, 1e9), by), plan.predicted
+    rows, said = view(told(name, seed), by), planned(name, seed)[1].predicted
     assert len(rows) > 2
     assert len({row.name for row in rows}) == len(rows)
     assert sum(row.time for row in rows) == pytest.approx(said["step_seconds"], rel=1e-12)
@@ -104,7 +118,7 @@ def test_views_count_what_the_program_sends(seed: int | None) -> None:
                 value = getattr(call, key)
                 name = value if by == "collective" else ", ".join(value)
                 sent[name] += move.times * call.nbytes
-        rows = view(explained(graph, plan, 1e9), by)
+        rows = view(told("gpt2", seed), by)
         assert {row.name: row.sent for row in rows if row.sent} == sent
         assert sum(row.calls for row in rows) == sum(m.times * len(m.calls) for m in listed)
 
@@ -120,19 +134,34 @@ def test_memory_by_axis_is_that_of_the_shards() -> None:
         devices = math.prod(MESH.axis_size(axis) for axis in layout.sharded_axes)
         # Sizes divide evenly; AdamW holds two values beside the parameter and its gradient.
         expected[", ".join(layout.sharded_axes)] += 4 * node.type.nbytes // devices
-    rows = view(explained(graph, plan, 1e9), "axis")
+    rows = view(told("llama", None), "axis")
     kept = ("parameters", "gradients", "optimizer")
     held = {row.name: sum(row.memory.get(cause, 0.0) for cause in kept) for row in rows}
     assert {name: nbytes for name, nbytes in held.items() if nbytes} == expected
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_edited_plan_has_the_figures_of_its_layouts(name: str, seed: int | None) -> None:
+    graph, plan = planned(name, seed)
+    edited = replace(plan, predicted={name: 3 * value for name, value in plan.predicted.items()})
+    found = explained(graph, edited, 1e9)
+    assert found.stale
+    figures = repriced(found, graph)
+    assert set(figures) <= set(plan.predicted)
+    for figure, value in figures.items():
+        expected = plan.predicted[figure]
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-9 * figures["step_seconds"])
+    assert repriced(told(name, seed), graph) == plan.predicted
+
+
 def test_layers_are_blocks_with_their_numbers() -> None:
-    graph, plan = planned("gpt2", None)
-    rows = {row.name: row for row in view(explained(graph, plan, 1e9), "layer")}
+    found = told("gpt2", None)
+    rows = {row.name: row for row in view(found, "layer")}
     assert {"transformer.wte", "transformer.h.0-2 × 3", "transformer.ln_f"} <= set(rows)
     blocks = rows["transformer.h.0-2 × 3"]
-    section = next(s for s in explained(graph, plan, 1e9).sections if s.times == 3)
-    own = sum(p.seconds for p in explained(graph, plan, 1e9).parameters if p.times == 3)
+    section = next(section for section in found.sections if section.times == 3)
+    own = sum(parameter.seconds for parameter in found.parameters if parameter.times == 3)
     assert blocks.time == pytest.approx(section.seconds + own, rel=1e-12)
     # The head's weight is the embedding's, so it is held there.
     assert set(rows["lm_head"].memory) <= {"activations"}
@@ -255,7 +284,7 @@ def test_the_text_names_every_collective_and_its_totals() -> None:
 
 
 def test_a_part_is_shown_alone_and_all_parts_together() -> None:
-    found = explained(*planned("gpt2", None), 1e9)
+    found = told("gpt2", None)
     alone = {by: text(found, by) for by in PARTS}
     whole = text(found).splitlines()
     for by, shown in alone.items():

@@ -210,7 +210,7 @@ def _open(file: Path, stage: Any, **given: Any) -> Case:
     memory: str | None = given["memory"]
     limit = device(plan.mesh).memory if memory is None else parse_quantity(memory, "B")
     explanation = explained(captured.graph, plan, limit, known)
-    plan = replace(plan, predicted=repriced(explanation))
+    plan = replace(plan, predicted=repriced(explanation, captured.graph))
     return Case(plan, captured.graph, explanation.stale, known, limit, Stages(None, stage))
 
 

@@ -122,7 +122,7 @@ def figures(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Figure, ...
     return tuple(Figure(name, a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)))
 
 
-def repriced(explanation: Explanation) -> dict[str, float]:
+def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
     """The figures of a plan's layouts: its own, or if it was edited, what they add up to now.
 
     Returns:
@@ -136,17 +136,31 @@ def repriced(explanation: Explanation) -> dict[str, float]:
     # The planner counts the sum of the loss among the seconds of operators.
     ending = sum(move.seconds for move in moved if not move.reader)
     inside = sum(move.seconds for move in moved if move.inside)
+    # It counts what is done to a view of a parameter among activations.
+    views = sum(
+        move.seconds
+        for parameter in explanation.parameters
+        for move in parameter.moves
+        if not _is_parameter(graph, move.value)
+    )
     peak = sum(explanation.memory.values())
     return {
         "step_seconds": sum(seconds.values()),
         "peak_bytes": peak,
         "compute_seconds": seconds["compute"] + ending,
         "exchange_seconds": inside,
-        "parameter_seconds": seconds["parameters"],
-        "reshard_seconds": seconds["activations"] - inside - ending,
+        "parameter_seconds": seconds["parameters"] - views,
+        "reshard_seconds": seconds["activations"] + views - inside - ending,
         "parameter_bytes": peak - activations,
         "activation_bytes": activations,
     }
+
+
+def _is_parameter(graph: Graph, value: str) -> bool:
+    """Whether a value is a parameter, or the share of one."""
+    node = graph[value]
+    node = graph[node.inputs[0]] if node.op == "autopar.share" else node
+    return node.op == "param"
 
 
 def traffic(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> dict[Place, Calls]:
