@@ -1,115 +1,133 @@
-"""Seconds of one collective: alpha-beta closed forms, one level of the network at a time.
+"""Seconds of one collective: the algorithm and the protocol that the library would choose.
 
-With n devices, latency a and bandwidth b, sending m bytes takes a + m / b: the model of Thakur,
-Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 19(1),
-2005), without the time of the additions. The 2 (n-1)/n nbytes that a ring all_reduce sends per
-device are the least possible (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", JPDC 69(2), 2009). Every device has links of its own on every level, so
-the groups of one mesh axis do not slow each other down.
+NCCL predicts the time of each of its algorithms with each of its protocols and takes the least
+(src/graph/tuning.cc); so does `collective_seconds`. Of a library without protocols nothing is known
+but that it may use the levels one after another or all at once. An algorithm that no library runs
+by itself (H-Ring, HO-Ring, 2D torus under NCCL) is priced when it is asked for by name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
 
+from autopar.cost.algorithms import (
+    ALL_REDUCES,
+    GATHERS,
+    OTHERS,
+    Form,
+    Level,
+    Levels,
+    group_size,
+)
+from autopar.cost.protocol import Protocol
 from autopar.errors import CostError
 
+__all__ = ["KINDS", "Level", "algorithms", "collective_seconds", "shared"]
 
-class Level(NamedTuple):
-    """One mesh axis as a collective sees it: devices, bytes/s and seconds a message."""
+_GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = (*_GATHERING, *OTHERS)
+_TREES = frozenset({"tree"})
 
-    size: int
-    bandwidth: float
-    latency: float
-
-
-def all_gather(levels: Sequence[Level], nbytes: float) -> float:
-    """Ring, (n-1) (a + shard / b); `nbytes` is the shard.
-
-    Thakur et al., "Allgather". Levels: the outermost first, as the shards are still small there.
-    """
-    seconds = 0.0
-    for size, bandwidth, latency in levels:
-        seconds += (size - 1) * (latency + nbytes / bandwidth)
-        nbytes *= size
-    return seconds
-
-
-def reduce_scatter(levels: Sequence[Level], nbytes: float) -> float:
-    """Ring, (n-1) (a + nbytes / n / b): an all_gather run backwards.
-
-    Thakur et al., "Reduce-Scatter". Levels: the innermost first, so the outer ones carry less.
-    """
-    return all_gather(levels, nbytes / math.prod(level.size for level in levels))
-
-
-def all_reduce(levels: Sequence[Level], nbytes: float) -> float:
-    """Ring, 2 (n-1) a + 2 (n-1)/n nbytes / b.
-
-    Rabenseifner's reduce_scatter and all_gather (Thakur et al., "Reduce and Allreduce") along rings
-    (Patarasuk & Yuan). Several levels: reduce_scatter on the innermost, all_reduce of what is left
-    on the outer ones, all_gather on the innermost.
-    """
-    if not levels:
-        return 0.0
-    *outer, inner = levels
-    n, bandwidth, latency = inner
-    seconds = 2 * (n - 1) * latency + 2 * (n - 1) / n * nbytes / bandwidth
-    return seconds + all_reduce(outer, nbytes / n)
-
-
-def all_to_all(levels: Sequence[Level], nbytes: float) -> float:
-    """Pairwise exchange, (n-1) a + (n-1)/n nbytes / b.
-
-    Thakur et al., "Alltoall", long messages. Several levels: one exchange along each.
-    """
-    return sum(
-        (size - 1) * latency + (size - 1) / size * nbytes / bandwidth
-        for size, bandwidth, latency in levels
-    )
-
-
-def broadcast(levels: Sequence[Level], nbytes: float) -> float:
-    """Scatter and ring all_gather, (ceil(log2 n) + n-1) a + 2 (n-1)/n nbytes / b.
-
-    Thakur et al., "Broadcast", long messages (van de Geijn). Several levels: one after another.
-    """
-    return sum(
-        (math.ceil(math.log2(size)) + size - 1) * latency
-        + 2 * (size - 1) / size * nbytes / bandwidth
-        for size, bandwidth, latency in levels
-    )
-
-
-def send(levels: Sequence[Level], nbytes: float) -> float:
-    """One message, a + nbytes / b; over several levels that of the slowest one."""
-    return max(
-        (latency + nbytes / bandwidth for n, bandwidth, latency in levels if n > 1), default=0
-    )
-
-
-_FORMS: dict[str, Callable[[Sequence[Level], float], float]] = {
-    form.__name__: form
-    for form in (all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send)
+# What a library runs unasked: with the three protocols of NCCL, and one of which nothing is known.
+_NCCL = {
+    "all_gather": ("channels",),
+    "reduce_scatter": ("channels",),
+    "all_reduce": ("channels", "tree", "switch"),
+    "all_to_all": ("pairwise",),
+    "broadcast": ("chain",),
+    "send": ("message",),
+}
+_PLAIN = {
+    "all_gather": ("ring", "torus"),
+    "reduce_scatter": ("ring", "torus"),
+    "all_reduce": ("ring", "torus"),
+    "all_to_all": ("pairwise",),
+    "broadcast": ("scatter_gather",),
+    "send": ("message",),
 }
 
 
-def collective_seconds(kind: str, levels: Sequence[Level], nbytes: float) -> float:
-    """Seconds of the collective called `kind`; a group of one device is free.
-
-    Args:
-        kind: the name of one of this file's functions.
-        levels: the axes that it spans, outermost first.
-        nbytes: the payload of each device before the call.
+def algorithms(kind: str) -> dict[str, Form]:
+    """Every algorithm for the collective `kind` by name: (levels, payload per device) -> seconds.
 
     Raises:
         CostError: no such collective.
     """
-    if kind not in _FORMS:
+    if kind in OTHERS:
+        return OTHERS[kind]
+    if kind not in KINDS:
         raise CostError(
             f"no price is known for the collective {kind!r}",
-            why=f"the collectives are {', '.join(_FORMS)}",
+            why=f"the collectives are {', '.join(KINDS)}",
         )
-    return _FORMS[kind](levels, nbytes)
+    if kind == "all_gather":
+        return GATHERS
+    times = 2 if kind == "all_reduce" else 1
+    forms = {name: _backwards(gather, times) for name, gather in GATHERS.items()}
+    return {**forms, **ALL_REDUCES} if kind == "all_reduce" else forms
+
+
+def _backwards(gather: Form, times: int) -> Form:
+    """A reduce_scatter, which is an all_gather run backwards, or one and then the other."""
+    return lambda levels, nbytes: times * gather(levels, nbytes / group_size(levels))
+
+
+_FORMS = {kind: algorithms(kind) for kind in KINDS}
+
+
+@lru_cache(maxsize=4096)
+def _views(levels: tuple[Level, ...], trees: bool) -> tuple[tuple[float, tuple[Level, ...]], ...]:
+    """For each protocol its seconds before the first byte and the levels as it finds them."""
+    rows = zip(*((lv.library.tree if trees else lv.library.ring) for lv in levels), strict=True)
+    return tuple((row[-1].base, tuple(map(_through, levels, row))) for row in rows)
+
+
+def _through(level: Level, protocol: Protocol) -> Level:
+    return level._replace(
+        bandwidth=level.bandwidth * protocol.bandwidth,
+        alone=level.alone * protocol.bandwidth,
+        latency=level.latency * protocol.latency,
+    )
+
+
+def collective_seconds(
+    kind: str, levels: Sequence[Level], nbytes: float, algorithm: str | None = None
+) -> float:
+    """Seconds of the collective called `kind`; a group of one device is free.
+
+    Args:
+        kind: one of `KINDS`.
+        levels: the levels of the network that it spans, outermost first.
+        nbytes: the payload of each device before the call.
+        algorithm: the name of one; None for the cheapest of those that the library runs by itself.
+
+    Raises:
+        CostError: no such collective, or no such algorithm for it.
+    """
+    forms = _FORMS.get(kind) or algorithms(kind)
+    if algorithm is not None and algorithm not in forms:
+        raise CostError(
+            f"no price is known for {kind} by the algorithm {algorithm!r}",
+            why=f"its algorithms are {', '.join(forms)}",
+        )
+    span: Levels = tuple(level for level in levels if level.size > 1)
+    if not span:
+        return 0.0
+    known = bool(span[-1].library.tree)
+    names = (_NCCL if known else _PLAIN)[kind] if algorithm is None else (algorithm,)
+    return min(
+        base + forms[name](view, nbytes)
+        for name in names
+        for base, view in _views(tuple(span), name in _TREES and known)
+    )
+
+
+def shared(*seconds: float) -> tuple[float, ...]:
+    """When transfers that begin together on the same links end, given the seconds each takes alone.
+
+    The links are shared evenly among those that still run (max-min fairness, as between flows of
+    one switch): each waits for as much of every other as it is long itself. The last one ends at
+    the sum of all; one that is alone takes its own time.
+    """
+    return tuple(sum(min(own, other) for other in seconds) for own in seconds)

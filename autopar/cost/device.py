@@ -8,21 +8,15 @@ import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
+from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
-
-
-class Link(NamedTuple):
-    """One device's connection along a mesh axis: bytes/s in one direction, seconds a message."""
-
-    bandwidth: float
-    latency: float
 
 
 @dataclass(frozen=True)
@@ -33,8 +27,9 @@ class Device:
     shares of the peaks. See the head of devices.toml for each figure.
 
     Raises:
-        CostError: a figure that is not finite, not positive (latencies and the launch may be 0),
-            or an efficiency above 1.
+        CostError: a figure that is not finite, not positive (latencies, the launch and the
+            reduction in switches may be 0), an efficiency above 1, or a kind of link or a library
+            that cost/protocol.py does not know.
     """
 
     name: str
@@ -47,6 +42,13 @@ class Device:
     intra_latency: float
     inter_bandwidth: float
     inter_latency: float
+    nic_bandwidth: float
+    intra_link: str
+    inter_link: str
+    intra_efficiency: float
+    inter_efficiency: float
+    switch_reduction: float
+    library: str
     matmul_efficiency: float
     memory_efficiency: float
     launch: float
@@ -54,16 +56,27 @@ class Device:
     def __post_init__(self) -> None:
         figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
         for field in fields(self):
-            if field.name not in ("name", "source", "peak"):
+            if field.name != "peak" and field.type != "str":
                 figures[field.name] = getattr(self, field.name)
         for name, value in figures.items():
-            zero_fits = name == "launch" or name.endswith("latency")
+            zero_fits = name in ("launch", "switch_reduction") or name.endswith("latency")
             top = 1.0 if name.endswith("efficiency") else math.inf
             if not (math.isfinite(value) and 0 <= value <= top and (value or zero_fits)):
                 raise CostError(
                     f"device {self.name!r} has {name} = {value}",
                     why="figures are finite and positive, efficiencies at most 1",
                     todo="correct that figure of the device",
+                )
+        for name, word, known in (
+            ("intra_link", self.intra_link, tuple(KINDS)),
+            ("inter_link", self.inter_link, tuple(KINDS)),
+            ("library", self.library, LIBRARIES),
+        ):
+            if word not in known:
+                raise CostError(
+                    f"device {self.name!r} has {name} = {word!r}",
+                    why=f"the known ones are {', '.join(known)}",
+                    todo="correct that word of the device",
                 )
         if {dtype for dtype, _ in self.peak} != set(DTYPES):
             raise CostError(
@@ -138,7 +151,8 @@ def _described(name: str, given: Description) -> Device:
 
     The compute figure is taken as the dense 16-bit matmul peak; f8 gains nothing over it, tf32 has
     a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). Links: 8
-    devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us).
+    devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
+    which is attained, by a library of which nothing is known.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
     return Device(
@@ -152,37 +166,14 @@ def _described(name: str, given: Description) -> Device:
         intra_latency=10e-6,
         inter_bandwidth=12.5e9 / 8,
         inter_latency=20e-6,
+        nic_bandwidth=12.5e9,
+        intra_link="PCIe",
+        inter_link="Ethernet",
+        intra_efficiency=1.0,
+        inter_efficiency=1.0,
+        switch_reduction=0.0,
+        library="unknown",
         matmul_efficiency=0.5,
         memory_efficiency=0.7,
         launch=10e-6,
     )
-
-
-def link(mesh: Mesh, axis: str) -> Link:
-    """Bandwidth (bytes/s) and latency (s) of the links that a collective over `axis` uses.
-
-    The axis's own figures where the mesh text gives them, else the device's: intra-node if this
-    axis and all inner ones fit in one node together, inter-node otherwise.
-
-    Raises:
-        MeshError: no such axis.
-        UnknownDeviceError: as for `device`.
-        CostError: a bandwidth that is not finite and positive, or a negative latency.
-    """
-    own, chip = mesh.axis(axis), device(mesh)
-    inner = math.prod(mesh.shape[mesh.names.index(axis) :])
-    default = Link(chip.inter_bandwidth, chip.inter_latency)
-    if inner <= chip.devices_per_node:
-        default = Link(chip.intra_bandwidth, chip.intra_latency)
-    chosen = Link(
-        default.bandwidth if own.bandwidth is None else own.bandwidth,
-        default.latency if own.latency is None else own.latency,
-    )
-    good = math.isfinite(chosen.bandwidth) and chosen.bandwidth > 0
-    if not (good and math.isfinite(chosen.latency) and chosen.latency >= 0):
-        raise CostError(
-            f"mesh axis {axis!r} has bandwidth {chosen.bandwidth} and latency {chosen.latency}",
-            where=mesh.device,
-            why="a bandwidth is finite and positive, a latency finite and not negative",
-        )
-    return chosen

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cost.collective import Level, collective_seconds
+from autopar.cost.collective import collective_seconds
 from autopar.cost.compute import roofline
-from autopar.cost.device import device, link
+from autopar.cost.device import device
+from autopar.cost.network import Network
 from autopar.errors import CostError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
@@ -90,7 +91,7 @@ class AnalyticModel:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.device = device(mesh)
-        self._levels = {axis.name: Level(axis.size, *link(mesh, axis.name)) for axis in mesh.axes}
+        self.network = Network(mesh, self.device)
 
     def compute(self, work: Work) -> float:
         """Seconds of `work` by the roofline (see cost/compute.py)."""
@@ -98,16 +99,24 @@ class AnalyticModel:
         return _price(seconds, work, work.flops, work.nbytes)
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of `call` over its axes, outermost first (see cost/collective.py).
+        """Seconds of `call` over the levels of its axes (see cost/network.py, cost/collective.py).
 
         Raises:
             MeshError: an axis that the mesh does not have.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
-        for name in call.axes:
-            self.mesh.axis(name)
-        levels = [level for name, level in self._levels.items() if name in call.axes]
-        return _price(collective_seconds(call.kind, levels, call.nbytes), call, call.nbytes)
+        seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
+        return _price(seconds, call, call.nbytes)
+
+    def resources(self, call: Collective, /) -> tuple[str, ...]:
+        """Names of the links that `call` keeps busy, outermost first; none for a lone device.
+
+        Calls with a name in common slow each other down (see `cost.collective.shared`).
+
+        Raises:
+            MeshError: an axis that the mesh does not have.
+        """
+        return self.network.resources(call.axes)
 
 
 def _price(seconds: float, item: Work | Collective, *amounts: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.model import AnalyticModel
@@ -71,6 +71,7 @@ def test_fourteen_of_the_27_are_legal() -> None:
     assert {str(one) for one in shardings()} == set(MEMORY) - {"GGG+I"}
 
 
+@settings(deadline=None)
 @given(group=st.integers(1, 16), count=st.integers(1, 16))
 def test_zero_sends_1_1_1_and_a_half_more(group: int, count: int) -> None:
     """Relative to data parallelism's all_reduce: arXiv:1910.02054, section 7."""
@@ -85,6 +86,7 @@ def test_zero_sends_1_1_1_and_a_half_more(group: int, count: int) -> None:
             assert part == pytest.approx(times * whole)
 
 
+@settings(deadline=None)
 @given(group=st.integers(1, 8), count=st.integers(1, 8), microbatches=st.integers(1, 9))
 def test_what_accumulation_inside_the_groups_saves(
     group: int, count: int, microbatches: int

@@ -1,0 +1,130 @@
+"""Network: the levels of links that lie under the axes of a mesh.
+
+Ranks are numbered row-major and fill one node after another, so the inner axes lie within a node as
+long as their product fits into it. The axis that no longer does is split into the largest part that
+does and the rest, which goes from node to node: `gpu=16` on nodes of eight is two nodes of eight,
+priced exactly as `node=2, gpu=8`. An axis whose own figures the mesh text gives is not split.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+from autopar.cost.algorithms import INTER, INTRA, Level
+from autopar.cost.device import Device
+from autopar.cost.protocol import library
+from autopar.errors import CostError
+from autopar.ir.mesh import Axis, Mesh
+
+
+class Network:
+    """The levels under every axis of a mesh of devices.
+
+    Raises:
+        CostError: an axis with a bandwidth that is not finite and positive, or a latency that is
+            not finite or negative.
+    """
+
+    def __init__(self, mesh: Mesh, device: Device) -> None:
+        self.mesh = mesh
+        self._parts: dict[str, tuple[Level, ...]] = {}
+        self._levels: dict[tuple[str, ...], tuple[Level, ...]] = {}
+        inside, intra, inter = 1, *_links(device)
+        for axis in reversed(mesh.axes):
+            _check(axis, mesh)
+            room = device.devices_per_node // inside
+            near = max((d for d in range(1, room + 1) if axis.size % d == 0), default=0)
+            if axis.bandwidth is not None or axis.latency is not None:
+                near = axis.size if axis.size <= room else 0
+            far = axis.size // near if near else axis.size
+            near = near or 1
+            self._parts[axis.name] = (
+                _given(axis, inter, far, device),
+                _given(axis, intra, near, device),
+            )
+            # What leaves the node once does not come back into it.
+            inside = inside * near if far == 1 else device.devices_per_node + 1
+
+    def levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
+        """The levels that a group over `axes` spans, outermost first, without those of one part.
+
+        Neighbours with the same figures are one level: how axes divide the same links is nothing
+        that a library sees.
+
+        Raises:
+            MeshError: an axis that the mesh does not have.
+        """
+        if axes not in self._levels:
+            for name in axes:
+                self.mesh.axis(name)
+            parts = [part for name in self.mesh.names if name in axes for part in self._parts[name]]
+            self._levels[axes] = tuple(
+                figures._replace(size=math.prod(part.size for part in same))
+                for figures, same in groupby(
+                    (part for part in parts if part.size > 1), lambda part: part._replace(size=0)
+                )
+            )
+        return self._levels[axes]
+
+    def resources(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Names of the links that a group over `axes` keeps busy, outermost first, each once.
+
+        Two groups with a name in common slow each other down while both run (see
+        `collective.shared`), whatever axes they are over.
+
+        Raises:
+            MeshError: an axis that the mesh does not have.
+        """
+        return tuple(dict.fromkeys(level.resource for level in self.levels(axes)))
+
+
+def _links(device: Device) -> tuple[Level, Level]:
+    """One device's links inside a node and to others, as levels without a size."""
+    return (
+        Level(
+            1,
+            device.intra_bandwidth * device.intra_efficiency,
+            device.intra_latency,
+            switch=device.switch_reduction,
+            resource=INTRA,
+            library=library(device.library, device.intra_link),
+        ),
+        Level(
+            1,
+            device.inter_bandwidth * device.inter_efficiency,
+            device.inter_latency,
+            alone=device.nic_bandwidth * device.inter_efficiency,
+            resource=INTER,
+            library=library(device.library, device.inter_link),
+        ),
+    )
+
+
+def _given(axis: Axis, link: Level, size: int, device: Device) -> Level:
+    """`link` for `size` parts, with the figures that the mesh text gives for the axis.
+
+    A bandwidth in the mesh text is that of the link, as in devices.toml, of which the device's
+    efficiency is attained.
+    """
+    level = link._replace(size=size)
+    if axis.latency is not None:
+        level = level._replace(latency=axis.latency)
+    if axis.bandwidth is not None:
+        inside = link.resource == INTRA
+        share = device.intra_efficiency if inside else device.inter_efficiency
+        level = level._replace(bandwidth=axis.bandwidth * share, alone=0.0, switch=0.0)
+    return level
+
+
+def _check(axis: Axis, mesh: Mesh) -> None:
+    bandwidth = 1.0 if axis.bandwidth is None else axis.bandwidth
+    latency = 0.0 if axis.latency is None else axis.latency
+    good = math.isfinite(bandwidth) and bandwidth > 0 and math.isfinite(latency) and latency >= 0
+    if not good:
+        raise CostError(
+            f"mesh axis {axis.name!r} has bandwidth {axis.bandwidth} and latency {axis.latency}",
+            where=str(mesh.device),
+            why="a bandwidth is finite and positive, a latency finite and not negative",
+            todo='write e.g. "gpu=8 @450GB/s 3us", or leave the figures of the device as they are',
+        )

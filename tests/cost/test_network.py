@@ -1,0 +1,159 @@
+"""Which links lie under the axes of a mesh: splits, figures of their own, contention, speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.algorithms import INTER, INTRA
+from autopar.cost.collective import KINDS
+from autopar.cost.device import devices
+from autopar.cost.model import AnalyticModel
+from autopar.errors import CostError, MeshError
+from autopar.ir.collective import Collective
+from autopar.ir.mesh import Mesh
+
+H100 = next(entry for entry in devices() if entry.name == "H100")
+
+
+def figures(text: str, *axes: str) -> list[tuple[str, int, float, float]]:
+    """Of each level its links, size, GB/s a device and microseconds."""
+    model = AnalyticModel(Mesh.parse(text))
+    return [
+        (one.resource, one.size, round(one.bandwidth / 1e9, 9), round(one.latency * 1e6, 9))
+        for one in model.network.levels(axes or model.mesh.names)
+    ]
+
+
+IN, OUT = round(0.8 * 450, 9), round(0.94 * 50, 9)
+
+
+def test_an_axis_within_the_node_uses_the_nodes_links() -> None:
+    mesh = "H100: node=4, pair=2, gpu=4"
+    assert figures(mesh, "node") == [(INTER, 4, OUT, 14)]
+    assert figures(mesh, "pair") == [(INTRA, 2, IN, 3.4)]
+    assert figures(mesh, "gpu") == [(INTRA, 4, IN, 3.4)]
+    assert figures(mesh, "node", "gpu") == [(INTER, 4, OUT, 14), (INTRA, 4, IN, 3.4)]
+    # Axes that divide the same links are one level to a library.
+    assert figures(mesh, "pair", "gpu") == [(INTRA, 8, IN, 3.4)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ("gpu=8", {"gpu": [(INTRA, 8)]}),
+        ("gpu=16", {"gpu": [(INTER, 2), (INTRA, 8)]}),
+        ("gpu=12", {"gpu": [(INTER, 2), (INTRA, 6)]}),
+        ("gpu=13", {"gpu": [(INTER, 13)]}),
+        ("node=2, gpu=16", {"node": [(INTER, 2)], "gpu": [(INTER, 2), (INTRA, 8)]}),
+        ("data=4, gpu=4", {"data": [(INTER, 2), (INTRA, 2)], "gpu": [(INTRA, 4)]}),
+        ("a=3, b=6", {"a": [(INTER, 3)], "b": [(INTRA, 6)]}),
+        ("a=2, b=3, c=6", {"a": [(INTER, 2)], "b": [(INTER, 3)], "c": [(INTRA, 6)]}),
+    ],
+)
+def test_an_axis_that_leaves_the_node_is_split(
+    mesh: str, sizes: dict[str, list[tuple[str, int]]]
+) -> None:
+    for axis, expected in sizes.items():
+        assert [level[:2] for level in figures(f"H100: {mesh}", axis)] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
+@given(nodes=st.integers(1, 8), nbytes=st.integers(0, 2**34))
+def test_an_axis_over_nodes_costs_what_its_two_parts_cost(
+    kind: str, nodes: int, nbytes: int
+) -> None:
+    one = AnalyticModel(Mesh.parse(f"A100-80: gpu={8 * nodes}"))
+    two = AnalyticModel(Mesh.parse(f"A100-80: node={nodes}, gpu=8"))
+    three = AnalyticModel(Mesh.parse(f"A100-80: node={nodes}, pair=4, gpu=2"))
+    call = Collective(kind, ("gpu",), nbytes)
+    expected = one.collective(call)
+    for model in (two, three):
+        assert model.collective(dataclasses.replace(call, axes=model.mesh.names)) == expected
+
+
+def test_figures_written_on_an_axis_win_one_by_one() -> None:
+    """They are the links', as in the table, of which the device attains its share."""
+    mesh = "H100: node=2 @7GB/s, gpu=8 @100GB/s 1us"
+    assert figures(mesh, "node") == [(INTER, 2, round(0.94 * 7, 9), 14)]
+    assert figures(mesh, "gpu") == [(INTRA, 8, 80, 1)]
+    assert figures("H100: gpu=16 1us") == [(INTER, 16, OUT, 1)]
+    own = "H100: node=2 @50GB/s 14us, gpu=8 @450GB/s 3.4us"
+    assert figures(own) == figures("H100: node=2, gpu=8")
+
+
+def test_a_lone_device_keeps_no_link_busy_and_others_theirs() -> None:
+    model = AnalyticModel(Mesh.parse("H100: pod=1, data=4, gpu=4"))
+    used = {
+        axes: model.resources(Collective("all_reduce", axes, 8))
+        for axes in (("pod",), ("gpu",), ("data",), ("data", "gpu"))
+    }
+    assert used == {
+        ("pod",): (),
+        ("gpu",): (INTRA,),
+        ("data",): (INTER, INTRA),
+        ("data", "gpu"): (INTER, INTRA),
+    }
+    with pytest.raises(MeshError, match="node"):
+        model.resources(Collective("all_reduce", ("node",), 8))
+
+
+def test_every_device_of_the_table_is_slower_between_nodes_than_in_one() -> None:
+    for entry in devices():
+        near, far = (
+            AnalyticModel(Mesh.parse(f"{entry.name}: node=2, gpu={entry.devices_per_node}"))
+            for _ in range(2)
+        )
+        size = 1 << 28
+        inside = near.collective(Collective("send", ("gpu",), size))
+        assert entry.nic_bandwidth >= entry.inter_bandwidth
+        if entry.name != "cpu":
+            assert inside < far.collective(Collective("send", ("node",), size))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("inter_bandwidth", 0.0),
+        ("nic_bandwidth", -1.0),
+        ("intra_efficiency", 1.2),
+        ("switch_reduction", -1.0),
+        ("intra_link", "string"),
+        ("library", "own"),
+    ],
+)
+def test_nonsense_about_links_is_refused_by_name(name: str, value: float | str) -> None:
+    with pytest.raises(CostError, match=name):
+        dataclasses.replace(H100, **{name: value})  # type: ignore[arg-type]
+
+
+def test_bus_bandwidths_are_those_that_were_measured() -> None:
+    """Public figures of nccl-tests at 1 to 8 GB: issues 175 and 100 (A100), 212 and 326 (H100)."""
+
+    def bus(mesh: str, kind: str) -> float:
+        model = AnalyticModel(Mesh.parse(mesh))
+        n, total = model.mesh.size, 4 << 30
+        brought = total // n if kind == "all_gather" else total
+        sent = (2 if kind == "all_reduce" else 1) * (n - 1) / n * total
+        return sent / model.collective(Collective(kind, model.mesh.names, brought)) / 1e9
+
+    assert bus("A100-80: gpu=8", "all_reduce") == pytest.approx(232.5, rel=0.02)
+    # Two nodes with four cards each, half of those of a DGX: 86 to 96 GB/s.
+    assert 86 <= bus("A100-80: node=2 @12.5GB/s, gpu=8", "all_reduce") <= 96
+    assert bus("H100: gpu=8", "all_gather") == pytest.approx(360, rel=0.02)
+    assert bus("H100: gpu=8", "all_reduce") == pytest.approx(480, rel=0.02)
+
+
+def test_pricing_is_quick() -> None:
+    """A thousand different collectives, more than a large model has, in well under a second."""
+    model = AnalyticModel(Mesh.parse("H100: node=64, gpu=8"))
+    began = time.process_time()
+    for step in range(1000):
+        for axes in (("gpu",), ("node", "gpu")):
+            model.collective(Collective("all_reduce", axes, 1000 * step))
+    assert time.process_time() - began < 0.5
