@@ -6,6 +6,9 @@ What is assumed of the system, with where it is said:
 - Fused kernels: bias and GeLU, bias, dropout and add, scale, mask and softmax (section 4.2); query,
   key and value are one product, the scale is part of the product of queries and keys. The causal
   mask saves nothing. Everything else is a kernel of its own.
+- The loss over a split vocabulary is a kernel for each of its steps: maximum, difference, exponential,
+  sum and quotient, and a copy and two changes of type (54 bytes for each logit; only what was picked
+  is added to).
 - Mixed precision with f16 parameters, activations and gradients; losses in f32.
 - The vocabulary is split as the layers are; the embedding is on the first stage, the logits on the
   last, and the gradients of their weight are summed between the two.
@@ -19,21 +22,25 @@ What is assumed of the system, with where it is said:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from autopar import pins
-from autopar.cost.model import AnalyticModel
+from autopar.cost.model import AnalyticModel, NodeWork
+from autopar.intra_op.works import base
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.pipeline import pipelined, sends, update
-from benchmarks.published.step import Captured, Part, captured, chains, fuse, merged, parts
+from benchmarks.published.step import Captured, Part, Works, captured, chains, fuse, merged, parts
 
 FUSED = (("mul", "softmax"), ("dropout", "add"))
 OPTIMIZER_BYTES = 60.0
+# Of each logit: f16 to f32 (6), its maximum (4), difference (8), exponential (8), sum (4) and
+# quotient (8); backwards a copy (8), times the loss's gradient (8), f32 to f16 (6).
+LOSS_BYTES = (32.0, 16.0)
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,21 @@ def layer(run: Run) -> tuple[Captured, tuple[Part, Part, Part]]:
         tokens = torch.zeros(run.micro_batch, run.seq, dtype=torch.long)
     mesh = f"{run.device}: tp={run.tp}"
     of = captured(model, {"tokens": tokens, "labels": tokens}, mesh, pins.megatron("tp"))
-    kernels = fuse(of, merged(of, of.works), chains(of, FUSED))
-    return of, parts(of, kernels)
+    return of, parts(of, fuse(of, with_loss(of, merged(of, of.works)), chains(of, FUSED)))
+
+
+def with_loss(of: Captured, kernels: Works) -> Works:
+    """`kernels` with the loss in the single steps of Megatron's loss over a split vocabulary."""
+    found = dict(kernels)
+    for node in of.graph.nodes:
+        if base(node.op) == "cross_entropy_loss":
+            logits = of.nbytes(node.inputs[0]) / 4
+            one, two = kernels[node.name].forward[0], kernels[node.name].backward[0]
+            found[node.name] = NodeWork(
+                (replace(one, nbytes=LOSS_BYTES[0] * logits),),
+                (replace(two, nbytes=LOSS_BYTES[1] * logits),),
+            )
+    return found
 
 
 def iteration_seconds(run: Run) -> dict[str, float]:

@@ -1,0 +1,22 @@
+"""Seconds of communication that stay visible beside kernels."""
+
+from __future__ import annotations
+
+from autopar.simulate.engine import SLOWDOWN
+
+
+def beside(kernels: float, calls: float) -> float:
+    """Seconds of kernels and of collectives that may run at any time beside them.
+
+    While both run, each takes `SLOWDOWN` times as long.
+    """
+    both = SLOWDOWN * min(kernels, calls)
+    return both + abs(kernels - calls)
+
+
+def chunked(kernels: float, calls: float, chunks: int) -> float:
+    """The same for collectives cut in chunks beside the kernels that need them.
+
+    The first chunk's collective (or the last one's) has nothing to run beside.
+    """
+    return calls / chunks + beside(kernels, calls * (1 - 1 / chunks))
