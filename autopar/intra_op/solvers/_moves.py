@@ -14,6 +14,8 @@ from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 from autopar.intra_op.solvers._trws import Links, links, near
 
+FITTING = 1e30  # seconds a byte: more than any choice is worth
+
 
 class Local(NamedTuple):
     """A problem for moves: its graph, and per node its pieces of memory."""
@@ -52,7 +54,7 @@ def local(flat: Flat) -> Local:
 
 
 @inner
-def _change(s: Local, choice: Ints, v: int, r: int) -> float:
+def change(s: Local, choice: Ints, v: int, r: int) -> float:
     """Seconds by which the cost rises if node v chooses r."""
     g, old = s.graph, choice[v]
     rise = s.cost[g.start[v] + r] - s.cost[g.start[v] + old]
@@ -64,7 +66,7 @@ def _change(s: Local, choice: Ints, v: int, r: int) -> float:
 
 
 @inner
-def _shift(s: Local, held: Floats, v: int, old: int, new: int) -> float:
+def shift(s: Local, held: Floats, v: int, old: int, new: int) -> float:
     """Moves a node's memory from one choice to another; returns the rise of bytes above."""
     rise = 0.0
     for p in range(s.first[v], s.first[v + 1]):
@@ -106,17 +108,17 @@ def descend(s: Local, choice: Ints, held: Floats, weight: float, sweeps: int) ->
                 old = choice[v]
                 if r == old:
                     continue
-                rise = _change(s, choice, v, r)
+                rise = change(s, choice, v, r)
                 # What costs more can only pay where memory is short.
                 if rise >= 0 and not _crowded(s, held, v):
                     continue
-                above = _shift(s, held, v, old, r)
+                above = shift(s, held, v, old, r)
                 if rise + weight * above < -1e-9 * abs(rise):
                     choice[v] = r
                     total += rise + weight * above
                     changed = True
                 else:
-                    _shift(s, held, v, r, old)
+                    shift(s, held, v, r, old)
         if not changed:
             break
     return total
@@ -132,10 +134,9 @@ def _crowded(s: Local, held: Floats, v: int) -> bool:
 
 
 @inner
-def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, mark: int) -> float:
-    """Sets a node, then neighbours that are forbidden beside it, and theirs; returns the rise."""
-    total = _change(s, choice, v, r)
-    _shift(s, held, v, choice[v], r)
+def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, mark: int) -> None:
+    """Sets a node, then neighbours that are forbidden beside it, and theirs."""
+    shift(s, held, v, choice[v], r)
     choice[v] = r
     locked[v] = mark
     pending, count, at = np.empty(len(choice), np.int64), 1, 0
@@ -152,48 +153,64 @@ def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, ma
                 continue
             best, found = np.inf, choice[w]
             for i in range(other):
-                rise = _change(s, choice, w, i)
+                rise = change(s, choice, w, i)
                 if g.matrix[place + choice[u] * step + i * far_step] < np.inf and rise < best:
                     best, found = rise, i
             if best < np.inf:
-                total += best
-                _shift(s, held, w, choice[w], found)
+                shift(s, held, w, choice[w], found)
                 choice[w] = found
             locked[w] = mark
             pending[count] = w
             count += 1
+
+
+@inner
+def paid(s: Local, choice: Ints) -> float:
+    """What a choice costs."""
+    g, total = s.graph, 0.0
+    for v in range(len(choice)):
+        total += s.cost[g.start[v] + choice[v]]
+    for e in range(len(g.ends)):
+        v, w = g.ends[e, 0], g.ends[e, 1]
+        row = g.place[e] + choice[v] * (g.start[w + 1] - g.start[w])
+        total += min(g.matrix[row + choice[w]], s.big)
     return total
 
 
-@entry
-def kicks(s: Local, choice: Ints, held: Floats, weight: float, rounds: int, seed: int) -> float:
-    """Kicks random nodes, with all that must follow, and descends; keeps what lowers the sum."""
-    np.random.seed(seed)
-    n, total = len(choice), 0.0
-    locked, old, was = np.zeros(n, np.int64), choice.copy(), held.copy()
-    above = 0.0
+@inner
+def above(s: Local, held: Floats) -> float:
+    """The sum of bytes above the limit."""
+    total = 0.0
     for t in range(len(held)):
-        above += max(held[t] - s.limit, 0.0)
+        total += max(held[t] - s.limit, 0.0)
+    return total
+
+
+@inner
+def better(now: float, over: float, before: float, over_before: float) -> bool:
+    """Whether a choice is nearer to fitting, or fits as well and costs less beyond rounding."""
+    return over < over_before or (over == over_before and now < before - 1e-12 * abs(before))
+
+
+@entry
+def kicks(s: Local, choice: Ints, held: Floats, rounds: int, seed: int) -> None:
+    """Kicks random nodes, with all that must follow, and descends; keeps what is better."""
+    np.random.seed(seed)
+    n = len(choice)
+    locked, old, was = np.zeros(n, np.int64), choice.copy(), held.copy()
+    before, over_before = paid(s, choice), above(s, held)
     for mark in range(1, rounds + 1):
         v = np.random.randint(n)
         size = s.graph.start[v + 1] - s.graph.start[v]
         if size == 1:
             continue
-        r = np.random.randint(size)
-        rise = _kick(s, choice, held, v, r, locked, mark)
-        now = 0.0
-        for t in range(len(held)):
-            now += max(held[t] - s.limit, 0.0)
-        rise += weight * (now - above)
-        rise += descend(s, choice, held, weight, 3)
-        if rise < -1e-9 * abs(rise):
-            total += rise
-            above = 0.0
-            for t in range(len(held)):
-                above += max(held[t] - s.limit, 0.0)
+        _kick(s, choice, held, v, np.random.randint(size), locked, mark)
+        descend(s, choice, held, FITTING, 3)
+        now, over = paid(s, choice), above(s, held)
+        if better(now, over, before, over_before):
+            before, over_before = now, over
             old[:] = choice
             was[:] = held
         else:
             choice[:] = old
             held[:] = was
-    return total

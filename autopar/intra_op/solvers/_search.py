@@ -18,7 +18,8 @@ from autopar.intra_op.reduce import flatten, run
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.reduce.run import Reduced
 from autopar.intra_op.solvers._dual import Dual, ascend
-from autopar.intra_op.solvers._moves import descend, holds, kicks, local
+from autopar.intra_op.solvers._moves import FITTING, descend, holds, kicks, local
+from autopar.intra_op.solvers._trees import trees
 
 Watch = Callable[[float, float, float], None]
 """Called with seconds since the start, the best price (or infinity) and the bound."""
@@ -27,6 +28,8 @@ PEAKS = 4  # times at which memory is newly limited after each look
 ROUNDS = 8
 FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
 LOOKS = 12  # at what a choice exceeds while it is made to fit
+TREE = 200  # nodes of a block that is made optimal at once, at most
+BLOCKS = 0.05  # such blocks for each kick
 
 
 class Search:
@@ -49,6 +52,7 @@ class Search:
         self.outer = run(flatten(problem), problem.name)
         self.core = self.outer.flat
         self.times = np.zeros(0, dtype=np.int64)
+        self.prices = np.zeros(0)  # of a byte at each of them
         self.moves = local(self.core.at(self.times))
         self.say(f"{len(problem.nodes)} nodes reduced to {self.core.size()}")
 
@@ -122,8 +126,16 @@ class Search:
 
     def _limit_at(self, times: Ints) -> None:
         if len(times) > len(self.times):
-            self.times = times
+            self.weigh(self.times, self.prices, times)
             self.moves = local(self.core.at(times))
+
+    def weigh(self, priced: Ints, prices: Floats, times: Ints | None = None) -> None:
+        """Takes note of what a byte is worth at some times, and of the times to look at."""
+        if times is not None:
+            self.times = times
+        self.prices = np.zeros(len(self.times))
+        known = np.isin(priced, self.times)
+        self.prices[np.searchsorted(self.times, priced[known])] = prices[known]
 
     def _fits(self, choice: Ints) -> bool:
         if not len(self.core.base):
@@ -145,17 +157,19 @@ class Search:
             descend(self.moves, choice, held, weight, 20)
             above = holds(self.moves, choice, held)
             weight *= 8
-        descend(self.moves, choice, held, 1e30, 50)
+        descend(self.moves, choice, held, FITTING, 50)
 
     def shake(self, rounds: int) -> bool:
-        """Kicks the best choice so often; returns whether that helped."""
+        """Kicks the best choice so often, and makes blocks of it optimal; whether that helped."""
         if self.best is None:
             return False
         before = self.price
         choice, held = self.best.copy(), np.zeros(len(self.times))
         holds(self.moves, choice, held)
         self.seed += 1
-        kicks(self.moves, choice, held, 1e30, rounds, self.seed)
+        kicks(self.moves, choice, held, rounds, self.seed)
+        blocks = max(1, round(BLOCKS * rounds))
+        trees(self.moves, choice, held, self.prices, blocks, TREE, self.seed)
         self.offer(choice)
         return self.price < before
 
@@ -227,6 +241,7 @@ class Relaxation:
             self.dual = ascend(flat, prices, target, lambda: search.elapsed() > half)
             guesses: Sequence[Ints] = self.dual.guesses
             search.raise_bound(self.dual.bound)
+            search.weigh(times, self.dual.prices)
         else:
             guesses = (np.zeros(0, dtype=np.int64),)
             search.raise_bound(flat.total)
