@@ -1,10 +1,10 @@
 """Rings over two levels: PaRO's all_gather of 1 GB on 16 nodes of 8 A100 (arXiv:2310.06003).
 
 Its rings are its own, not NCCL's, and its times, 162 to 288 ms, are some fifty times those that the
-hardware it describes allows (8 InfiniBand cards a node: 6 ms). So its network is fitted: two figures
-for the three times together, 6 GB/s a node, which one device alone may use, and 0.97 ms a message.
-Inside a node the figures are those of A100-80 in devices.toml. "1 GB" is taken as nccl-tests does,
-for all that is gathered.
+hardware it describes allows (8 InfiniBand cards a node: 6 ms). So its network is fitted: two
+figures for the three times together, 6 GB/s a node, which one device alone may use, and 0.97 ms a
+message. Inside a node the figures are those of A100-80 in devices.toml. "1 GB" is taken as
+nccl-tests does, for all that is gathered.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ sequence parallelism (SP), and its speed-up over 256 devices without SP. One fig
 seconds of a token's kernels on one device, to the first row; the speed-ups of the others are
 predicted. A step is, one after the other,
 
-- the kernels: tokens / devices of them. Throughput counts samples of 4K tokens whatever the sequence
-  length, and does not fall from 8K to 64K: samples are packed and attend to themselves, so a token
-  costs the same in every row.
+- the kernels: tokens / devices of them. Throughput counts samples of 4K tokens whatever the
+  sequence length, and does not fall from 8K to 64K: samples are packed and attend to themselves, so
+  a token costs the same in every row. (The fit gives 40 TFLOP/s a device for 6 FLOPs a parameter.)
 - ZeRO over all devices: gradients reduce-scattered and parameters gathered once a step. Where the
   sequence is split, gradients are partial sums and are reduced in f32 (bf16 without SP): the loss
   flattens otherwise.
-- Ulysses' exchanges (arXiv:2309.14509): before attention q, k and v and after it its output, each an
-  all_to_all of a device's tokens x hidden in bf16 over the SP group within a node; forwards and
+- Ulysses' exchanges (arXiv:2309.14509): before attention q, k and v and after it its output, each
+  an all_to_all of a device's tokens x hidden in bf16 over the SP group within a node; forwards and
   backwards, in every layer; each payload is copied into order before and after.
 
 Collectives are priced on A100-80 of devices.toml, in which nothing is fitted here.

@@ -16,6 +16,7 @@ from autopar.cost.protocol import PLAIN, library
 from autopar.errors import CostError, MeshError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Axis, Mesh
+from benchmarks.published import rings
 
 NVLINK, INFINIBAND = library("NCCL", "NVLink"), library("NCCL", "InfiniBand")
 level = st.tuples(st.integers(1, 16), st.floats(1e6, 1e12), st.floats(0, 1e-2)).map(
@@ -236,21 +237,15 @@ def test_trees_win_where_latencies_count_and_switches_where_bytes_do() -> None:
     assert math.isinf(price("all_reduce", nodes, 1024, "switch"))
 
 
-# PaRO's cluster (arXiv:2310.06003): 16 nodes of 8 A100 and its own rings, no library's. The two
-# figures of the network, 6 GB/s a node and 0.97 ms a message, are fitted to its three times
-# together; those inside a node are A100-80's of devices.toml.
-PARO = [
-    Level(16, 6e9 / 8, 0.97e-3, alone=6e9, resource=INTER),
-    Level(8, 0.775 * 300e9, 3.4e-6, resource=INTRA),
-]
+# PaRO's cluster: two figures of its network are fitted to the three times together.
+PARO = rings.levels()
 PUBLISHED_MS = {"ring": 288, "h_ring": 183, "ho_ring": 162}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_MS)
 def test_published_times_of_rings_over_two_levels(name: str) -> None:
     """An all_gather of 1 GB in all, from 128 devices."""
-    milliseconds = price("all_gather", PARO, 1e9 / 128, name) * 1e3
-    assert milliseconds == pytest.approx(PUBLISHED_MS[name], rel=0.1)
+    assert rings.all_gather_ms(name) == pytest.approx(PUBLISHED_MS[name], rel=0.1)
 
 
 @pytest.mark.parametrize("total", [1e5, 1e7, 1e8, 1e10, 1e11])
