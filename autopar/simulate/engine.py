@@ -83,6 +83,7 @@ class _Engine:
         self.start, self.end = [0.0] * len(tasks), [0.0] * len(tasks)
         self.exposed = [0.0] * len(tasks)
         self.done = 0
+        self.prices: dict[int, tuple[float, tuple[str, ...]]] = {}
         self.memory = Memory()
         for position, task in enumerate(tasks):
             self.queues.setdefault(task.stream, deque()).append(position)
@@ -126,15 +127,20 @@ class _Engine:
             task = self.tasks[position]
             self.start[position] = self.now
             self.memory.add(self.now, position, task)
-            seconds, links = 0.0, tuple[str, ...]()
-            if isinstance(task.what, Collective):
-                seconds, links = self.model.collective(task.what), self.model.resources(task.what)
-            elif task.what:
-                seconds = sum(map(self.model.compute, task.what))
+            seconds, links = self._price(task.what)
             if seconds > 0:
                 self.running[task.stream] = _Running(position, seconds, links)
             else:
                 streams += self._finish(position)
+
+    def _price(self, what: tuple[Work, ...] | Collective) -> tuple[float, tuple[str, ...]]:
+        """Seconds at full speed, and the links it keeps busy; equal blocks share one object."""
+        if id(what) not in self.prices:
+            if isinstance(what, Collective):
+                self.prices[id(what)] = self.model.collective(what), self.model.resources(what)
+            else:
+                self.prices[id(what)] = sum(map(self.model.compute, what)), ()
+        return self.prices[id(what)]
 
     def _finish(self, position: int) -> list[str]:
         """End a task; returns the streams that may go on."""
@@ -198,5 +204,4 @@ class _Engine:
         )
 
     def _ended(self, position: int) -> bool:
-        queue = self.queues[self.tasks[position].stream]
-        return position not in queue
+        return position not in self.queues[self.tasks[position].stream]

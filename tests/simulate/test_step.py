@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from autopar.explain.moves import Move
 from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron
 from autopar.plan import Plan
 from autopar.simulate import Settings, Task, Timeline, run, tasks
@@ -38,7 +39,7 @@ PLANS = {
 
 
 class Block(nn.Module):
-    """A transformer block without biases that repeats."""
+    """A transformer block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -91,6 +92,36 @@ def plans(graph: Graph) -> dict[str, Plan]:
         name: compiler.make_plan(graph, mesh, compiler.Options(pins=pins), nothing)
         for name, pins in PLANS.items()
     }
+
+
+def deepened(graph: Graph, count: int) -> Graph:
+    """`graph` with its last block again and again, until there are `count`."""
+    (repeat,) = graph.repeats
+    *_, before, last = repeat.iterations
+    first = repeat.iterations[0]
+    ends = [dict(zip(first, block, strict=True)) for block in (before, last)]
+    enters, leaves = ([end[name] for _, name in repeat.carried] for end in ends)
+    now, blocks = dict(zip(enters, leaves, strict=True)), list(repeat.iterations)
+    lead: list[Node] = []
+    body: list[Node] = []
+
+    def renamed(node: Node, names: dict[str, str], name: str) -> Node:
+        made = node.map_refs(lambda read: Ref(names.get(read, read)))
+        saved = tuple(names.get(value, value) for value in node.saved)
+        return replace(made, name=name, alias=names.get(str(node.alias), node.alias), saved=saved)
+
+    for number in range(repeat.count, count):
+        own = {name: f"{name}_{number}_more" for name in last}
+        for name in last:
+            made = renamed(graph[name], {**now, **own}, own[name])
+            (lead if made.is_leaf else body).append(made)
+        blocks.append(tuple(own[name] for name in last))
+        now = {enter: own[leave] for enter, leave in zip(enters, leaves, strict=True)}
+    final = {leave: now[enter] for enter, leave in zip(enters, leaves, strict=True)}
+    place = 1 + max(i for i, node in enumerate(graph.nodes) if node.name in last)
+    rest = [renamed(node, final, node.name) for node in graph.nodes[place:]]
+    repeats = (replace(repeat, iterations=tuple(blocks)),)
+    return replace(graph, nodes=(*lead, *graph.nodes[:place], *body, *rest), repeats=repeats)
 
 
 def kernels(graph: Graph, plan: Plan) -> dict[str, NodeWork]:
@@ -196,6 +227,26 @@ def test_one_device_holds_what_is_measured() -> None:
     peaks, ends = simulated_levels(made)
     assert peaks == pytest.approx(measured.peaks(), rel=0.002)
     assert ends == pytest.approx(measured.ends(), rel=0.002)
+
+
+def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, Plan]) -> None:
+    for plan in plans.values():
+        found = [simulate(deepened(graph, count), plan)[1] for count in (4, 5, 6)]
+        for figures in ([t.seconds for t in found], [t.memory.peak for t in found]):
+            one, two, three = figures
+            assert two - one == pytest.approx(three - two, rel=1e-6)
+            assert two > one
+
+
+@pytest.mark.slow
+def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
+    graph: Graph, plans: dict[str, Plan]
+) -> None:
+    deep, plan = deepened(graph, 126), plans["megatron"]
+    work, model = kernels(deep, plan), AnalyticModel(plan.mesh)
+    began = time.process_time()
+    run(tasks(deep, plan, work, model, Settings(overlap=frozenset({"gradient"}))), model)
+    assert time.process_time() - began < 2
 
 
 def test_a_trace_holds_every_task_that_takes_time(graph: Graph, plans: dict[str, Plan]) -> None:
