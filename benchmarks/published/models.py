@@ -84,3 +84,92 @@ class GPT(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """A Llama's sizes."""
+
+    hidden: int
+    heads: int
+    groups: int
+    inner: int
+    layers: int
+    vocab: int
+    seq: int
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        attention = 2 * self.hidden**2 * (1 + self.groups / self.heads)
+        return int(attention + 3 * self.hidden * self.inner + 2 * self.hidden)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in f32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normed x [..., size]."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * scale).type_as(x) * self.weight
+
+
+class LlamaLayer(nn.Module):
+    """A layer of Llama 3: grouped queries, rotated by positions, and a gated perceptron."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        h, self.heads, self.groups = sizes.hidden, sizes.heads, sizes.groups
+        few = h // sizes.heads * sizes.groups
+        self.norm_1, self.norm_2 = RMSNorm(h), RMSNorm(h)
+        self.wq, self.wo = nn.Linear(h, h, bias=False), nn.Linear(h, h, bias=False)
+        self.wk, self.wv = nn.Linear(h, few, bias=False), nn.Linear(h, few, bias=False)
+        self.w1, self.w3 = (nn.Linear(h, sizes.inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(sizes.inner, h, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Residual attention and perceptron of x [batch, seq, hidden]."""
+        x = x + self.wo(self._attention(self.norm_1(x), cos, sin))
+        y = self.norm_2(x)
+        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        size = hidden // self.heads
+        query = self.wq(x).view(batch, seq, self.heads, size)
+        key = self.wk(x).view(batch, seq, self.groups, size)
+        value = self.wv(x).view(batch, seq, self.groups, size).transpose(1, 2)
+        query, key = (_rotated(t.transpose(1, 2), cos, sin) for t in (query, key))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(batch, seq, hidden)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, computed in f32, of x [batch, heads, seq, size]."""
+    wide = x.float()
+    left, right = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-right, left), -1) * sin).type_as(x)
+
+
+class Llama(nn.Module):
+    """Llama 3: embedding, layers, a norm and logits by a weight of their own."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.words = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.layers = nn.ModuleList(LlamaLayer(sizes) for _ in range(sizes.layers))
+        self.norm = RMSNorm(sizes.hidden)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The mean loss; cos and sin are tables [seq, hidden / heads] in f32."""
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
