@@ -31,8 +31,10 @@ from autopar.codegen.processes import (
     same_on_all_ranks,
 )
 from autopar.codegen.runtime import Runtime
+from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
-from autopar.cost.model import AnalyticModel
+from autopar.cost.measured import MeasuredModel
+from autopar.cost.model import AnalyticModel, CostModel
 from autopar.errors import BatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
@@ -63,6 +65,7 @@ class Options:
     pins: PinsLike | None = None
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
+    calibration: str | Path | None = None
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
@@ -110,6 +113,18 @@ def capture_graph(
     return replace(captured, graph=graph)
 
 
+def cost_model(mesh: Mesh, options: Options) -> CostModel:
+    """The prices to plan by: measured ones where there is a calibration, else closed forms.
+
+    Raises:
+        CalibrationError: the file cannot be read, or was measured on another device or mesh.
+        UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
+    """
+    if options.calibration is None:
+        return AnalyticModel(mesh)
+    return MeasuredModel(mesh, Calibration.load(options.calibration))
+
+
 def make_plan(
     graph: Graph, mesh: Mesh, options: Options, trace: Trace, state_bytes: float = 2.0
 ) -> Plan:
@@ -128,7 +143,7 @@ def make_plan(
     built = build(
         graph,
         mesh,
-        AnalyticModel(mesh),
+        cost_model(mesh, options),
         options.table,
         memory_limit=limit,
         state_bytes=state_bytes,
@@ -183,10 +198,11 @@ def plan(
     pins: PinsLike | None = None,
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
+    calibration: str | Path | None = None,
 ) -> Plan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
@@ -208,6 +224,7 @@ def compile(
     clip_norm: float | None = None,
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
+    calibration: str | Path | None = None,
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -232,11 +249,13 @@ def compile(
             proved on their examples first, and come before those that autopar has.
         solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the annotations
             of `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
+        calibration: a file that `autopar calibrate` wrote on machines like these.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
@@ -244,7 +263,7 @@ def compile(
     made = as_mesh(mesh)
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
     program = Program(model, made, optimizer, plan, options, clip_norm)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
@@ -268,7 +287,7 @@ class Program:
         clip_norm: float | None,
     ) -> None:
         check_processes(mesh)
-        device(mesh)
+        self._prices = cost_model(mesh, options)
         if clip_norm is not None and not clip_norm > 0:
             raise ProgramError(
                 f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
@@ -306,7 +325,7 @@ class Program:
             self._plan.check(fingerprint(graph), wanted, self.mesh)
             legal.check(graph, self._plan, self._options.table)
             self._plan = replace(self._plan, mesh=self.mesh)
-        self._source = emit(graph, self._plan, AnalyticModel(self.mesh).collective)
+        self._source = emit(graph, self._plan, self._prices.collective)
         trace("program.py", lambda: self._source)
         runtime = Runtime(self.mesh, local_device())
         # Its own name for every source: tracebacks look the lines up by it.

@@ -1,4 +1,5 @@
-"""The command line: `autopar plan | explain | why | diff | emit | rules | solve`, one a file.
+"""The command line: `autopar plan | explain | simulate | why | diff | emit | rules | solve |
+calibrate`, one a file.
 
 Only here is printed.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from autopar.cli import diff, emit, explain, plan, rules, solve, why
+from autopar.cli import calibrate, diff, emit, explain, plan, rules, simulate, solve, why
 from autopar.cli.console import Group
 
 
@@ -18,14 +19,16 @@ def main() -> None:
     \b
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" -o plan.toml
     autopar explain plan.toml
+    autopar simulate plan.toml
     autopar why plan.toml lm_head.weight
     autopar diff plan.toml other.toml
     autopar emit plan.toml -o program
     autopar rules "aten.conv*"
     autopar solve instance.json.gz
+    autopar calibrate --mesh "cpu: data=2, tensor=2"
     """
 
 
-for module in (plan, explain, why, diff, emit, rules, solve):
+for module in (plan, explain, simulate, why, diff, emit, rules, solve, calibrate):
     main.add_command(module.command)
 main.add_command(why.why_not)

@@ -43,6 +43,11 @@ from autopar.plan import Plan
     help="ilp searches for the cheapest plan, propagate follows pins and annotations.",
 )
 @click.option(
+    "--calibration",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Prices that `autopar calibrate` measured on such machines.",
+)
+@click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder to which every value on the way is written.",
@@ -68,6 +73,7 @@ def command(
     layouts: tuple[str, ...],
     source: Path | None,
     solver: str,
+    calibration: Path | None,
     trace: Path | None,
     output: Path | None,
     as_json: bool,
@@ -88,7 +94,7 @@ def command(
     limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
-    options = Options(None, limit, unknown_ops, trace, pins, solver, known)
+    options = Options(None, limit, unknown_ops, trace, pins, solver, known, calibration)
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)

@@ -16,6 +16,7 @@ from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
+_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "k_half")
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -23,13 +24,14 @@ _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 class Device:
     """One device; rates in FLOP/s and bytes/s, memory in bytes, times in seconds.
 
+    `processors` run a tile of a matrix product each: rows, columns, share of `matmul_efficiency`.
     `peak` holds a dense matmul rate for each of `DTYPES`; the efficiencies are the attainable
     shares of the peaks. See the head of devices.toml for each figure.
 
     Raises:
-        CostError: a figure that is not finite, not positive (latencies, the launch and the
-            reduction in switches may be 0), an efficiency above 1, or a kind of link or a library
-            that cost/protocol.py does not know.
+        CostError: a figure that is not finite, not positive (latencies, what kernels start with
+            and the reduction in switches may be 0), an efficiency above 1, or a kind of link or a
+            library that cost/protocol.py does not know.
     """
 
     name: str
@@ -50,16 +52,23 @@ class Device:
     switch_reduction: float
     library: str
     matmul_efficiency: float
+    attention_efficiency: float
     memory_efficiency: float
+    memory_ramp: float
     launch: float
+    processors: int
+    tiles: tuple[tuple[int, int, float], ...]
+    k_half: float
 
     def __post_init__(self) -> None:
         figures = {f"peak.{dtype}": rate for dtype, rate in self.peak}
         for field in fields(self):
-            if field.name != "peak" and field.type != "str":
+            if field.name not in ("peak", "tiles") and field.type != "str":
                 figures[field.name] = getattr(self, field.name)
+        for m, n, share in self.tiles:
+            figures |= {f"tile {m} x {n}": min(m, n), f"tile {m} x {n} efficiency": share}
         for name, value in figures.items():
-            zero_fits = name in ("launch", "switch_reduction") or name.endswith("latency")
+            zero_fits = name in _MAY_BE_ZERO or name.endswith("latency")
             top = 1.0 if name.endswith("efficiency") else math.inf
             if not (math.isfinite(value) and 0 <= value <= top and (value or zero_fits)):
                 raise CostError(
@@ -118,7 +127,8 @@ def _from_table(name: str, table: dict[str, Any]) -> Device:
             f"device {name!r} in devices.toml has the wrong keys",
             why=f"missing or unknown: {', '.join(sorted(set(table) ^ keys))}",
         )
-    return Device(name=name, **{**table, "peak": tuple(table["peak"].items())})
+    peak, tiles = tuple(table["peak"].items()), tuple(map(tuple, table["tiles"]))
+    return Device(name=name, **{**table, "peak": peak, "tiles": tiles})
 
 
 def device(mesh: Mesh) -> Device:
@@ -150,7 +160,8 @@ def _described(name: str, given: Description) -> Device:
     """A device of three figures; the rest are conservative defaults.
 
     The compute figure is taken as the dense 16-bit matmul peak; f8 gains nothing over it, tf32 has
-    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). Links: 8
+    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). It has
+    the A100's number of processors. Links: 8
     devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
     which is attained, by a library of which nothing is known.
     """
@@ -174,6 +185,11 @@ def _described(name: str, given: Description) -> Device:
         switch_reduction=0.0,
         library="unknown",
         matmul_efficiency=0.5,
+        attention_efficiency=0.3,
         memory_efficiency=0.7,
+        memory_ramp=1e6,
         launch=10e-6,
+        processors=108,
+        tiles=((128, 128, 1.0), (64, 64, 0.7)),
+        k_half=64.0,
     )

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.cost.collective import collective_seconds
-from autopar.cost.compute import roofline
+from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.network import Network
+from autopar.cost.work import Gemm, NodeWork, Work
 from autopar.errors import CostError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
-
-@dataclass(frozen=True)
-class Gemm:
-    """`batch` matrix products of m x k by k x n elements, on one device."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> float:
-        """A multiplication and an addition for each of batch x m x n x k."""
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-
-@dataclass(frozen=True)
-class Work:
-    """One kernel as a cost model sees it, on one device: its share of FLOPs and of bytes moved.
-
-    `dtype` is that of the operands. `gemm` is the shape of what matrix units can do, None for what
-    runs on vector units.
-    """
-
-    op: str
-    flops: float
-    nbytes: float
-    dtype: str
-    gemm: Gemm | None = None
-
-
-@dataclass(frozen=True)
-class NodeWork:
-    """The kernels of one operator, run once: forwards, and backwards where it has a gradient."""
-
-    forward: tuple[Work, ...] = ()
-    backward: tuple[Work, ...] = ()
+__all__ = ["AnalyticModel", "Checked", "CostModel", "Gemm", "NodeWork", "Work"]
 
 
 class CostModel(Protocol):
@@ -92,11 +56,16 @@ class AnalyticModel:
         self.mesh = mesh
         self.device = device(mesh)
         self.network = Network(mesh, self.device)
+        self._known: dict[Work, float] = {}  # shapes repeat in a model and among strategies
 
     def compute(self, work: Work) -> float:
         """Seconds of `work` by the roofline (see cost/compute.py)."""
-        seconds = roofline(self.device, work.flops, work.nbytes, work.dtype, work.gemm is not None)
-        return _price(seconds, work, work.flops, work.nbytes)
+        if work not in self._known:
+            seconds = kernel_seconds(
+                self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm
+            )
+            self._known[work] = _price(seconds, work, work.flops, work.nbytes)
+        return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
         """Seconds of `call` over the levels of its axes (see cost/network.py, cost/collective.py).

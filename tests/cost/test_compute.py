@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost.compute import gemm_seconds, kernel_seconds
 from autopar.cost.device import DTYPES, Device, device, devices
 from autopar.cost.model import AnalyticModel, Gemm, Work
 from autopar.errors import CostError, UnknownDeviceError
@@ -18,6 +19,7 @@ from autopar.ir.mesh import Description, Mesh
 from autopar.ir.tensor import DTYPE_BYTES
 
 H100 = AnalyticModel(Mesh.parse("H100: gpu=8"))
+CPU = AnalyticModel(Mesh.parse("cpu: gpu=2"))
 amount = st.floats(0, 1e18)
 
 
@@ -31,16 +33,93 @@ def test_a_matmul_stays_under_the_peak(n: int) -> None:
     assert work.flops / H100.compute(work) < 989e12
 
 
-def test_a_large_matmul_reaches_the_attainable_share_and_a_copy_the_bandwidth() -> None:
-    work = matmul(32768)
-    share = work.flops / H100.compute(work) / 989e12
-    assert share == pytest.approx(H100.device.matmul_efficiency, rel=1e-3)
+def product(batch: int, m: int, n: int, k: int, dtype: str = "bf16") -> Work:
+    """A product whose bytes cost nothing, so that only computing counts."""
+    gemm = Gemm(batch, m, n, k)
+    return Work("aten.mm", gemm.flops, 0.0, dtype, gemm)
+
+
+def waves(count: int, rows: int = 256, columns: int = 128) -> tuple[int, int]:
+    """m and n of a result that is exactly `count` waves of the largest tile on an H100."""
+    return count * H100.device.processors * rows, columns
+
+
+def test_an_ideal_shape_reaches_the_attainable_share() -> None:
+    chip, k = H100.device, 1 << 20
+    work = product(1, *waves(3), k)
+    rate = work.flops / (H100.compute(work) - chip.launch)
+    ramp = k / (k + chip.k_half)
+    assert rate == pytest.approx(989e12 * chip.matmul_efficiency * ramp, rel=1e-9)
+
+
+def test_a_row_more_than_full_waves_costs_another_tile_and_no_less() -> None:
+    m, n = waves(4)
+    full, one_more = product(1, m, n, 8192), product(1, m + 1, n, 8192)
+    gap = H100.compute(one_more) - H100.compute(full)
+    tile_m, tile_n, _ = min(H100.device.tiles, key=lambda tile: tile[0] * tile[1])
+    one = 2 * tile_m * tile_n * (8192 + H100.device.k_half) * H100.device.processors
+    assert gap >= one / (989e12 * H100.device.matmul_efficiency)
+    assert H100.compute(product(1, m + 1, n, 8192)) == H100.compute(product(1, m + 9, n, 8192))
+
+
+def test_with_one_tile_shape_and_no_split_a_wave_more_is_a_wave_more() -> None:
+    chip = dataclasses.replace(H100.device, tiles=((128, 128, 1.0),), k_half=0.0, processors=10)
+    wave = 2 * 10 * 128 * 128 * 4096 / (989e12 * chip.matmul_efficiency)
+    for tiles, expected in ((10, 1), (20, 2), (21, 3), (30, 3)):
+        seconds = gemm_seconds(chip, Gemm(1, tiles * 128, 128, 4096), "bf16")
+        assert seconds == pytest.approx(expected * wave, rel=1e-12), tiles
+
+
+def test_a_few_tiles_are_split_along_k() -> None:
+    chip = dataclasses.replace(H100.device, tiles=((128, 128, 1.0),), k_half=0.0)
+    alone = 2 * 128 * 128 * (1 << 20) * chip.processors / (989e12 * chip.matmul_efficiency)
+    assert gemm_seconds(chip, Gemm(1, 128, 128, 1 << 20), "bf16") < alone / 16
+
+
+def test_a_batch_is_as_many_tiles() -> None:
+    assert H100.compute(product(12, 256, 128, 512)) == H100.compute(product(1, 3072, 128, 512))
+
+
+def test_eight_bits_are_twice_as_fast_as_sixteen() -> None:
+    chip = dataclasses.replace(H100.device, k_half=0.0)
+    half, byte = (gemm_seconds(chip, Gemm(1, 8192, 8192, 8192), d) for d in ("bf16", "f8"))
+    assert half / byte == pytest.approx(1979 / 989, rel=1e-9)
+
+
+size = st.integers(1, 5000)
+
+
+@given(st.tuples(st.integers(1, 40), size, size, size), st.integers(0, 3), size)
+def test_products_take_longer_in_each_dimension(
+    shape: tuple[int, int, int, int], place: int, more: int
+) -> None:
+    larger = tuple(n + more * (i == place) for i, n in enumerate(shape))
+    for chip in (H100, CPU):
+        price = chip.compute(product(*larger))
+        assert chip.compute(product(*shape)) <= price * (1 + 1e-12)
+        assert price >= product(*larger).flops / chip.device.rate("bf16", True)
+
+
+def test_fused_attention_has_an_efficiency_of_its_own() -> None:
+    chip = H100.device
+    gemm = Gemm(16 * 132, 128, 4096, 256)
+    work = Work("aten.scaled_dot_product_attention", gemm.flops, 0.0, "bf16", gemm)
+    expected = gemm.flops / (989e12 * chip.attention_efficiency) + chip.launch
+    assert H100.compute(work) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_copy_reaches_the_bandwidth_and_a_small_one_does_not() -> None:
+    chip = H100.device
     copy = Work("copy", 0.0, 3.35e12, "bf16")
-    assert H100.compute(copy) == pytest.approx(1 / H100.device.memory_efficiency, rel=1e-3)
+    assert H100.compute(copy) == pytest.approx(1 / chip.memory_efficiency, rel=1e-3)
+    small = H100.compute(Work("copy", 0.0, chip.memory_ramp, "bf16")) - chip.launch
+    least = chip.memory_ramp / (chip.memory_bandwidth * chip.memory_efficiency)
+    assert small == pytest.approx(2 * least, rel=1e-9)
 
 
 def test_small_kernels_cost_their_launch_and_views_nothing() -> None:
-    assert H100.compute(Work("add", 1.0, 12.0, "f32")) == pytest.approx(4e-6, rel=1e-3)
+    chip = dataclasses.replace(H100.device, memory_ramp=0.0)
+    assert kernel_seconds(chip, "add", 1.0, 12.0, "f32") == pytest.approx(4e-6, rel=1e-3)
     assert H100.compute(Work("view", 0.0, 0.0, "f32")) == 0
 
 
@@ -87,7 +166,7 @@ def test_work_that_cannot_be_priced_is_refused(work: Work) -> None:
 def test_every_device_has_all_keys_and_a_source() -> None:
     text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    assert {"V100", "A100-40", "A100-80", "H100", "H200", "B200", "cpu"} <= set(tables)
+    assert {"V100", "A100-40", "A100-80", "H100", "H100-96", "H200", "B200", "cpu"} <= set(tables)
     wanted = {field.name for field in dataclasses.fields(Device)} - {"name"}
     for name, table in tables.items():
         assert set(table) == wanted, name

@@ -1,0 +1,190 @@
+"""`autopar calibrate`: what kernels and collectives take on the machine at hand."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.multiprocessing.spawn import spawn
+
+from autopar.cli.console import JSON, print_json, print_out, writing
+from autopar.codegen.calibrate import calibrate, settings
+from autopar.codegen.folder import join_process_group
+from autopar.codegen.processes import device_name, local_device
+from autopar.cost.calibration import Calibration
+from autopar.cost.model import AnalyticModel
+from autopar.cost.work import Work
+from autopar.errors import AutoparError, MeshError, ProgramError
+from autopar.ir.collective import Collective
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import format_bytes, format_seconds
+
+
+@click.command("calibrate")
+@click.option("--mesh", "mesh_text", help='The mesh to plan for: "cpu: data=2, tensor=2".')
+@click.option("--ranks", type=click.IntRange(1), help="So many processes in a row, without --mesh.")
+@click.option("--quick", is_flag=True, help="A few small problems, to see that it works.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("calibration.toml"),
+    show_default=True,
+    help="Write the calibration to this file.",
+)
+@JSON
+def command(
+    mesh_text: str | None, ranks: int | None, quick: bool, output: Path, as_json: bool
+) -> None:
+    """Measure this machine, so that plans for it are priced by what it takes.
+
+    Products of matrices, operators that move bytes, attention, the optimizer and every kind of
+    collective over every group of the mesh, by one process a device at once. Processes are started
+    here, or by torchrun. Needs a quiet machine and some minutes.
+
+    \b
+    autopar calibrate --mesh "cpu: data=2, tensor=2" -o calibration.toml
+    torchrun --no-python --nproc-per-node 8 autopar calibrate --mesh "H100: gpu=8"
+    autopar plan gpt2 --mesh "cpu: data=2, tensor=2" --calibration calibration.toml
+    """
+    mesh = _mesh(mesh_text, ranks)
+    if not output.parent.is_dir():
+        raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "calibration.toml")
+        if dist.is_torchelastic_launched():
+            join_process_group()
+            _measure(mesh, quick, as_json, found)
+            first = dist.get_rank() == 0
+            dist.destroy_process_group()
+            if not first:
+                return
+        elif mesh.size > 1:
+            spawn(_process, args=(str(mesh), quick, as_json, folder), nprocs=mesh.size)
+            if (error := Path(folder, "error")).exists():
+                raise pickle.loads(error.read_bytes())
+        else:
+            _measure(mesh, quick, as_json, found)
+        made = Calibration.load(found)
+    with writing(output):
+        output.write_text(made.to_toml(), encoding="utf-8")
+    if as_json:
+        print_json({"mesh": str(mesh), "date": made.date, "points": list(_rows(made))})
+        return
+    print_out(_table(made))
+    click.echo(f"written to {output}; next: autopar plan ... --calibration {output}", err=True)
+
+
+def _mesh(text: str | None, ranks: int | None) -> Mesh:
+    """The mesh to measure; MeshError where both are given and differ."""
+    if text is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return Mesh.parse(f"{device_name(kind)}: ranks={ranks or 1}")
+    mesh = Mesh.parse(text)
+    AnalyticModel(mesh)  # refuses a device or links without a price
+    if ranks not in (None, mesh.size):
+        raise MeshError(
+            f"--ranks {ranks} for a mesh of {mesh.size} devices", todo="leave --ranks out"
+        )
+    return mesh
+
+
+def _process(rank: int, text: str, quick: bool, quiet: bool, folder: str) -> None:
+    """One of the processes that were started here."""
+    mesh, cuda = Mesh.parse(text), torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)  # as torchrun starts them
+    store = f"file://{folder}/store"
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=mesh.size)
+    try:
+        _measure(mesh, quick, quiet, Path(folder, "calibration.toml"))
+    except AutoparError as error:  # the same on all of them
+        if rank == 0:
+            Path(folder, "error").write_bytes(pickle.dumps(error))
+    dist.destroy_process_group()
+
+
+def _measure(mesh: Mesh, quick: bool, quiet: bool, file: Path) -> None:
+    """Measure with all processes; the first shows progress and writes the result."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    device = local_device()
+    if torch.cuda.is_available() and not dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    with _progress(quiet or not first) as progress:
+        made = calibrate(mesh, device, settings(device, quick), today, progress)
+    if first:
+        file.write_text(made.to_toml(), encoding="utf-8")
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, nothing unless a person watches."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda name, number, total: None
+        return
+    columns = (TextColumn("{task.description:48}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("calibrate")
+        yield lambda name, number, total: bar.update(
+            task, description=name, completed=number - 1, total=total
+        )
+
+
+def _rows(made: Calibration) -> Iterator[dict[str, object]]:
+    """Every point beside what the closed forms say, largest last."""
+    model = AnalyticModel(made.mesh)
+    for p in made.products:
+        work = Work("aten.mm", p.gemm.flops, 0.0, p.dtype, p.gemm)
+        shape = f"{p.gemm.m} x {p.gemm.n} x {p.gemm.k}"
+        yield _row("matmul", p.dtype, shape, p.time.seconds, p.time.spread, model.compute(work))
+    for k in made.kernels:
+        price = model.compute(Work(k.op, k.flops, k.nbytes, k.dtype))
+        size = format_bytes(k.nbytes)
+        yield _row(k.op, k.dtype, size, k.time.seconds, k.time.spread, price)
+    for c in made.exchanges:
+        price = model.collective(Collective(c.kind, c.axes, int(c.nbytes)))
+        over, size = ", ".join(c.axes), format_bytes(c.nbytes)
+        yield _row(c.kind, over, size, c.time.seconds, c.time.spread, price)
+
+
+def _row(
+    what: str, over: str, size: str, seconds: float, spread: float, closed_form: float
+) -> dict[str, object]:
+    return {
+        "what": what,
+        "over": over,
+        "size": size,
+        "seconds": seconds,
+        "spread": spread,
+        "closed_form": closed_form,
+    }
+
+
+def _table(made: Calibration) -> Table:
+    """The largest problem of each kind: measured, and by the closed forms."""
+    largest = {(row["what"], row["over"]): row for row in _rows(made)}
+    table = Table(title=f"measured on {made.mesh}, the largest of each kind")
+    for name in ("what", "dtype or axes", "size"):
+        table.add_column(name)
+    for name in ("measured", "spread", "closed form"):
+        table.add_column(name, justify="right")
+    for row in largest.values():
+        seconds, spread, price = (float(str(row[x])) for x in ("seconds", "spread", "closed_form"))
+        words = (str(row[x]) for x in ("what", "over", "size"))
+        table.add_row(*words, format_seconds(seconds), f"{spread:.0%}", format_seconds(price))
+    return table

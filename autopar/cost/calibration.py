@@ -1,0 +1,341 @@
+"""Calibration: what a machine was measured to take, as a value and as a TOML file.
+
+The file holds one line a measurement, so that it reads like a table:
+
+    [matmul.f32]                   # batch x m x n x k = seconds, relative spread
+    "1 x 64 x 64 x 64" = [1.1e-05, 0.04]
+
+    [kernel."aten.gelu".f32]       # FLOPs, bytes, seconds, relative spread
+    points = [[4096, 8192, 5.0e-06, 0.02]]
+
+    [collective.all_reduce]        # axes: bytes of payload, seconds, relative spread
+    "data, tensor" = [[4096, 1.0e-04, 0.1]]
+
+Seconds are medians over runs and over the processes' slowest; the spread is half the distance
+between the quartiles, as a share of the median. What makes no sense is refused by name: numbers
+that are not finite and positive, and a larger problem that is faster beyond noise.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from autopar.cost.work import Gemm
+from autopar.errors import AutoparError, CalibrationError
+from autopar.ir.mesh import Mesh
+
+VERSION = 1
+NOISE = 0.5
+"""A larger problem may be measured this much faster, besides its spread, before it is refused."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured time: the median in seconds, and its spread as a share of it."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """A measured matrix product."""
+
+    dtype: str
+    gemm: Gemm
+    time: Timing
+
+    def __str__(self) -> str:
+        return f"matmul in {self.dtype} of {self.gemm.m} x {self.gemm.n} x {self.gemm.k}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A measured operator of so many FLOPs and bytes; "aten.gelu backward" is its gradient.
+
+    `by` says what its time follows: "nbytes", or "flops" for what matrix units do.
+    """
+
+    op: str
+    dtype: str
+    flops: float
+    nbytes: float
+    time: Timing
+    by: str = "nbytes"
+
+    @property
+    def size(self) -> float:
+        """What its time follows."""
+        return self.flops if self.by == "flops" else self.nbytes
+
+    @property
+    def curve(self) -> tuple[str, ...]:
+        """What it is one point of."""
+        return self.op, self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.op} in {self.dtype} at {self.size:.0f}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A measured collective of `nbytes` bytes a device over `axes`, in the mesh's order."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    time: Timing
+
+    @property
+    def size(self) -> float:
+        """What its time follows."""
+        return self.nbytes
+
+    @property
+    def curve(self) -> tuple[str, ...]:
+        """What it is one point of."""
+        return self.kind, *self.axes
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {', '.join(self.axes)} at {self.nbytes:.0f}"
+
+
+Point = Product | Kernel | Exchange
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All that was measured on one mesh.
+
+    Attributes:
+        mesh: device, axes and sizes for which it holds.
+        torch, date: version and day of the measurement.
+        products: over a full grid of m, n and k for each dtype.
+        kernels, exchanges: in any order.
+
+    Raises:
+        CalibrationError: a figure that is nonsense, or a grid with holes; names it.
+    """
+
+    mesh: Mesh
+    torch: str
+    date: str
+    products: tuple[Product, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+
+    def __post_init__(self) -> None:
+        points: list[Point] = [*self.products, *self.kernels, *self.exchanges]
+        seen: set[str] = set()
+        for point in points:
+            _check_point(point)
+            if str(point) in seen:
+                raise CalibrationError(f"{point} was measured twice", todo="calibrate again")
+            seen.add(str(point))
+        for exchange in self.exchanges:
+            unknown = [axis for axis in exchange.axes if axis not in self.mesh.names]
+            if unknown or not exchange.axes:
+                raise CalibrationError(
+                    f"a collective over {', '.join(exchange.axes) or 'no axis'}",
+                    where=str(self.mesh),
+                    why=f"the mesh's axes are {', '.join(self.mesh.names)}",
+                )
+        for dtype in {product.dtype for product in self.products}:
+            _check_grid(dtype, [p for p in self.products if p.dtype == dtype])
+        for small, large in disorder(points):
+            raise CalibrationError(
+                f"the larger one of two is faster: {large.time.seconds:.3g} after "
+                f"{small.time.seconds:.3g} s",
+                where=f"{small}, {large}",
+                why=f"their spreads are {small.time.spread:.0%} and {large.time.spread:.0%}",
+                todo="calibrate again on a quiet machine",
+            )
+
+    def check(self, mesh: Mesh) -> None:
+        """CalibrationError, saying what differs, unless it was measured for this mesh."""
+        if self.mesh.device != mesh.device:
+            raise CalibrationError(
+                f"the calibration is of the device {self.mesh.device!r}",
+                where=str(mesh),
+                why=f"the mesh has {mesh.device!r}, which takes other times",
+                todo="calibrate on a machine of that kind",
+            )
+        if (self.mesh.names, self.mesh.shape) != (mesh.names, mesh.shape):
+            raise CalibrationError(
+                "the calibration is of another mesh",
+                where=str(mesh),
+                why=f"it was measured on {self.mesh}",
+                todo=f'run `autopar calibrate --mesh "{mesh}"`',
+            )
+
+    def to_toml(self) -> str:
+        """The file's text; `from_toml` reads it back to an equal value."""
+        document = tomlkit.document()
+        document.add(tomlkit.comment("autopar calibration: medians in seconds, relative spreads."))
+        document["version"] = VERSION
+        document["mesh"] = str(self.mesh)
+        document["torch"] = self.torch
+        document["date"] = self.date
+        products: dict[str, dict[str, list[float]]] = {}
+        for item in self.products:
+            g = item.gemm
+            shape = f"{g.batch} x {g.m} x {g.n} x {g.k}"
+            products.setdefault(item.dtype, {})[shape] = _numbers(item.time)
+        kernels: dict[str, dict[str, Any]] = {}
+        for kernel in self.kernels:
+            table = kernels.setdefault(kernel.op, {})
+            entry = table.setdefault(kernel.dtype, {"by": kernel.by, "points": []})
+            entry["points"].append([kernel.flops, kernel.nbytes, *_numbers(kernel.time)])
+        calls: dict[str, dict[str, list[list[float]]]] = {}
+        for call in self.exchanges:
+            over = calls.setdefault(call.kind, {})
+            over.setdefault(", ".join(call.axes), []).append([call.nbytes, *_numbers(call.time)])
+        document["matmul"], document["kernel"], document["collective"] = products, kernels, calls
+        return tomlkit.dumps(document)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "") -> Calibration:
+        """Read a calibration.
+
+        Raises:
+            CalibrationError: it is not TOML, has a damaged entry, or a figure that is nonsense.
+        """
+        try:
+            table = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CalibrationError(
+                "the calibration is not readable TOML", where=where, why=str(error)
+            ) from error
+        if table.get("version") != VERSION:
+            raise CalibrationError(
+                f"the calibration has version {table.get('version')}",
+                where=where,
+                why=f"{VERSION} is read",
+                todo="calibrate again",
+            )
+        try:
+            return _read(table)
+        except CalibrationError as error:
+            error.where = "; ".join(filter(None, (where, error.where)))
+            raise
+        except (AutoparError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CalibrationError(
+                "the calibration has a damaged entry",
+                where=where,
+                why=f"{type(error).__name__}: {error}",
+                todo="calibrate again",
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a calibration file; CalibrationError if it is missing or not one."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CalibrationError(
+                f"cannot read the calibration {path}",
+                why=str(error),
+                todo="run `autopar calibrate -o FILE` first",
+            ) from error
+        return cls.from_toml(text, where=str(path))
+
+
+def _read(table: dict[str, Any]) -> Calibration:
+    products = [
+        Product(dtype, Gemm(*map(int, shape.split("x"))), Timing(*map(float, numbers)))
+        for dtype, shapes in table.get("matmul", {}).items()
+        for shape, numbers in shapes.items()
+    ]
+    kernels = [
+        Kernel(op, dtype, float(flops), float(nbytes), Timing(seconds, spread), entry["by"])
+        for op, dtypes in table.get("kernel", {}).items()
+        for dtype, entry in dtypes.items()
+        for flops, nbytes, seconds, spread in entry["points"]
+    ]
+    calls = [
+        Exchange(kind, tuple(axes.split(", ")), float(nbytes), Timing(seconds, spread))
+        for kind, over in table.get("collective", {}).items()
+        for axes, points in over.items()
+        for nbytes, seconds, spread in points
+    ]
+    mesh = Mesh.parse(table["mesh"])
+    made = (tuple(products), tuple(kernels), tuple(calls))
+    return Calibration(mesh, str(table["torch"]), str(table["date"]), *made)
+
+
+def _numbers(time: Timing) -> list[float]:
+    return [time.seconds, time.spread]
+
+
+def disorder(points: Iterable[Point]) -> Iterator[tuple[Point, Point]]:
+    """Pairs (smaller, larger) of one curve or grid of which the larger is faster beyond noise."""
+    curves: dict[tuple[str, ...], list[Kernel | Exchange]] = {}
+    grids: dict[str, dict[tuple[int, int, int], Product]] = {}
+    for point in points:
+        if isinstance(point, Product):
+            g = point.gemm
+            grids.setdefault(point.dtype, {})[g.m, g.n, g.k] = point
+        else:
+            curves.setdefault(point.curve, []).append(point)
+    pairs: list[tuple[Point, Point]] = []
+    for curve in curves.values():
+        rising = sorted(((point.size, i) for i, point in enumerate(curve)))
+        pairs += pairwise(curve[i] for _, i in rising)
+    for grid in grids.values():
+        pairs += _neighbours(grid)
+    for small, large in pairs:
+        slack = (1 + NOISE) * (1 + small.time.spread) * (1 + large.time.spread)
+        if large.time.seconds * slack < small.time.seconds:
+            yield small, large
+
+
+def _neighbours(grid: dict[tuple[int, int, int], Product]) -> Iterator[tuple[Product, Product]]:
+    """Products and those that are one step longer in m, n or k."""
+    for i in range(3):
+        lines: dict[tuple[int, ...], list[tuple[int, Product]]] = {}
+        for shape, product in grid.items():
+            lines.setdefault((*shape[:i], *shape[i + 1 :]), []).append((shape[i], product))
+        for line in lines.values():
+            for (_, small), (_, large) in pairwise(sorted(line, key=lambda entry: entry[0])):
+                yield small, large
+
+
+def _check_point(point: Point) -> None:
+    """CalibrationError unless its time and size are numbers that can be."""
+    time = point.time
+    good = math.isfinite(time.seconds) and time.seconds > 0
+    if not (good and math.isfinite(time.spread) and time.spread >= 0):
+        raise CalibrationError(
+            f"a time of {time.seconds} seconds with a spread of {time.spread}",
+            where=str(point),
+            why="times are finite and positive, spreads finite and not negative",
+            todo="calibrate again",
+        )
+    if isinstance(point, Product):
+        good = point.gemm.batch == 1 and min(point.gemm.m, point.gemm.n, point.gemm.k) >= 1
+        if not good:
+            raise CalibrationError(
+                f"{point}: single products of positive lengths are measured", todo="calibrate again"
+            )
+    elif not (math.isfinite(point.size) and point.size >= 0):
+        raise CalibrationError(f"{point}: no such size", todo="calibrate again")
+
+
+def _check_grid(dtype: str, products: Sequence[Product]) -> None:
+    """CalibrationError unless products fill a grid."""
+    shapes = {(p.gemm.m, p.gemm.n, p.gemm.k) for p in products}
+    sides = [len({shape[i] for shape in shapes}) for i in range(3)]
+    if not math.prod(sides) == len(shapes) == len(products):
+        raise CalibrationError(
+            f"the measured products in {dtype} do not fill a grid",
+            why=f"there are {len(products)} of {' x '.join(map(str, sides))}",
+            todo="calibrate again",
+        )

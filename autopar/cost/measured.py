@@ -1,0 +1,202 @@
+"""MeasuredModel: measured times where there are any, closed forms scaled to them elsewhere.
+
+Between two measured sizes a time is read off a straight line in logarithms; over matrix products,
+which have three sizes, the line is a plane (trilinear in the logarithms of m, n and k). Both pass
+through every point and rise where the points do. A larger problem measured as faster, within noise,
+first takes the mean of its neighbours ("pool adjacent violators", Ayer et al., Annals of
+Mathematical Statistics 26(4), 1955), or the larger time where it is one of a grid. Beyond
+the largest size times are proportional to it; below the smallest they stay as they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TypeVar
+
+from autopar.cost.calibration import Calibration, Product, Timing
+from autopar.cost.model import AnalyticModel
+from autopar.cost.work import Gemm, Work
+from autopar.ir.collective import Collective
+from autopar.ir.mesh import Mesh
+
+Key = TypeVar("Key")
+# What stands for operators that were not measured: they move bytes.
+_GENERIC = ("aten.add.Tensor", "aten.mul.Tensor backward")
+
+
+class MeasuredModel:
+    """Prices on a mesh that was calibrated.
+
+    Raises:
+        CalibrationError: it was measured on another device or other mesh axes.
+        UnknownDeviceError, CostError: see `AnalyticModel`.
+    """
+
+    def __init__(self, mesh: Mesh, calibration: Calibration) -> None:
+        calibration.check(mesh)
+        self.analytic = AnalyticModel(mesh)
+        self.device = self.analytic.device
+        self.calibration = calibration
+        dtypes = {product.dtype for product in calibration.products}
+        self._grids = {
+            dtype: Grid([p for p in calibration.products if p.dtype == dtype]) for dtype in dtypes
+        }
+        self._kernels = _curves(((k.op, k.dtype), k.size, k.time) for k in calibration.kernels)
+        self._by = {(k.op, k.dtype): k.by for k in calibration.kernels}
+        self._calls = _curves(((c.kind, c.axes), c.nbytes, c.time) for c in calibration.exchanges)
+        self._scale = self._scales()
+        self._known: dict[Work, float] = {}
+
+    def compute(self, work: Work) -> float:
+        """Seconds of one kernel; what moves and computes nothing is free."""
+        if work not in self._known:
+            self._known[work] = self._compute(work)
+        return self._known[work]
+
+    def collective(self, call: Collective, /) -> float:
+        """Seconds of one collective; one over a group of one device is free.
+
+        Raises:
+            MeshError, CostError: see `AnalyticModel.collective`.
+        """
+        seconds = self.analytic.collective(call)
+        curve = self._calls.get((call.kind, self._ordered(call.axes)))
+        if not seconds or curve is None:
+            return seconds * self._scale.get(call.kind, self._scale["collective"])
+        return curve(call.nbytes)
+
+    def resources(self, call: Collective, /) -> tuple[str, ...]:
+        """The links that `call` keeps busy; see `AnalyticModel.resources`."""
+        return self.analytic.resources(call)
+
+    def measured(self, item: Work | Collective) -> bool:
+        """Whether the price of `item` comes from measurements of its own kind, not scaled."""
+        if isinstance(item, Collective):
+            return (item.kind, self._ordered(item.axes)) in self._calls
+        if (item.op, item.dtype) in self._kernels:
+            return True
+        return item.gemm is not None and item.dtype in self._grids
+
+    def _compute(self, work: Work) -> float:
+        analytic = self.analytic.compute(work)
+        if not work.flops and not work.nbytes:
+            return 0.0
+        key = (work.op, work.dtype)
+        if key in self._kernels:
+            return self._kernels[key](work.flops if self._by[key] == "flops" else work.nbytes)
+        if work.gemm is not None:
+            grid = self._grids.get(work.dtype)
+            return grid(work.gemm) if grid else analytic * self._scale["matmul"]
+        generic = self._kernels.get((_GENERIC[work.op.endswith(" backward")], work.dtype))
+        return generic(work.nbytes) if generic else analytic * self._scale["kernel"]
+
+    def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes in the mesh's order, those of one device left out."""
+        mesh = self.calibration.mesh
+        return tuple(axis.name for axis in mesh.axes if axis.name in axes and axis.size > 1)
+
+    def _scales(self) -> dict[str, float]:
+        """By what the closed forms are off, the median over what was measured of each kind."""
+        ratios: dict[str, list[float]] = {"matmul": [], "kernel": [], "collective": []}
+        for product in self.calibration.products:
+            work = Work("aten.mm", product.gemm.flops, 0.0, product.dtype, product.gemm)
+            ratios["matmul"].append(product.time.seconds / self.analytic.compute(work))
+        for kernel in (k for k in self.calibration.kernels if k.by == "nbytes"):
+            price = self.analytic.compute(
+                Work(kernel.op, kernel.flops, kernel.nbytes, kernel.dtype)
+            )
+            ratios["kernel"].append(kernel.time.seconds / price if price else 1.0)
+        for call in self.calibration.exchanges:
+            price = self.analytic.collective(Collective(call.kind, call.axes, int(call.nbytes)))
+            ratio = call.time.seconds / price if price else 1.0
+            ratios["collective"].append(ratio)
+            ratios.setdefault(call.kind, []).append(ratio)
+        return {kind: median(found) if found else 1.0 for kind, found in ratios.items()}
+
+
+class Curve:
+    """Seconds by size, rising, straight in logarithms between its points.
+
+    Args:
+        points: (size, seconds), sizes all different; in any order.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        rising = sorted(points)
+        self._sizes = [max(size, 1.0) for size, _ in rising]
+        self._times = pooled([math.log(seconds) for _, seconds in rising])
+
+    def __call__(self, size: float) -> float:
+        """Seconds at `size`."""
+        last = self._sizes[-1]
+        if size >= last:
+            return math.exp(self._times[-1]) * size / last
+        after = bisect.bisect_right(self._sizes, size)
+        if not after:
+            return math.exp(self._times[0])
+        low, high = math.log(self._sizes[after - 1]), math.log(self._sizes[after])
+        part = (math.log(size) - low) / (high - low)
+        return math.exp(self._times[after - 1] * (1 - part) + self._times[after] * part)
+
+
+class Grid:
+    """Seconds of matrix products over a full grid of m, n and k; a batch counts as a longer m."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        times = {(p.gemm.m, p.gemm.n, p.gemm.k): p.time.seconds for p in products}
+        self._sides = [sorted({shape[i] for shape in times}) for i in range(3)]
+        self._logs = [[math.log(size) for size in side] for side in self._sides]
+        # What is smaller in all lengths takes no longer.
+        self._times: dict[tuple[int, ...], float] = {}
+        for place in itertools.product(*(range(len(side)) for side in self._sides)):
+            shape = tuple(side[i] for side, i in zip(self._sides, place, strict=True))
+            before = (
+                self._times[(*place[:axis], place[axis] - 1, *place[axis + 1 :])]
+                for axis in range(3)
+                if place[axis]
+            )
+            own = math.log(times[shape[0], shape[1], shape[2]])
+            self._times[place] = max((own, *before))
+
+    def __call__(self, gemm: Gemm) -> float:
+        """Seconds of `gemm`."""
+        beyond = 1.0
+        corners: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+        for length, side, logs in zip(
+            (gemm.batch * gemm.m, gemm.n, gemm.k), self._sides, self._logs, strict=True
+        ):
+            inside = min(max(length, side[0]), side[-1])
+            beyond *= max(length, inside) / inside
+            low = min(bisect.bisect_right(side, inside) - 1, max(len(side) - 2, 0))
+            part = 0.0
+            if len(side) > 1:
+                part = (math.log(inside) - logs[low]) / (logs[low + 1] - logs[low])
+            corners = [
+                ((*place, low + step), weight * share)
+                for place, weight in corners
+                for step, share in ((0, 1 - part), (1, part))
+                if share
+            ]
+        return beyond * math.exp(sum(weight * self._times[place] for place, weight in corners))
+
+
+def pooled(values: Sequence[float]) -> list[float]:
+    """The rising sequence that is nearest in squares: falling runs become their means."""
+    runs: list[tuple[float, int]] = []
+    for value in values:
+        runs.append((value, 1))
+        while len(runs) > 1 and runs[-2][0] > runs[-1][0]:
+            (mean, count), (other, more) = runs.pop(), runs.pop()
+            runs.append(((mean * count + other * more) / (count + more), count + more))
+    return [mean for mean, count in runs for _ in range(count)]
+
+
+def _curves(points: Iterable[tuple[Key, float, Timing]]) -> dict[Key, Curve]:
+    found: dict[Key, list[tuple[float, float]]] = {}
+    for key, size, time in points:
+        found.setdefault(key, []).append((size, time.seconds))
+    return {key: Curve(curve) for key, curve in found.items()}

@@ -1,0 +1,43 @@
+"""Work: what one device computes, as a cost model sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`batch` matrix products of m x k by k x n elements, on one device."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition for each of batch x m x n x k."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel on one device: its share of FLOPs and of bytes moved.
+
+    `dtype` is that of the operands. `gemm` is the shape of what matrix units can do, None for what
+    runs on vector units.
+    """
+
+    op: str
+    flops: float
+    nbytes: float
+    dtype: str
+    gemm: Gemm | None = None
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """The kernels of one operator, run once: forwards, and backwards where it has a gradient."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
