@@ -30,6 +30,8 @@ _PASSED_ON = {
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
 # Views whose gradient is a tensor of its own: zeros around a part, a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
+# Across parts of a dimension these need a temporary like the result, others one like the operand.
+_LOOK_UPS = ("aten.embedding", "aten.gather", "aten.index_select")
 # Temporaries of the backward, in results.
 _BACKWARD_STEPS = {
     "aten.pow.Tensor_Scalar": 2,
@@ -96,25 +98,19 @@ def recipe(
         float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
     )
     near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
-    asks = bool(into) and bool(across(node, types, into))
-    scratch = backward = 0.0
-    if asks:
-        scratch = max(*taken, *given)
-    if node.op == "aten.cross_entropy_loss":
-        backward = taken[0]
-    wide = node.requires_grad and any(
-        operand.requires_grad and 0 < size < given[0]
-        for operand, size in zip(operands, taken, strict=False)
-    )
     gradients = tuple(
         _gradient(node, place, operand, size, given[0])
         for place, (operand, size) in enumerate(zip(operands, taken, strict=False))
     )
-    backward += given[0] * _BACKWARD_STEPS.get(node.op, 0) if node.requires_grad else 0
-    if wide and node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
-        backward += given[0]
     saved = tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved)
-    extra = tuple(_like(tensor, near, mesh) for tensor in node.saved_types)
+    share = given[0] / (node.type.nbytes or 1)
+    extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
+    scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
+    if into and across(node, types, into):
+        scratch = given[0] if node.op in _LOOK_UPS else taken[0]
+    if node.op == "aten.dropout" and not accelerator:
+        # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
+        scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
     if accelerator and node.op in _KERNELS and (saved or extra):
         places, numbers, each = _KERNELS[node.op]
         saved = tuple(place for place in places if place < len(operands))
@@ -123,15 +119,22 @@ def recipe(
         extra = (4.0 * numbers * elements / max(width, 1) + each * elements,)
         if node.op == "aten.scaled_dot_product_attention":
             backward += 4.0 * elements  # the gradient of the queries is added up in float32
-    return Recipe(
-        given,
-        node.inputs.index(node.alias) if node.alias in node.inputs else -1,
-        saved,
-        extra,
-        scratch,
-        gradients,
-        backward,
-    )
+    alias = node.inputs.index(node.alias) if node.alias in node.inputs else -1
+    return Recipe(given, alias, saved, extra, scratch, gradients, backward)
+
+
+def _backward_scratch(
+    node: Node, operands: tuple[float, ...], result: float, gradients: tuple[float, ...]
+) -> float:
+    """Bytes of temporaries of the backward."""
+    if not node.requires_grad:
+        return 0.0
+    if node.op == "aten.cross_entropy_loss":
+        return operands[0]  # the gradient of the log-softmax before that of the logits
+    steps = _BACKWARD_STEPS.get(node.op, 0)
+    if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
+        steps += any(0 < size < result for size in gradients)  # before it is summed
+    return result * steps
 
 
 def _gradient(node: Node, place: int, operand: Node, size: float, result: float) -> float:
@@ -145,9 +148,17 @@ def _gradient(node: Node, place: int, operand: Node, size: float, result: float)
     return size
 
 
-def _like(tensor: TensorType, near: list[tuple[tuple[int, ...], Layout]], mesh: Mesh) -> float:
-    """Local bytes of a tensor that an operator keeps, split as the dimensions it has in common."""
-    best: tuple[int, float] = (0, float(tensor.nbytes))
+def _like(
+    tensor: TensorType,
+    near: list[tuple[tuple[int, ...], Layout]],
+    mesh: Mesh,
+    share: float,
+) -> float:
+    """Local bytes of a tensor that an operator keeps, split as the dimensions it has in common.
+
+    One that has none, whose dimensions are merged, is split as the result is.
+    """
+    best: tuple[int, float] = (0, tensor.nbytes * share)
     for shape, layout in near:
         for start in range(max(len(shape) - len(tensor.shape), 0) + 1):
             window = list(zip(shape[start:], layout.dims[start:], strict=True))
