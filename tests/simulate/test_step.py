@@ -230,7 +230,7 @@ def test_one_device_holds_what_is_measured() -> None:
 
 
 def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, Plan]) -> None:
-    for plan in plans.values():
+    for plan in (plans["megatron"], plans["zero"]):
         found = [simulate(deepened(graph, count), plan)[1] for count in (4, 5, 6)]
         for figures in ([t.seconds for t in found], [t.memory.peak for t in found]):
             one, two, three = figures
