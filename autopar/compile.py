@@ -38,6 +38,7 @@ from autopar.cost.model import AnalyticModel, CostModel
 from autopar.errors import BatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
@@ -149,9 +150,10 @@ def make_plan(
         state_bytes=state_bytes,
         unknown_ops=options.unknown_ops,
         pins=pins,
+        slowdown=device(mesh).slowdown,
     )
     trace("problem.json", built.problem.to_json)
-    solution = solve(built.problem, solver=options.solver)
+    solution = solve_side_by_side(built, lambda problem: solve(problem, solver=options.solver))
     # The judge is not the party: a plan that breaks the limit must never be used.
     judged = evaluate(built.problem, solution)
     if not judged.feasible:

@@ -12,6 +12,7 @@ from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
+from autopar.cost.overlap import side_by_side
 from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
 from autopar.intra_op.build import Builder
 from autopar.intra_op.options import Option
@@ -92,9 +93,9 @@ def explained(
     graph: Graph, chosen: Plan, limit: float, known: dict[str, OpRule] | None = None
 ) -> Explanation:
     """The explanation of a plan whose layouts are known to be possible."""
-    price = AnalyticModel(chosen.mesh)
+    price, slowdown = AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
-    builder = Builder(graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins)
+    builder = Builder(graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown)
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:
@@ -102,7 +103,7 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs = {}
+    costs, kernels = {}, 0.0
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
         fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
@@ -111,7 +112,19 @@ def explained(
         if choices.name in builder.exchanged:  # listed as moves, too
             seconds -= builder.exchanged[choices.name][index]
         costs[choices.name] = Cost(seconds, choices.memory[index])
-    return explain(graph, chosen, price.collective, costs, limit=limit, whole=builder.replicated)
+        if choices.name in builder.backward:
+            kernels += builder.backward[choices.name][index]
+    collectives = sum(builder.gradient_seconds(node, chosen) for node in graph.folded)
+    saved = kernels + collectives - side_by_side(kernels, collectives, slowdown)
+    return explain(
+        graph,
+        chosen,
+        price.collective,
+        costs,
+        limit=limit,
+        whole=builder.replicated,
+        hidden=max(saved, 0.0),
+    )
 
 
 def _key(entry: NodePlan) -> object:

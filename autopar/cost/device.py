@@ -56,6 +56,7 @@ class Device:
     memory_efficiency: float
     memory_ramp: float
     launch: float
+    slowdown: float
     processors: int
     tiles: tuple[tuple[int, int, float], ...]
     k_half: float
@@ -163,7 +164,8 @@ def _described(name: str, given: Description) -> Device:
     a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). It has
     the A100's number of processors. Links: 8
     devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
-    which is attained, by a library of which nothing is known.
+    which is attained, by a library of which nothing is known. Nothing is gained by running
+    collectives beside kernels.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
     return Device(
@@ -189,6 +191,7 @@ def _described(name: str, given: Description) -> Device:
         memory_efficiency=0.7,
         memory_ramp=1e6,
         launch=10e-6,
+        slowdown=2.0,
         processors=108,
         tiles=((128, 128, 1.0), (64, 64, 0.7)),
         k_half=64.0,

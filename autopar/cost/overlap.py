@@ -1,10 +1,12 @@
-"""How much of a collective is hidden behind steps that do not wait for it."""
+"""What collectives take that nobody waits for at once."""
 
 from __future__ import annotations
 
 import math
 
 from autopar.errors import CostError
+
+TAKE_TURNS = 2.0  # the slowdown at which nothing is gained by running side by side
 
 
 def overlap_ratio(steps: int, step_seconds: float, collective_seconds: float) -> float:
@@ -24,3 +26,18 @@ def overlap_ratio(steps: int, step_seconds: float, collective_seconds: float) ->
             why="at least one step is needed, and times that are finite and positive",
         )
     return min(1.0, steps * step_seconds / collective_seconds)
+
+
+def side_by_side(kernels: float, collectives: float, slowdown: float) -> float:
+    """Seconds of kernels and collectives that run beside one another.
+
+    While both run, each takes `slowdown` times as long (see `autopar/simulate/engine.py`); when one
+    of them has ended, the other goes on alone: max(c + (s - 1) m, m + (s - 1) c). With a slowdown
+    of 2 that is their sum, as if they took turns.
+
+    Args:
+        kernels, collectives: seconds that each would take alone.
+        slowdown: from 1 to 2.
+    """
+    more = slowdown - 1
+    return max(kernels + more * collectives, collectives + more * kernels)

@@ -145,7 +145,7 @@ def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
     )
     peak = sum(explanation.memory.values())
     return {
-        "step_seconds": sum(seconds.values()),
+        "step_seconds": explanation.step,
         "peak_bytes": peak,
         "compute_seconds": seconds["compute"] + ending,
         "exchange_seconds": inside,
@@ -153,6 +153,7 @@ def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
         "reshard_seconds": seconds["activations"] + views - inside - ending,
         "parameter_bytes": peak - activations,
         "activation_bytes": activations,
+        "hidden_seconds": explanation.hidden,
     }
 
 

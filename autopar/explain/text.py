@@ -47,12 +47,13 @@ def render(
 def render_summary(explanation: Explanation) -> RenderableType:
     """What it is, and its time and memory by cause."""
     seconds, memory = explanation.seconds, explanation.memory
-    step, peak = sum(seconds.values()), sum(memory.values())
+    step, peak = explanation.step, sum(memory.values())
     limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.1%})"
     parts: list[RenderableType] = [
         Text(f"{explanation.graph} on {explanation.mesh}", style="bold"),
         Text(f"\ntime a step       {format_seconds(step)}", style="bold"),
         _bars({name: (value, format_seconds(value)) for name, value in seconds.items()}),
+        *_hidden(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
     ]
@@ -65,6 +66,14 @@ def render_summary(explanation: Explanation) -> RenderableType:
         )
         parts.append(Text(note, style="yellow"))
     return Group(*parts)
+
+
+def _hidden(explanation: Explanation) -> list[Text]:
+    """What the causes count twice."""
+    if not explanation.hidden:
+        return []
+    saved = format_seconds(explanation.hidden)
+    return [Text(f"  less {saved}: gradients are synchronised beside the backward", style="dim")]
 
 
 def render_parameters(explanation: Explanation, *, costs: bool = False) -> RenderableType:

@@ -1,7 +1,7 @@
 """One explanation from four sides: by layer, kind of operator, kind of collective, mesh axis.
 
 An explanation is cut into items, each in one place on every side. A view adds up the items of each
-place, so every view adds up to the same step and the same peak.
+place, so every view adds up to the same peak, and to the same step with what is hidden in it.
 """
 
 from __future__ import annotations

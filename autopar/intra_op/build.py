@@ -9,12 +9,14 @@ of the forward: parameters, gradients, optimizer state and saved activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.model import Checked, CostModel
+from autopar.cost.model import Checked, CostModel, Work
+from autopar.cost.overlap import TAKE_TURNS, side_by_side
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.pins import Pins
@@ -27,7 +29,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
-from autopar.plan import NodePlan
+from autopar.plan import NodePlan, Plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Built:
         options: the meaning of each choice.
         replicated: operators that run whole for want of a rule.
         exchanged: node -> seconds of each choice that it takes to ask other devices.
+        backward: node -> seconds of each choice for the kernels of the backward.
+        beside: parameter's share -> seconds of each choice for synchronising the gradient next to
+            the parameter, for which the backward does not wait.
+        slowdown: how many times as long kernels and collectives take side by side.
     """
 
     problem: Problem
@@ -47,6 +53,23 @@ class Built:
     options: tuple[tuple[Option, ...], ...]
     replicated: tuple[str, ...]
     exchanged: Mapping[str, tuple[float, ...]]
+    backward: Mapping[str, tuple[float, ...]]
+    beside: Mapping[str, tuple[float, ...]]
+    slowdown: float
+
+    def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of the backward's kernels, and of the gradients synchronised beside them."""
+        chosen = dict(zip(self.names, choice, strict=True))
+        return tuple(  # type: ignore[return-value]
+            math.fsum(seconds[chosen[name]] for name, seconds in part.items())
+            for part in (self.backward, self.beside)
+        )
+
+    def hidden(self, choice: tuple[int, ...]) -> float:
+        """Seconds saved by not waiting for gradients."""
+        kernels, collectives = self.side_by_side(choice)
+        together = side_by_side(kernels, collectives, self.slowdown)
+        return max(kernels + collectives - together, 0.0)
 
     def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
         """Seconds and bytes per device of a choice, by cause.
@@ -54,7 +77,9 @@ class Built:
         `compute_seconds` of operators, `exchange_seconds` of what they ask other devices for,
         `parameter_seconds` of gathering parameters and of synchronising gradients,
         `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
-        `activation_bytes` saved for the backward. `step_seconds` and `peak_bytes` are their sums.
+        `activation_bytes` saved for the backward. `peak_bytes` is their sum; `step_seconds` is the
+        sum of the seconds less `hidden_seconds`, in which gradients are synchronised beside the
+        backward.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
@@ -69,9 +94,10 @@ class Built:
             parameter = self.options[edge.a][choice[edge.a]].stored is not None
             cause = "parameter_seconds" if parameter else "reshard_seconds"
             totals[cause] += float(edge.cost[choice[edge.a], choice[edge.b]])
-        step = sum(value for name, value in totals.items() if name.endswith("seconds"))
+        hidden = self.hidden(choice)
+        step = sum(value for name, value in totals.items() if name.endswith("seconds")) - hidden
         peak = sum(value for name, value in totals.items() if name.endswith("bytes"))
-        return {"step_seconds": step, "peak_bytes": peak, **totals}
+        return {"step_seconds": step, "peak_bytes": peak, **totals, "hidden_seconds": hidden}
 
     def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
         """Seconds of each operator that runs whole for want of a rule."""
@@ -91,7 +117,9 @@ class Builder:
         state_bytes: float,
         unknown_ops: str,
         pins: Pins,
+        slowdown: float,
     ) -> None:
+        self.slowdown = slowdown
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
         self.resharder = Resharder(mesh, self.model.collective)
@@ -101,7 +129,12 @@ class Builder:
         self.position: dict[str, int] = {}
         self.replicated: list[str] = []
         self.exchanged: dict[str, tuple[float, ...]] = {}
+        self.backward: dict[str, tuple[float, ...]] = {}
+        self.beside: dict[str, tuple[float, ...]] = {}
         self.savers = self._first_savers()
+        self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
+        for value, share in self._held_after_blocks().items():
+            self.left_by.setdefault(share, []).append(value)
 
     def _first_savers(self) -> dict[tuple[str, int], int]:
         """(saver, place in its `saved`) -> how many of its blocks pay for that value.
@@ -141,11 +174,18 @@ class Builder:
         asked = tuple(count * self._exchange_seconds(node, option) for option in options)
         if any(asked):
             self.exchanged[node.name] = asked
+        kernels = [self._seconds(node, option, signature) for option in options]
+        backward = tuple(
+            count * seconds + self._sum_seconds(node, option)
+            for option, (_, seconds) in zip(options, kernels, strict=True)
+        )
+        if any(backward):
+            self.backward[node.name] = backward
         cost = tuple(
-            count * self._seconds(node, option, signature)
-            + self._loss_seconds(node, option)
-            + inside
-            for option, inside in zip(options, asked, strict=True)
+            count * forward + after + self._loss_seconds(node, option) + inside
+            for option, (forward, _), after, inside in zip(
+                options, kernels, backward, asked, strict=True
+            )
         )
         memory = tuple(self._saved_bytes(node, option) for option in options)
         self._append(node.name, options, cost, memory)
@@ -155,7 +195,7 @@ class Builder:
         options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
         options = self.pins.keep(share, options)
         count = self.graph.multiplicity[node.name]
-        cost, memory = [], []
+        cost, memory, beside = [], [], []
         for option in options:
             stored, used = option.operands[0], option.results[0]
             seconds = self.resharder.cost(node.type, stored, used, node.requires_grad)
@@ -165,6 +205,9 @@ class Builder:
             extra = used.local_bytes(node.type, self.mesh) if gathered else 0
             cost.append(count * seconds)
             memory.append(count * (held * copies + extra))
+            beside.append(count * self._beside_seconds(node, stored, used))
+        if any(beside):
+            self.beside[share.name] = tuple(beside)
         self._append(share.name, options, tuple(cost), tuple(memory))
         self.position[node.name] = self.position[share.name]
 
@@ -181,10 +224,39 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def _seconds(self, node: Node, option: Option, signature: Signature | None) -> float:
+    def _seconds(
+        self, node: Node, option: Option, signature: Signature | None
+    ) -> tuple[float, float]:
         """Forward and backward of one operator on one device."""
         work = node_work(self.graph, node, option.operands, option.results, signature, self.mesh)
-        return sum(map(self.model.compute, (*work.forward, *work.backward)))
+        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        return forward, backward
+
+    def gradient_seconds(self, share: Node, plan: Plan) -> float:
+        """What a plan synchronises of a parameter's gradient beside the backward, in all blocks."""
+        if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
+            return 0.0
+        entry, leaf = plan.nodes[share.name], self.graph[share.inputs[0]]
+        count = self.graph.multiplicity[share.name]
+        return count * self._beside_seconds(leaf, entry.operands[0][1], entry.results[0][1])
+
+    def _beside_seconds(self, leaf: Node, stored: Layout, used: Layout) -> float:
+        """The gradient's move next to the parameter, which only the optimizer waits for."""
+        if self.slowdown >= TAKE_TURNS or not leaf.requires_grad:
+            return 0.0
+        steps = self.resharder.steps(leaf.type, stored, used)
+        return self.model.collective(steps[0].backward) if steps and steps[0].backward else 0.0
+
+    def _sum_seconds(self, share: Node, option: Option) -> float:
+        """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
+        given = option.results[0].local_bytes(share.type, self.mesh)
+        seconds = 0.0
+        for value in self.left_by.get(share.name, ()):
+            readers = sum(self.graph[user].requires_grad for user in self.graph.users[value])
+            if self.graph[value].requires_grad and readers > 1:
+                work = Work(f"{share.op} backward", share.type.numel, 3 * given, share.type.dtype)
+                seconds += (readers - 1) * self.model.compute(work)
+        return seconds
 
     def _exchange_seconds(self, node: Node, option: Option) -> float:
         """What the operator itself sends, in both directions."""
@@ -281,6 +353,7 @@ def build(
     state_bytes: float = 2.0,
     unknown_ops: str = "replicate",
     pins: Mapping[str, str] | None = None,
+    slowdown: float = TAKE_TURNS,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -294,6 +367,8 @@ def build(
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         unknown_ops: "replicate" or "error".
         pins: layouts that are fixed; see pins.py.
+        slowdown: how many times as long kernels and collectives take side by side; 2, as if they
+            took turns, leaves nothing to gain from not waiting for gradients.
         progress: told of each stage as it begins.
 
     Raises:
@@ -308,7 +383,7 @@ def build(
         )
     progress("strategies")
     fixed = Pins(graph, pins or {})
-    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed)
+    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # with its share
@@ -328,6 +403,9 @@ def build(
         tuple(builder.options),
         tuple(builder.replicated),
         builder.exchanged,
+        builder.backward,
+        builder.beside,
+        slowdown,
     )
 
 
