@@ -37,6 +37,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WIDTH = 256  # of the rows that normalisations and softmax look along
 HEAD = 64  # width of a head of attention
 _NOISY = 0.3  # a spread that is too large
+_ROUNDS = 10  # how often problems are measured again that took longer than larger ones
 Progress = Callable[[str, int, int], None]
 
 
@@ -51,7 +52,7 @@ class Settings:
         sequences: lengths of attention.
         payloads: bytes a device of collectives.
         runs: of each problem.
-        tries: of each problem, where it spreads widely or a larger one is faster.
+        tries: of each problem, where it spreads widely.
         seconds: a run takes at least; problems that are shorter are repeated in it.
     """
 
@@ -300,7 +301,7 @@ def calibrate(
         found.append(measure())
     # What else runs on the machine only slows down: a small problem that took longer than a large
     # one is measured again.
-    for _ in range(chosen.tries):
+    for _ in range(_ROUNDS):
         slow = {id(small) for small, _ in disorder(itertools.chain(*found))}
         for number, points in enumerate(found):
             if any(id(point) in slow for point in points):

@@ -33,7 +33,7 @@ from autopar.errors import AutoparError, CalibrationError
 from autopar.ir.mesh import Mesh
 
 VERSION = 1
-NOISE = 0.5
+NOISE = 1.0
 """A larger problem may be measured this much faster, besides its spread, before it is refused."""
 
 
@@ -119,7 +119,7 @@ class Calibration:
         mesh: device, axes and sizes for which it holds.
         torch, date: version and day of the measurement.
         products: over a full grid of m, n and k for each dtype.
-        kernels, exchanges: in any order.
+        kernels, exchanges: of several sizes each; all three are kept in a fixed order.
 
     Raises:
         CalibrationError: a figure that is nonsense, or a grid with holes; names it.
@@ -133,6 +133,8 @@ class Calibration:
     exchanges: tuple[Exchange, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("products", "kernels", "exchanges"):
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name), key=_place)))
         points: list[Point] = [*self.products, *self.kernels, *self.exchanges]
         seen: set[str] = set()
         for point in points:
@@ -273,6 +275,13 @@ def _read(table: dict[str, Any]) -> Calibration:
 
 def _numbers(time: Timing) -> list[float]:
     return [time.seconds, time.spread]
+
+
+def _place(point: Point) -> tuple[object, ...]:
+    """Where it stands among points of its type."""
+    if isinstance(point, Product):
+        return point.dtype, point.gemm.m, point.gemm.n, point.gemm.k
+    return point.curve, point.size
 
 
 def disorder(points: Iterable[Point]) -> Iterator[tuple[Point, Point]]:
