@@ -132,6 +132,7 @@ class Builder:
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
         self.savers = self._first_savers()
+        self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
@@ -252,7 +253,8 @@ class Builder:
         given = option.results[0].local_bytes(share.type, self.mesh)
         seconds = 0.0
         for value in self.left_by.get(share.name, ()):
-            readers = sum(self.graph[user].requires_grad for user in self.graph.users[value])
+            users = set(self.graph.users[value]) - self.last_blocks
+            readers = sum(self.graph[user].requires_grad for user in users)
             if self.graph[value].requires_grad and readers > 1:
                 work = Work(f"{share.op} backward", share.type.numel, 3 * given, share.type.dtype)
                 seconds += (readers - 1) * self.model.compute(work)
