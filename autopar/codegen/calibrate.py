@@ -67,7 +67,7 @@ class Settings:
 
 
 def settings(device: torch.device, quick: bool = False) -> Settings:
-    """The usual measurements on a kind of device; `quick` ones take seconds and say little."""
+    """The usual measurements on a kind of device; `quick` ones say little."""
     if quick:
         return Settings(
             dtypes=("f32",),

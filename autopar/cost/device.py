@@ -161,8 +161,8 @@ def _described(name: str, given: Description) -> Device:
     """A device of three figures; the rest are conservative defaults.
 
     The compute figure is taken as the dense 16-bit matmul peak; f8 gains nothing over it, tf32 has
-    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). It has
-    the A100's number of processors. Links: 8
+    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). How it
+    cuts matrices is not known, so that no shape is slow. Links: 8
     devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
     which is attained, by a library of which nothing is known. Nothing is gained by running
     collectives beside kernels.
@@ -187,12 +187,12 @@ def _described(name: str, given: Description) -> Device:
         switch_reduction=0.0,
         library="unknown",
         matmul_efficiency=0.5,
-        attention_efficiency=0.3,
+        attention_efficiency=0.5,
         memory_efficiency=0.7,
-        memory_ramp=1e6,
+        memory_ramp=0.0,
         launch=10e-6,
         slowdown=2.0,
-        processors=108,
-        tiles=((128, 128, 1.0), (64, 64, 0.7)),
-        k_half=64.0,
+        processors=1,
+        tiles=((1, 1, 1.0),),
+        k_half=0.0,
     )
