@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps for its backward: "Reducing Activation Recomputation" (arXiv 2205.05198).
+"""Bytes that a layer keeps: "Reducing Activation Recomputation" (arXiv 2205.05198).
 
 The layer is captured and planned by autopar; what autograd keeps is read off the graph and counted
 by the paper's conventions (section 4): values of two bytes, masks of dropout of one, the statistics

@@ -6,9 +6,8 @@ What is assumed of the system, with where it is said:
 - Fused kernels: bias and GeLU, bias, dropout and add, scale, mask and softmax (section 4.2); query,
   key and value are one product, the scale is part of the product of queries and keys. The causal
   mask saves nothing. Everything else is a kernel of its own.
-- The loss over a split vocabulary is a kernel for each of its steps: maximum, difference, exponential,
-  sum and quotient, and a copy and two changes of type (54 bytes for each logit; only what was picked
-  is added to).
+- The loss over a split vocabulary is a kernel for each of its steps: maximum, difference,
+  exponential, sum and quotient, a copy and changes of type (48 bytes a logit).
 - Mixed precision with f16 parameters, activations and gradients; losses in f32.
 - The vocabulary is split as the layers are; the embedding is on the first stage, the logits on the
   last, and the gradients of their weight are summed between the two.

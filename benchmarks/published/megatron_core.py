@@ -9,11 +9,13 @@ collectives of data and of tensor parallelism in small pieces beside the computa
 - Tensor parallelism's collectives are cut in as many chunks as devices beside the products
   (--tp-comm-overlap).
 - The optimizer's state is split over the replicas: gradients, in f32, are reduced and scattered
-  beside the last backward, parameters gathered beside the first forward (--overlap-grad-reduce, --overlap-param-gather); each device updates its part at 44 bytes for each
-  parameter. Interleaved stages end with a group of as many microbatches as there are stages, so
-  that the collectives run beside as many (Narayanan et al., arXiv 2104.04473, section 2.2.2).
+  beside the last backward, parameters gathered beside the first forward (--overlap-grad-reduce,
+  --overlap-param-gather); each device updates its part at 44 bytes a parameter. Interleaved stages
+  end with a group of as many microbatches as there are stages, so that the collectives run beside
+  as many (Narayanan et al., arXiv 2104.04473, section 2.2.2).
 - Interleaved 1F1B with one layer a chunk; what is sent between stages is sent beside kernels. The
-  microbatch, which the README leaves out, is 1 with pipelines, and all of a replica's batch without.
+  microbatch, which the README leaves out as it does the chunks, is 1.
+- The loss is a kernel for each of its steps, as in SC21's.
 - TFLOP/s by the README's FLOPs: 72 B s l h^2 (1 + s / 6h + V / 12 l h), a causal mask counted as
   none.
 """

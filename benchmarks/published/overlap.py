@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from autopar.cost.overlap import side_by_side
 from autopar.simulate.engine import SLOWDOWN
 
 
 def beside(kernels: float, calls: float) -> float:
-    """Seconds of kernels and of collectives that may run at any time beside them.
-
-    While both run, each takes `SLOWDOWN` times as long.
-    """
-    both = SLOWDOWN * min(kernels, calls)
-    return both + abs(kernels - calls)
+    """Seconds of kernels and of collectives that may run at any time beside them."""
+    return side_by_side(kernels, calls, SLOWDOWN)
 
 
 def chunked(kernels: float, calls: float, chunks: int) -> float:

@@ -1,4 +1,4 @@
-"""Seconds of a pipelined step: what fills the pipeline, what its slowest stage does, what is sent."""
+"""Seconds of a pipelined step: filling it, its slowest stage, what is sent."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def regions(of: Captured) -> list[tuple[Node, ...]]:
     for node in graph.folded:
         if node.is_leaf:
             continue
-        reads = [n for n in map(lambda name: _behind(graph, name), node.inputs) if not n.is_leaf]
+        reads = [n for n in (_behind(graph, name) for name in node.inputs) if not n.is_leaf]
         reads = [n for n in reads if n.name in level]
         level[node.name] = max((level[n.name] + _solid(n) for n in reads), default=0)
         if _solid(node) or node.op == "autopar.share":

@@ -1,6 +1,8 @@
-"""torchtitan: Llama 3.1 on H100s of 500 W and 2.4 TB/s (benchmarks/llama3_h100_202412_torchtitan.md).
+"""torchtitan: Llama 3.1 on H100s of 500 W and 2.4 TB/s.
 
-What is assumed of the system, beside what that page says of it:
+Rows of its pages benchmarks/llama3_h100_202412_torchtitan.md and
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md.
+What is assumed of the system, beside what those pages say of it:
 
 - FSDP2 with f32 parameters: bf16 parameters are gathered before each layer's forward and again
   before its backward, gradients reduced and scattered in f32, all beside the kernels but for the
@@ -10,24 +12,28 @@ What is assumed of the system, beside what that page says of it:
 - torch.compile is applied to each layer: neighbours without a product between them are one kernel.
   Without it, and in norm, logits and loss, each operator is a kernel.
 - Float8: every linear of a layer multiplies in f8: an operand is read for its maximum, read again
-  and written (5 bytes an element). Scaled tensor by tensor, it is so before it is gathered. Attention
-  and logits stay in bf16.
+  and written (5 bytes an element). Scaled tensor by tensor, it is so once for all readers and
+  before it is gathered. Scaled by rows it is gathered in bf16, each linear casts all of it, and for
+  the gradients along its other dimension once more. Attention and logits stay in bf16.
 - Tensor parallelism is with sequence parallelism; "async" cuts its collectives in as many chunks
   as devices, beside the products.
+- Context parallelism splits sequences so that every device has as much attention to do; keys and
+  values come around a ring beside it, which costs too little to count.
 - AdamW moves 28 bytes for each of a device's parameters.
 - Memory: f32 parameters and moments (12 bytes) and gradients (4), split over the devices;
   parameters of two layers, the embedding and the logits in bf16; what checkpointing keeps of every
   layer; and the larger of two peaks, a layer's values run again with their gradients, or the loss:
   logits in bf16 and f32, their log softmax and its gradient (14 bytes a logit; with tensor
-  parallelism the four f32 values that torch.distributed.tensor.parallel.loss holds in its
-  backward), the norm in f32 and the gathered input of the logits with its gradient. An allocator that holds more than is alive
-  (torchtitan reports what is reserved) is not modelled.
+  parallelism the four f32 values that torch.distributed.tensor.parallel.loss holds backwards), the
+  norm in f32 and the gathered input of the logits with its gradient. An allocator that holds more
+  than is alive (torchtitan reports what is reserved) is not modelled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 import torch
 
@@ -53,7 +59,7 @@ KEPT = ("wq", "wv", "w1", "w2")  # what selective checkpointing keeps of the lin
 
 @dataclass(frozen=True)
 class Run:
-    """One row."""
+    """One row; `seq` is what a device has of a sequence, `fsdp` counts those of `cp` too."""
 
     model: str
     fsdp: int
@@ -64,16 +70,18 @@ class Run:
     asynchronous: bool = False
     full: bool = False
     rowwise: bool = False
+    seq: int = 8192
+    cp: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of a replica's batch."""
-        return self.batch * SIZES[self.model].seq
+        """Of a replica's batch, on one device of context parallelism."""
+        return self.batch * self.seq
 
 
 @cache
-def _captured(model: str, tp: int, batch: int) -> Captured:
-    sizes = replace(SIZES[model], layers=2)
+def _captured(model: str, tp: int, batch: int, seq: int) -> Captured:
+    sizes = replace(SIZES[model], layers=2, seq=seq)
     with torch.device("meta"):
         module = Llama(sizes).bfloat16()
         tokens = torch.zeros(batch, sizes.seq, dtype=torch.long)
@@ -103,25 +111,28 @@ def _split(sizes: LlamaSizes, batch: int) -> dict[str, str]:
     return words
 
 
-def _float8(of: Captured, kernels: Works) -> Works:
+def _float8(of: Captured, kernels: Works, rowwise: bool) -> Works:
     """`kernels` with the linears of layers in f8 and the casts of what they read.
 
-    An input is cast once for all linears that read it, before it is gathered; backwards so is the
-    gradient, which is then transposed for the product with the input.
+    Backwards the gradient is cast and, for the product with the input, transposed.
     """
     found, cast = dict(kernels), set[str]()
     for node in of.block:
         made = kernels[node.name]
         if base(node.op) != "linear" or not made.forward:
             continue
-        source, weight, result = node.inputs[0], of.nbytes(node.inputs[1]) / 2, node.name
+        source, weight, given = node.inputs[0], of.nbytes(node.inputs[1]) / 2, of.nbytes(node.name)
         while of.graph[source].alias is not None:
             source = str(of.graph[source].alias)
+        shape, layout = of.plan.nodes[node.name].operands[0]
+        whole = prod(layout.local_shape(shape, of.plan.mesh))
         fresh = 0.0 if source in cast else of.nbytes(source) / 2
         cast.add(source)
-        given = of.nbytes(result) / 2
-        before = Work("cast", 0.0, CAST_BYTES * (fresh + weight), "bf16")
-        back = Work("cast", 0.0, (CAST_BYTES + 2) * given, "bf16")
+        there = (whole if rowwise else fresh) + weight
+        before = Work("cast", 0.0, CAST_BYTES * there, "bf16")
+        # By rows the gradient, the input and the weight are cast along the other dimension too.
+        again = CAST_BYTES * (given / 2 + there) if rowwise else given
+        back = Work("cast", 0.0, CAST_BYTES * given / 2 + again, "bf16")
         found[node.name] = NodeWork(
             (before, *map(_narrow, made.forward)), (back, *map(_narrow, made.backward))
         )
@@ -135,13 +146,26 @@ def _narrow(work: Work) -> Work:
     return replace(work, dtype="f8", nbytes=float(m * k + n * k + 2 * m * n))
 
 
+def _longer(made: NodeWork, times: int) -> NodeWork:
+    """Attention over `times` as many keys, everything else as it is."""
+
+    def longer(work: Work) -> Work:
+        if "attention" not in work.op or work.gemm is None:
+            return work
+        gemm = replace(work.gemm, n=work.gemm.n * times)
+        return replace(work, flops=work.flops * times, gemm=gemm)
+
+    return NodeWork(tuple(map(longer, made.forward)), tuple(map(longer, made.backward)))
+
+
 @cache
 def _priced(run: Run) -> tuple[Captured, Works, tuple[Part, Part, Part]]:
-    of = _captured(run.model, run.tp, run.batch)
+    of = _captured(run.model, run.tp, run.batch, run.seq)
     inside = {node.name for node in of.block}
     groups = [group for group in regions(of) if group[0].name in inside] if run.compiled else []
     kernels = fuse(of, of.works, groups)
-    kernels = _float8(of, kernels) if run.float8 else kernels
+    kernels = _float8(of, kernels, run.rowwise) if run.float8 else kernels
+    kernels = {name: _longer(made, run.cp) for name, made in kernels.items()}
     return of, kernels, parts(of, kernels)
 
 

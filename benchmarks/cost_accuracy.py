@@ -1,0 +1,366 @@
+"""Predictions against published measurements: `python benchmarks/cost_accuracy.py`.
+
+Nothing is run on an accelerator: every row is a prediction of autopar's cost and memory models for
+a system that others measured, next to what they published (benchmarks/published.json). How each
+system was modelled, and which figures were fitted to which rows, stands in benchmarks/published/.
+Writes results/cost_accuracy.csv and cost_accuracy.svg; `--only TABLE` prints the rows of a table.
+
+    exact       must be equal, rounded as published
+    predicted   no figure was fitted to this table
+    fitted      one figure of the device was fitted to these rows together, never to one alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from math import log10
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from autopar.compile import Options, Trace, capture_graph
+from autopar.cost.model import AnalyticModel
+from autopar.cost.overlap import overlap_ratio
+from autopar.intra_op.build import build
+from autopar.ir.mesh import Mesh
+from autopar.zoo import load
+from benchmarks.harness import RESULTS, write
+from benchmarks.published import (
+    activations,
+    alpa,
+    megatron,
+    megatron_core,
+    paro,
+    rings,
+    torchtitan,
+    ulysses,
+)
+
+FACTS = Path(__file__).parent / "published.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        table, case, quantity, unit: what is compared.
+        kind: "exact", "predicted" or "fitted"; see the module.
+        published, predicted: the values.
+        tolerance: by how much they may differ: relative, or absolute for what `unit` is in points.
+            None if nothing was promised.
+        note: on what a figure was fitted.
+    """
+
+    table: str
+    case: str
+    quantity: str
+    unit: str
+    kind: str
+    published: float
+    predicted: float
+    tolerance: float | None
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative, or in points; 0 where both are 0."""
+        difference = self.predicted - self.published
+        if self.unit in ("points", "yes or no"):
+            return difference
+        return difference / self.published if self.published else difference
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the promise is kept; None if there was none."""
+        return None if self.tolerance is None else abs(self.error) <= self.tolerance
+
+
+def facts(table: str) -> Any:
+    """The published rows of a table."""
+    return json.loads(FACTS.read_text(encoding="utf-8"))[table]["rows"]
+
+
+def megatron_run(row: dict[str, Any]) -> megatron.Run:
+    """A row of Megatron's table 1 as it ran."""
+    return megatron.Run(
+        row["hidden"], row["heads"], row["layers"], row["tp"], row["pp"], row["dp"],
+        row["global_batch"], row["micro_batch"], row["virtual_stages"], row["seq"], row["vocab"],
+    )  # fmt: skip
+
+
+def megatron_rows() -> Iterator[Row]:
+    """Megatron-LM on A100."""
+    note = "matmul_efficiency of A100, on these rows together"
+    errors = []
+    for row in facts("megatron_sc21_table1_a100_80gb"):
+        predicted = megatron.tflops(megatron_run(row))
+        head = ("megatron", row["model"], "TFLOP/s a device", "TFLOP/s", "fitted")
+        made = Row(*head, row["tflops_per_gpu"], predicted, 0.1, note)
+        errors.append(abs(made.error))
+        yield made
+    mean = 100 * sum(errors) / len(errors)
+    yield Row("megatron", "mean", "absolute error", "points", "fitted", 0.0, mean, 5.0, note)
+
+
+def megatron_core_run(row: dict[str, Any]) -> megatron.Run:
+    """A row of Megatron-Core's README; a microbatch and a layer a chunk, which it does not say."""
+    pp = row["pp"]
+    return megatron.Run(
+        row["hidden"], row["heads"], row["layers"], row["tp"], pp, row["dp"], row["global_batch"],
+        1, row["layers"] // pp if pp > 1 else 1, row["seq"], row["vocab"], "H100",
+    )  # fmt: skip
+
+
+def megatron_core_rows() -> Iterator[Row]:
+    """Megatron-Core on H100."""
+    note = "matmul_efficiency of H100, on these rows together"
+    for row in facts("megatron_core_r080_h100_weak_scaling"):
+        predicted = megatron_core.tflops(megatron_core_run(row))
+        head = ("megatron-core", row["model"], "TFLOP/s a device", "TFLOP/s", "fitted")
+        yield Row(*head, row["tflops_per_gpu"], predicted, 0.1, note)
+
+
+def torchtitan_run(row: dict[str, Any]) -> torchtitan.Run:
+    """A row of torchtitan's pages as it ran."""
+    options = row["options"].lower()
+    degrees = dict.fromkeys(("fsdp", "tp", "cp"), 1)
+    for word in row["parallelism"].lower().split(","):
+        name = word.rstrip("0123456789")
+        degrees[name] = int(word[len(name) :])
+    cp = degrees["cp"]
+    return torchtitan.Run(
+        model="70B" if "70B" in row["model"] else "8B",
+        fsdp=degrees["fsdp"] * cp,
+        tp=degrees["tp"],
+        batch=row["local_batch"],
+        compiled="compile" in options,
+        float8="float8" in options,
+        asynchronous="async" in options,
+        full=row["activation_ckpt"] == "full",
+        rowwise="rowwise" in options,
+        seq=row["seq"] // cp,
+        cp=cp,
+    )
+
+
+def torchtitan_rows() -> Iterator[Row]:
+    """torchtitan on H100s of 500 W."""
+    notes = {
+        8192: "matmul_efficiency of H100-96, on the two rows of 8 devices in bf16",
+        32768: "attention_efficiency of H100-96, on this row",
+    }
+    for row in facts("torchtitan_h100"):
+        run = torchtitan_run(row)
+        fit = run.cp == 1 and run.model == "8B" and run.float8 == (run.seq == 32768)
+        case = f"{run.model} {row['parallelism']} seq {row['seq']} {row['options']} {row['table']}"
+        kind, why = ("fitted", notes[run.seq]) if fit else ("predicted", "")
+        published = row["tokens_per_s_per_gpu"]
+        speed = torchtitan.tokens_per_second(run)
+        head = ("torchtitan", case, "tokens/s a device", "tokens/s", kind)
+        yield Row(*head, published, speed, 0.1, why)
+        if "memory_gib" in row:
+            memory = torchtitan.memory_gib(run)
+            head = ("torchtitan", case, "memory a device", "GiB", "predicted")
+            yield Row(*head, row["memory_gib"], memory, 0.15)
+
+
+def alpa_run(row: dict[str, Any]) -> alpa.Run:
+    """A row of Alpa's ablation."""
+    hidden = next(int(word[1:]) for word in row["spec"].split() if word[0] == "H")
+    mesh = row.get("logical_mesh")
+    logical = None
+    if mesh is not None:
+        data, tensor = map(int, mesh.strip("()").split(","))
+        logical = (data, tensor)
+    return alpa.Run(hidden, row["gpus"], row["method"], logical)
+
+
+def alpa_rows() -> Iterator[Row]:
+    """Alpa's intra-operator ablation on V100."""
+    note = "matmul_efficiency of V100, on these rows together"
+    measured, found = [], []
+    orders: dict[int, list[tuple[float, float]]] = {}
+    for row in facts("alpa_gpt_intra_op_ablation_p3_16xlarge"):
+        run = alpa_run(row)
+        case = f"H{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
+        memory = alpa.memory_bytes(run)
+        refused, expected = float(memory > alpa.MEMORY), float(row["oom"])
+        head = ("alpa", case, "out of memory", "yes or no", "predicted")
+        yield Row(*head, expected, refused, 0.0)
+        if row["oom"]:
+            continue
+        seconds = alpa.step_seconds(run)
+        measured.append(row["latency_s"])
+        found.append(seconds)
+        if run.mesh is not None:
+            orders.setdefault(run.hidden, []).append((row["latency_s"], seconds))
+        yield Row("alpa", case, "step", "s", "fitted", row["latency_s"], seconds, None, note)
+        head = ("alpa", case, "memory a device", "GB", "predicted")
+        yield Row(*head, row["peak_mem_gb"], memory / 1e9, None)
+    for hidden, pairs in orders.items():
+        same = sorted(pairs) == sorted(pairs, key=lambda pair: pair[1])
+        head = ("alpa", f"H{hidden}", "order of logical meshes", "yes or no", "predicted")
+        yield Row(*head, 1.0, float(same), 0.0)
+    rank = 100 * alpa.rank_correlation(measured, found)
+    yield Row("alpa", "all", "rank correlation", "points", "predicted", 100.0, rank, 10.0)
+
+
+def activation_rows() -> Iterator[Row]:
+    """Activation memory by formula."""
+    for name, sizes in {"22B": (6144, 64, 2048, 4, 8), "175B": (12288, 96, 2048, 1, 8)}.items():
+        for case, formula, counted in activations.compared(*sizes):
+            head = ("activations", f"{name} {case}", "bytes a layer", "MB", "exact")
+            yield Row(*head, formula / 1e6, counted / 1e6, 1e-12)
+
+
+def paro_rows() -> Iterator[Row]:
+    """Memory and volumes of state shardings."""
+    for row in facts("paro_memory_per_gpu"):
+        for key, value in paro.memory(row["strategy"]).items():
+            digits = 2 if key == "total_GB" else 3
+            head = ("paro", row["strategy"], key.removesuffix("_GB"), "GB", "exact")
+            yield Row(*head, row[key], round(value, digits), 0.0)
+    for row in facts("paro_total_volume"):
+        for key, value in paro.volume(row["method"]).items():
+            head = ("paro", row["method"], key.removesuffix("_Telem"), "10^12 elements", "exact")
+            yield Row(*head, row[key], round(value, 3), 0.0)
+    for name, value in {"ddp": 1.0, "zero1": 1.0, "zero2": 1.0, "zero3": 1.5}.items():
+        head = ("paro", name, "volume in all_reduces", "1", "exact")
+        yield Row(*head, value, paro.relative_volume(name), 1e-12)
+
+
+def communication_rows() -> Iterator[Row]:
+    """Rings over two levels, sequence parallelism, asynchronous all_reduces."""
+    note = "two figures of PaRO's network, on these three"
+    for name, value in facts("ho_ring_ms").items():
+        head = ("rings", name, "all_gather of 1 GB", "ms", "fitted")
+        yield Row(*head, value, rings.all_gather_ms(name), 0.1, note)
+    note = "a token's kernels, on the row without sequence parallelism"
+    for row in facts("deepspeed_ulysses_table"):
+        predicted = ulysses.speedup(row["gpus"], row["bsz"], row["seq"], row["sp"])
+        kind = "fitted" if row["sp"] == 1 else "predicted"
+        case = f"{row['gpus']} devices, sequences of {row['seq']}, {row['sp']} ways"
+        yield Row("ulysses", case, "speed-up", "1", kind, row["speedup"], predicted, 0.1, note)
+    co2 = facts("co2")
+    for steps, percent in co2["overlap_ratio_pct"].items():
+        ratio = overlap_ratio(int(steps), co2["step_compute_s"], co2["allreduce_s"])
+        head = ("co2", f"{steps} local steps", "overlap", "points", "predicted")
+        yield Row(*head, percent, 100 * ratio, 4.0)
+
+
+def speed_rows() -> Iterator[Row]:
+    """Seconds to price all choices of a large model on this machine; 5 are promised."""
+    model, inputs = load("llama-3.1-405b", batch=64, seq=8192)
+    options = Options()
+    graph = capture_graph(model, (), inputs, options, Trace(None)).graph
+    mesh = Mesh.parse("H100: node=64, gpu=8")
+    began = time.perf_counter()
+    build(
+        graph, mesh, AnalyticModel(mesh), options.table,
+        memory_limit=1e16, state_bytes=2.0, unknown_ops="replicate", pins={},
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    head = ("speed", "llama-3.1-405b on 64 x 8", "pricing, measured here", "s", "predicted")
+    yield Row(*head, 5.0, seconds, None, "the promise is less than 5 s")
+
+
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
+    "megatron": megatron_rows,
+    "megatron-core": megatron_core_rows,
+    "torchtitan": torchtitan_rows,
+    "alpa": alpa_rows,
+    "activations": activation_rows,
+    "paro": paro_rows,
+    "communication": communication_rows,
+    "speed": speed_rows,
+}
+COLOURS = {
+    "megatron": "#06c", "megatron-core": "#0b6", "torchtitan": "#c60", "alpa": "#90c",
+    "ulysses": "#666", "rings": "#c06",
+}  # fmt: skip
+SIZE, MARGIN = 400, 50
+UNDRAWN = ("GiB", "GB", "points", "yes or no")
+
+
+def drawn(rows: list[Row]) -> str:
+    """A picture: predicted against published, each over the geometric mean of its table."""
+    whole, middle = SIZE + 2 * MARGIN, MARGIN + SIZE / 2
+    parts = [
+        f'<rect width="{whole}" height="{whole}" fill="#fff"/>',
+        f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIZE}" height="{SIZE}" fill="none" '
+        'stroke="#999"/>',
+        f'<text x="{middle - 130}" y="{whole - 18}">published, over the mean of its table (log)'
+        "</text>",
+        f'<text x="18" y="{middle + 60}" transform="rotate(-90 18 {middle + 60})">predicted '
+        "(lines: equal, 10 % off)</text>",
+    ]
+    for shift, dash in ((0.0, ""), (log10(1.1), "4"), (log10(0.9), "4")):
+        a, b = _place(-0.5, -0.5 + shift), _place(0.5, 0.5 + shift)
+        parts.append(
+            f'<line x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}" '
+            f'stroke="#999" stroke-dasharray="{dash}"/>'
+        )
+    for k, (table, colour) in enumerate(COLOURS.items()):
+        y = MARGIN + 16 + 14 * k
+        parts.append(f'<text x="{MARGIN + 8}" y="{y}" fill="{colour}">{table}</text>')
+        chosen = [row for row in rows if row.table == table and row.unit not in UNDRAWN]
+        parts += _dots(chosen, colour)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{whole}" '
+        f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>\n'
+    )
+
+
+def _dots(rows: list[Row], colour: str) -> Iterator[str]:
+    """A dot a row, with its case and figures for who points at it."""
+    middle = sum(log10(row.published) for row in rows) / max(len(rows), 1)
+    for row in rows:
+        x, y = _place(log10(row.published) - middle, log10(row.predicted) - middle)
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" fill-opacity="0.6">'
+            f"<title>{row.case}: published {row.published:g}, predicted {row.predicted:.4g}"
+            "</title></circle>"
+        )
+
+
+def _place(x: float, y: float) -> tuple[float, float]:
+    """Pixels of logarithms from -0.5 to 0.5; what lies outside stands at the edge."""
+    x, y = (min(max(value, -0.5), 0.5) for value in (x, y))
+    return MARGIN + SIZE * (x + 0.5), MARGIN + SIZE * (0.5 - y)
+
+
+def main() -> None:
+    """Predict every row, print it, and write the table and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=TABLES, help="print one table, write nothing")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name, table in TABLES.items():
+        if options.only in (None, name):
+            for row in table():
+                verdict = {True: "", False: "NOT WITHIN", None: "-"}[row.within]
+                print(
+                    f"{row.table:14} {row.case:60} {row.quantity:24} {row.published:10.4g} "
+                    f"{row.predicted:10.4g} {row.error:+8.3f} {row.kind:9} {verdict}",
+                    flush=True,
+                )
+                rows.append(row)
+    promised = [row for row in rows if row.within is not None]
+    print(f"{sum(bool(row.within) for row in promised)} of {len(promised)} promises kept")
+    if options.only is None:
+        cells = [{**asdict(row), "error": row.error, "within": row.within} for row in rows]
+        print(f"wrote {write('cost_accuracy', cells)}")
+        picture = RESULTS / "cost_accuracy.svg"
+        picture.write_text(drawn(rows), encoding="utf-8")
+        print(f"wrote {picture}")
+
+
+if __name__ == "__main__":
+    main()

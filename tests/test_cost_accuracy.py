@@ -1,0 +1,84 @@
+"""Predictions of published measurements: what must be exact, and a row of each system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks import cost_accuracy
+from benchmarks.cost_accuracy import Row, facts
+from benchmarks.published import alpa, megatron, megatron_core, torchtitan
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        cost_accuracy.activation_rows,
+        cost_accuracy.paro_rows,
+        cost_accuracy.communication_rows,
+    ],
+)
+def test_every_promise_of_a_table_is_kept(table: Callable[[], Iterator[Row]]) -> None:
+    rows = list(table())
+    assert rows
+    assert [row for row in rows if row.within is False] == []
+
+
+def test_every_published_strategy_and_volume_is_compared() -> None:
+    rows = list(cost_accuracy.paro_rows())
+    cases = {row.case for row in rows if row.quantity == "total"}
+    assert len(cases) == 14
+    assert sum(row.unit == "10^12 elements" for row in rows) == 2 * 8
+
+
+def test_megatron_on_a100() -> None:
+    """The paper's largest of the rows, with all three kinds of parallelism and interleaving."""
+    row = facts("megatron_sc21_table1_a100_80gb")[-1]
+    run = cost_accuracy.megatron_run(row)
+    assert (run.tp, run.pp, run.chunks) == (8, 35, 3)
+    assert megatron.tflops(run) == pytest.approx(row["tflops_per_gpu"], rel=0.1)
+    # Equation 3 is right if it gives the table's own seconds from the table's own speed.
+    seconds = megatron.iteration_flops(run) / run.gpus / (row["tflops_per_gpu"] * 1e12)
+    assert seconds == pytest.approx(row["iter_time_s_derived"], rel=0.01)
+
+
+def test_megatron_core_on_h100() -> None:
+    row = facts("megatron_core_r080_h100_weak_scaling")[1]
+    run = cost_accuracy.megatron_core_run(row)
+    assert megatron_core.tflops(run) == pytest.approx(row["tflops_per_gpu"], rel=0.1)
+    seconds = megatron_core.iteration_flops(run) / run.gpus / (row["tflops_per_gpu"] * 1e12)
+    assert seconds == pytest.approx(row["iter_time_s_derived"], rel=0.01)
+
+
+def test_torchtitan_in_float8_though_fitted_in_bf16() -> None:
+    row = facts("torchtitan_h100")[2]
+    run = cost_accuracy.torchtitan_run(row)
+    assert run.float8 and run.compiled and not run.full
+    speed = torchtitan.tokens_per_second(run)
+    assert speed == pytest.approx(row["tokens_per_s_per_gpu"], rel=0.1)
+    assert torchtitan.memory_gib(run) == pytest.approx(row["memory_gib"], rel=0.15)
+
+
+def test_alpa_runs_out_of_memory_where_it_did() -> None:
+    rows = facts("alpa_gpt_intra_op_ablation_p3_16xlarge")
+    runs = [cost_accuracy.alpa_run(row) for row in rows]
+    found = [alpa.memory_bytes(run) > alpa.MEMORY for run in runs]
+    assert found == [row["oom"] for row in rows]
+    assert any(found) and not all(found)
+
+
+def test_rank_correlation_of_known_orders() -> None:
+    assert alpa.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert alpa.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # One swap among four: 1 - 6 * 2 / (4 * 15).
+    assert alpa.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert alpa.ranks([5, 5, 1]) == [1.5, 1.5, 0]
+
+
+def test_a_row_tells_relative_errors_and_points() -> None:
+    relative = Row("t", "c", "q", "s", "predicted", 2.0, 2.1, 0.1)
+    assert relative.error == pytest.approx(0.05) and relative.within
+    points = Row("t", "c", "q", "points", "predicted", 90.0, 95.0, 4.0)
+    assert points.error == pytest.approx(5.0) and points.within is False
+    assert Row("t", "c", "q", "s", "fitted", 2.0, 9.0, None).within is None
