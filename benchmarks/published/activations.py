@@ -11,6 +11,8 @@ formulas are equations 1, 2, 4 and 6 and the table of section 5; all of it is co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from autopar import pins
@@ -21,7 +23,7 @@ from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.step import Captured, captured
 
 # Bytes a layer as functions of s, b, h, a, t, by what is parallel and what is recomputed.
-FORMULAS = {
+FORMULAS: dict[str, Callable[[int, int, int, int, int], float]] = {
     "none": lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h),
     "tensor": lambda s, b, h, a, t: s * b * h * (10 + 24 / t + 5 * a * s / (h * t)),
     "tensor, sequence": lambda s, b, h, a, t: s * b * h / t * (34 + 5 * a * s / h),

@@ -42,7 +42,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Residual attention and MLP of x [batch, seq, hidden]."""
         x = x + self._drop(self.proj(self._attention(self.norm_1(x))))
-        return x + self._drop(self.down(F.gelu(self.up(self.norm_2(x)))))
+        added: Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
+        return x + self._drop(added)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, True) if self.dropout else x
@@ -54,11 +55,12 @@ class Layer(nn.Module):
             linear(x).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
         if self.flash:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             return mixed.transpose(1, 2).reshape(batch, seq, hidden)
         scores = query @ key.transpose(2, 3) * (hidden // self.heads) ** -0.5
         weights = self._drop(F.softmax(scores, -1))
-        return (weights @ value).transpose(1, 2).reshape(batch, seq, hidden)
+        mixed = weights @ value
+        return mixed.transpose(1, 2).reshape(batch, seq, hidden)
 
 
 class GPT(nn.Module):
@@ -136,7 +138,8 @@ class LlamaLayer(nn.Module):
         """Residual attention and perceptron of x [batch, seq, hidden]."""
         x = x + self.wo(self._attention(self.norm_1(x), cos, sin))
         y = self.norm_2(x)
-        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+        added: Tensor = self.w2(F.silu(self.w1(y)) * self.w3(y))
+        return x + added
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, hidden = x.shape

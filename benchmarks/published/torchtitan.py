@@ -39,6 +39,7 @@ import torch
 
 from autopar import pins
 from autopar.cost.model import AnalyticModel, NodeWork, Work
+from autopar.intra_op.words import PinsLike
 from autopar.intra_op.works import base
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
@@ -87,7 +88,7 @@ def _captured(model: str, tp: int, batch: int, seq: int) -> Captured:
         tokens = torch.zeros(batch, sizes.seq, dtype=torch.long)
         turns = torch.zeros(sizes.seq, sizes.hidden // sizes.heads)
     inputs = {"tokens": tokens, "labels": tokens, "cos": turns, "sin": turns}
-    words = [pins.megatron_sp("tp"), _split(sizes, batch)] if tp > 1 else None
+    words: PinsLike = [pins.megatron_sp("tp"), _split(sizes, batch)] if tp > 1 else []
     return captured(module, inputs, f"{DEVICE}: tp={tp}", words)
 
 
