@@ -7,7 +7,8 @@ Writes results/cost_accuracy.csv and cost_accuracy.svg; `--only TABLE` prints th
 
     exact       must be equal, rounded as published
     predicted   no figure was fitted to this table
-    fitted      one figure of the device was fitted to these rows together, never to one alone
+    fitted      a figure of the device was fitted to these rows, or an assumption inferred from
+                them; the note says which. There is one set of figures a device, none a row
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Row:
         published, predicted: the values.
         tolerance: by how much they may differ: relative, or absolute for what `unit` is in points.
             None if nothing was promised.
-        note: on what a figure was fitted.
+        note: what was fitted to which rows.
     """
 
     table: str
@@ -185,6 +186,7 @@ def alpa_run(row: dict[str, Any]) -> alpa.Run:
 def alpa_rows() -> Iterator[Row]:
     """Alpa's intra-operator ablation on V100."""
     note = "matmul_efficiency of V100, on these rows together"
+    whole = "that gradients stay whole is inferred from ZeRO-2's peaks of these rows"
     measured, found = [], []
     orders: dict[int, list[tuple[float, float]]] = {}
     for row in facts("alpa_gpt_intra_op_ablation_p3_16xlarge"):
@@ -192,8 +194,8 @@ def alpa_rows() -> Iterator[Row]:
         case = f"H{run.hidden} {run.gpus} devices {run.method} {run.mesh or ''}".strip()
         memory = alpa.memory_bytes(run)
         refused, expected = float(memory > alpa.MEMORY), float(row["oom"])
-        head = ("alpa", case, "out of memory", "yes or no", "predicted")
-        yield Row(*head, expected, refused, 0.0)
+        head = ("alpa", case, "out of memory", "yes or no", "fitted")
+        yield Row(*head, expected, refused, 0.0, whole)
         if row["oom"]:
             continue
         seconds = alpa.step_seconds(run)
@@ -202,8 +204,8 @@ def alpa_rows() -> Iterator[Row]:
         if run.mesh is not None:
             orders.setdefault(run.hidden, []).append((row["latency_s"], seconds))
         yield Row("alpa", case, "step", "s", "fitted", row["latency_s"], seconds, None, note)
-        head = ("alpa", case, "memory a device", "GB", "predicted")
-        yield Row(*head, row["peak_mem_gb"], memory / 1e9, None)
+        head = ("alpa", case, "memory a device", "GB", "fitted")
+        yield Row(*head, row["peak_mem_gb"], memory / 1e9, None, whole)
     for hidden, pairs in orders.items():
         same = sorted(pairs) == sorted(pairs, key=lambda pair: pair[1])
         head = ("alpa", f"H{hidden}", "order of logical meshes", "yes or no", "predicted")
