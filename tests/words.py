@@ -15,9 +15,9 @@ from autopar.ir.graph import Graph
 from autopar.pins import PinsLike
 from tests.families import Experts
 
-# Slow devices on fast links: everything that can be is worth splitting.
-LINE = "toy[1GFLOP/s 64GiB 1GB/s]: gpu=4 @10GB/s 1us"
-GRID = "toy[1GFLOP/s 64GiB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @10GB/s 1us"
+# So quick that what is computed costs next to nothing: few open things are worth splitting.
+LINE = "toy[1TFLOP/s 64GiB 1TB/s]: gpu=4 @10GB/s 1us"
+GRID = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @10GB/s 1us, gpu=2 @10GB/s 1us"
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
