@@ -8,7 +8,10 @@ import pytest
 
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import Row, facts
-from benchmarks.published import alpa, megatron, megatron_core, torchtitan
+from benchmarks.published import activations, alpa, megatron, megatron_core, torchtitan
+from benchmarks.published.overlap import chunked
+from benchmarks.published.pipeline import pipelined
+from benchmarks.published.step import Works, chains, fuse, merged, parts
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,9 @@ def test_megatron_core_on_h100() -> None:
 def test_torchtitan_in_float8_though_fitted_in_bf16() -> None:
     row = facts("torchtitan_h100")[2]
     run = cost_accuracy.torchtitan_run(row)
-    assert run.float8 and run.compiled and not run.full
+    assert run.float8
+    assert run.compiled
+    assert not run.full
     speed = torchtitan.tokens_per_second(run)
     assert speed == pytest.approx(row["tokens_per_s_per_gpu"], rel=0.1)
     assert torchtitan.memory_gib(run) == pytest.approx(row["memory_gib"], rel=0.15)
@@ -65,7 +70,8 @@ def test_alpa_runs_out_of_memory_where_it_did() -> None:
     runs = [cost_accuracy.alpa_run(row) for row in rows]
     found = [alpa.memory_bytes(run) > alpa.MEMORY for run in runs]
     assert found == [row["oom"] for row in rows]
-    assert any(found) and not all(found)
+    assert any(found)
+    assert not all(found)
 
 
 def test_rank_correlation_of_known_orders() -> None:
@@ -78,7 +84,46 @@ def test_rank_correlation_of_known_orders() -> None:
 
 def test_a_row_tells_relative_errors_and_points() -> None:
     relative = Row("t", "c", "q", "s", "predicted", 2.0, 2.1, 0.1)
-    assert relative.error == pytest.approx(0.05) and relative.within
+    assert relative.error == pytest.approx(0.05)
+    assert relative.within
     points = Row("t", "c", "q", "points", "predicted", 90.0, 95.0, 4.0)
-    assert points.error == pytest.approx(5.0) and points.within is False
+    assert points.error == pytest.approx(5.0)
+    assert points.within is False
     assert Row("t", "c", "q", "s", "fitted", 2.0, 9.0, None).within is None
+
+
+def test_fusion_keeps_the_work_and_moves_the_ends_only() -> None:
+    h, heads, s, b = 256, 4, 128, 2
+    of = activations.layer(h, heads, s, b, 1, sequence=False)
+    layer = {node.name for node in of.block}
+
+    def products(kernels: Works) -> float:
+        made = (work for name in layer for work in kernels[name].forward)
+        return sum(work.flops for work in made if work.gemm is not None)
+
+    # Eight h x h matrices of two FLOPs a token and weight in four linears, and two of attention.
+    closed = 24 * b * s * h**2 + 4 * b * s**2 * h
+    joined = merged(of, of.works)
+    assert products(of.works) == products(joined) == closed
+    gemms = [work.gemm for name in layer for work in joined[name].forward if work.gemm]
+    assert sorted((g.m, g.n, g.k) for g in gemms if g.batch == 1) == sorted(
+        [(b * s, 3 * h, h), (b * s, h, h), (b * s, 4 * h, h), (b * s, h, 4 * h)]
+    )
+    found = [group for group in chains(of, megatron.FUSED) if group[0].name in layer]
+    assert [len(group) for group in found] == [2, 2, 2]  # of attention, twice of the stream
+    fused = fuse(of, joined, found)
+    (work,) = fused[found[-1][-1].name].forward
+    # Two values read, their sum and a mask as wide as a value written.
+    assert work.nbytes == 4 * 2 * b * s * h
+    assert sum(part.seconds for part in parts(of, fused)) < sum(
+        part.seconds for part in parts(of, joined)
+    )
+
+
+def test_pipelines_and_overlap_by_their_closed_forms() -> None:
+    # m t + (p - 1) t / v (Narayanan et al. 2021, section 2.2).
+    assert pipelined([3.0] * 4, 8, 2) == pytest.approx(8 * 3 + 3 * 3 / 2)
+    assert pipelined([1.0, 2.0], 1, 1) == pytest.approx(3.0)
+    # In one chunk nothing overlaps; in many all but the slowdown does.
+    assert chunked(5.0, 2.0, 1) == pytest.approx(7.0)
+    assert 5.0 < chunked(5.0, 2.0, 1000) < 5.5
