@@ -12,6 +12,7 @@ formulas are equations 1, 2, 4 and 6 and the table of section 5; all of it is co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -33,6 +34,7 @@ FORMULAS: dict[str, Callable[[int, int, int, int, int], float]] = {
 }
 
 
+@cache
 def layer(hidden: int, heads: int, seq: int, batch: int, tensor: int, sequence: bool) -> Captured:
     """A model of two layers under the plan of that parallelism."""
     with torch.device("meta"):
