@@ -269,7 +269,13 @@ def speed_rows() -> Iterator[Row]:
         memory_limit=1e16, state_bytes=2.0, unknown_ops="replicate", pins={},
     )  # fmt: skip
     seconds = time.process_time() - began
-    head = ("speed", "llama-3.1-405b on 64 x 8", "pricing, measured here", "processor s", "predicted")
+    head = (
+        "speed",
+        "llama-3.1-405b on 64 x 8",
+        "pricing, measured here",
+        "processor s",
+        "predicted",
+    )
     yield Row(*head, 5.0, seconds, None, "the promise is less than 5 s")
 
 
@@ -288,6 +294,7 @@ COLOURS = {
     "ulysses": "#666", "rings": "#c06",
 }  # fmt: skip
 SIZE, MARGIN = 400, 50
+DECADES = 1.5  # that each axis spans, with the mean in the middle
 UNDRAWN = ("GiB", "GB", "points", "yes or no", "processor s")
 
 
@@ -304,7 +311,8 @@ def drawn(rows: list[Row]) -> str:
         "(lines: equal, 10 % off)</text>",
     ]
     for shift, dash in ((0.0, ""), (log10(1.1), "4"), (log10(0.9), "4")):
-        a, b = _place(-0.5, -0.5 + shift), _place(0.5, 0.5 + shift)
+        half = DECADES / 2
+        a, b = _place(-half, shift - half), _place(half, shift + half)
         parts.append(
             f'<line x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}" '
             f'stroke="#999" stroke-dasharray="{dash}"/>'
@@ -333,9 +341,9 @@ def _dots(rows: list[Row], colour: str) -> Iterator[str]:
 
 
 def _place(x: float, y: float) -> tuple[float, float]:
-    """Pixels of logarithms from -0.5 to 0.5; what lies outside stands at the edge."""
-    x, y = (min(max(value, -0.5), 0.5) for value in (x, y))
-    return MARGIN + SIZE * (x + 0.5), MARGIN + SIZE * (0.5 - y)
+    """Pixels of two logarithms; what lies outside stands at the edge."""
+    right, up = (min(max(value / DECADES + 0.5, 0.0), 1.0) for value in (x, y))
+    return MARGIN + SIZE * right, MARGIN + SIZE * (1 - up)
 
 
 def main() -> None:
