@@ -91,9 +91,14 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The mesh's text. Slow devices on fast links: even small tensors are worth splitting."""
+        """The mesh's text.
+
+        Slow devices on fast links, where even small tensors are worth splitting; under a plan that
+        is forced quick ones, where what it leaves open is not.
+        """
         axes = (f"{axis} @10GB/s 1us" for axis in self.mesh.split(", "))
-        return f"cpu[1GFLOP/s 64GiB 1GB/s]: {', '.join(axes)}"
+        device = "1GFLOP/s 64GiB 1GB/s" if self.plan == "free" else "1TFLOP/s 64GiB 1TB/s"
+        return f"cpu[{device}]: {', '.join(axes)}"
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -68,7 +68,8 @@ def words() -> Made:
 def images() -> Made:
     image = torch.randn(2, 3, 16, 4, dtype=torch.float64, generator=torch.manual_seed(1))
     labels = torch.tensor([1, 4])
-    pins = {"conv2d": "[2, 6, 16@x, 4]", "conv2d_1": "[2, 8, 8@x, 2]"}
+    pins = {"conv2d": "[2, 6, 16@x, 4]", "conv2d_1": "[2, 8, 8@x, 2]", "relu_1": "[2, 8, 8@x, 2]"}
+    pins |= {"max_pool2d": "[2, 8, 8@x, 2]", "max_pool2d_1": "[2, 6, 8@x, 2]"}
     return Image(), {"image": image, "labels": labels}, pins
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.parity import Case, Run, Sharded, unsharded
-from tests.patterns import FAMILIES, communication, expected, parameters
+from tests.patterns import FAMILIES, Axes, communication, expected, parameters
 from tests.ranks import run_ranks
 
 FLAT, GRID, ROW = "gpu=4", "data=2, tensor=2", "data=1, tensor=4"
@@ -81,6 +82,14 @@ def check(name: str, cases: list[Case], folder: Path) -> None:
     assert found.returncode == 0, found.stdout
 
 
+def one_by_one(steps: Counter[tuple[str, Axes]]) -> Counter[tuple[str, str]]:
+    """The same steps along one axis at a time: small gradients are summed so, which is as well."""
+    found: Counter[tuple[str, str]] = Counter()
+    for (name, axes), count in steps.items():
+        found.update({(name, axis): count for axis in axes})
+    return found
+
+
 def not_as_forced(jobs: Sharded, number: int, run: Run, whole: Run) -> str:
     """How a program is not what its case forces; nothing if it is."""
     case, graph, plan = jobs.cases[number], jobs.graph(jobs.cases[number]), jobs.plans[number]
@@ -89,7 +98,7 @@ def not_as_forced(jobs: Sharded, number: int, run: Run, whole: Run) -> str:
     *batch, tensor = case.axes
     found = communication(run.source)
     wanted = expected(case.plan, graph, FAMILIES[jobs.name], tensor, tuple(batch))
-    if found != wanted:
+    if one_by_one(found) != one_by_one(wanted):
         return f"it communicates {found}, not {wanted}"
     if case.plan not in ("data", "zero"):
         return ""

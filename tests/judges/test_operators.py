@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.operators import table
 from benchmarks.harness import ROOT
+from benchmarks.operators import table
 
 
 def test_the_readme_shows_what_was_counted() -> None:
