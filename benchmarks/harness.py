@@ -42,13 +42,25 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows to results/NAME.csv, replacing it; returns the path."""
+def write(
+    name: str, rows: Iterable[Mapping[str, Any]], *, keys: Sequence[str] | None = None
+) -> Path:
+    """Write rows to results/NAME.csv; returns the path.
+
+    They replace the file, or with `keys` only those of its rows that agree with one of them there.
+    """
     made = [{**row, **provenance()} for row in rows]
     path = RESULTS / f"{name}.csv"
     path.parent.mkdir(exist_ok=True)
+    if keys is not None and path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            old = list(csv.DictReader(file))
+        new = {tuple(str(row[key]) for key in keys) for row in made}
+        made = [row for row in old if tuple(row[key] for key in keys) not in new] + made
+        made.sort(key=lambda row: tuple(str(row[key]) for key in keys))
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(made[0]))
+        columns = list(dict.fromkeys(column for row in made for column in row))
+        writer = csv.DictWriter(file, fieldnames=columns)
         writer.writeheader()
         writer.writerows(made)
     return path

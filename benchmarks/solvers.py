@@ -1,5 +1,7 @@
 """Solvers on the instances of the contest: `python benchmarks/solvers.py --dir DIR`.
 
+With `--only` and `--runs` the results of others are kept as they are.
+
 DIR holds files `*-NAME.json.gz`. Costs and time limits that are known stand in `published.json`
 beside DIR; without it, those columns stay empty. Every run is a process of its own; its seconds
 include reading the file. Writes results/solvers.csv, solvers_trace.csv (incumbent and bound against
@@ -9,6 +11,7 @@ time) and solvers.svg.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import resource
@@ -27,6 +30,11 @@ from benchmarks.harness import RESULTS, child, write
 
 RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
+KEYS = ("instance", "solver", "seed")
+COLUMNS = (
+    *KEYS, "limit_s", "over_best", "over_winner", "nodes", "edges", "seconds", "read_s",
+    "processor_s", "peak_gib", "cost", "bound", "feasible", "gap", "peak_of_limit", "error",
+)  # fmt: skip
 
 
 def measure(path: str, solver: str, limit: float, seed: int) -> dict[str, Any]:
@@ -97,12 +105,22 @@ def main() -> None:
             row = head | ratios(run, facts) | run
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    print(f"wrote {write('solvers', [{c: row.get(c) for c in columns} for row in rows])}")
-    print(f"wrote {write('solvers_trace', traces)}")
+    table = [{column: row.get(column) for column in COLUMNS} for row in rows]
+    print(f"wrote {write('solvers', table, keys=KEYS)}")
+    path = write("solvers_trace", traces, keys=KEYS)
+    print(f"wrote {path}")
     plot = RESULTS / "solvers.svg"
-    plot.write_text(drawn(traces, published), encoding="utf-8")
+    with path.open(newline="", encoding="utf-8") as file:
+        plot.write_text(
+            drawn(list(map(_numbers, csv.DictReader(file))), published), encoding="utf-8"
+        )
     print(f"wrote {plot}")
+
+
+def _numbers(row: dict[str, str]) -> dict[str, Any]:
+    """A line of the trace as it was before it was written."""
+    figures = {name: float(row[name]) if row[name] else None for name in ("s", "cost")}
+    return {**row, **figures, "seed": int(row["seed"])}
 
 
 def ratios(run: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
