@@ -58,7 +58,7 @@ class Search:
 
     def left(self) -> float:
         """Seconds until the time limit, less what the last step and the answer may take."""
-        reserve = min(0.02 * self.time_limit, 2.0)
+        reserve = min(0.05 * self.time_limit, 6.0)
         return max(self.time_limit - reserve - self.elapsed(), 0.0)
 
     def elapsed(self) -> float:
