@@ -45,7 +45,9 @@ def all_cases(name: str) -> list[Case]:
     return [case for case in cases if case not in quick_cases(name)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "vit"))]
+)
 def test_training(name: str, tmp_path: Path) -> None:
     check(name, quick_cases(name), tmp_path)
 

@@ -87,7 +87,13 @@ def sharded(own: tuple[autopar.OpRule, ...]) -> tuple[list[float], dict[str, Ten
     return losses, program.state_dict(), str(program.plan), program.source
 
 
-@pytest.mark.parametrize("own", [(RULE,), ()], ids=["with a rule", "without"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param((RULE,), id="with a rule"),
+        pytest.param((), id="without", marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_the_unsharded_one(own: tuple[autopar.OpRule, ...]) -> None:
     losses, weights = unsharded()
     for found_losses, found_weights, text, source in run_ranks(sharded, own):
