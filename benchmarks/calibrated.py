@@ -27,16 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import autopar
 from autopar import pins
@@ -44,53 +36,38 @@ from autopar.compile import Options, Trace, capture_graph, make_plan
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
+from autopar.cost.work import optimizer_work
 from autopar.intra_op.rules import rules
-from autopar.intra_op.works import optimizer_work, works
+from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.simulate import run, tasks
 from benchmarks.harness import ROOT, middle, write
+from tests import models
+from tests.models import Model
 
-Model = tuple[nn.Module, dict[str, Tensor]]
 MESHES = ("cpu: gpu=4", "cpu: node=2, gpu=2")
 STEPS, WARMUP = 9, 2
 
 
-def _tokens(vocabulary: int, batch: int, length: int) -> dict[str, Tensor]:
-    tokens = torch.randint(0, vocabulary, (batch, length))
-    return {"input_ids": tokens, "labels": tokens}
-
-
 def gpt2() -> Model:
     """Four layers of width 384."""
-    config = GPT2Config(
-        vocab_size=2048, n_positions=128, n_embd=384, n_layer=4, n_head=8, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).train(), _tokens(2048, 8, 128)
+    return models.gpt2(4, seq=128, vocab_size=2048, n_positions=128, n_embd=384, n_head=8)
 
 
 def llama() -> Model:
     """Four layers of width 256 on long rows, where activations outweigh parameters."""
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=256,
-        use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train(), _tokens(2048, 8, 256)
+    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return models.llama(4, seq=256, max_position_embeddings=256, **sizes, **heads)
 
 
 def vit() -> Model:
     """Three layers of width 512 on few patches, where parameters outweigh activations."""
-    config = ViTConfig(
-        hidden_size=512, num_hidden_layers=3, num_attention_heads=8, intermediate_size=2048,
-        image_size=64, patch_size=8, num_labels=16, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
-    batch = {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.arange(8)}
-    return ViTForImageClassification(config).train(), batch
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    images = {"image_size": 64, "patch_size": 8, "num_channels": 3, "num_labels": 16}
+    return models.vit(3, **sizes, **images)
 
 
 MODELS: dict[str, Callable[[], Model]] = {"gpt2": gpt2, "llama": llama, "vit": vit}
@@ -122,15 +99,16 @@ def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, f
     """Seconds of a step by each of the predictions."""
     kernels, measured = works(graph, plan, rules()), MeasuredModel(plan.mesh, calibration)
     closed = AnalyticModel(plan.mesh)
+    slowdown = closed.device.slowdown
     updates = sum(
         measured.compute(optimizer_work(layout.local_bytes(leaf.type, plan.mesh), 2.0, "f32"))
         for leaf in graph.leaves("param")
         for _, layout in plan.nodes[graph.template[leaf.name]].results
     )
     return {
-        "simulated": run(tasks(graph, plan, kernels, measured), measured).seconds,
+        "simulated": run(tasks(graph, plan, kernels, measured), measured, slowdown).seconds,
         "summed": plan.predicted["step_seconds"] + updates,
-        "closed_form": run(tasks(graph, plan, kernels, closed), closed).seconds,
+        "closed_form": run(tasks(graph, plan, kernels, closed), closed, slowdown).seconds,
     }
 
 

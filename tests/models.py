@@ -2,7 +2,7 @@
 
 Every size divides by 4, so that a mesh of 2 x 2 can split any dimension. Dropout is off unless
 asked for, and attention is torch's own fused operator. All run in float32 and, after `.double()`,
-in float64.
+in float64. `sizes` replace entries of a configuration.
 """
 
 from __future__ import annotations
@@ -27,37 +27,45 @@ from transformers import (
 Model = tuple[nn.Module, dict[str, Tensor]]
 
 
-def gpt2(layers: int = 2, dropout: float = 0.0, batch: int = 8, seq: int = 16) -> Model:
+def gpt2(
+    layers: int = 2, dropout: float = 0.0, batch: int = 8, seq: int = 16, **sizes: Any
+) -> Model:
     """GPT-2 with tied embeddings, and tokens with labels."""
     config = GPT2Config(
-        vocab_size=96,
-        n_positions=32,
-        n_embd=32,
-        n_layer=layers,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
+        **{
+            "vocab_size": 96,
+            "n_positions": 32,
+            "n_embd": 32,
+            "n_layer": layers,
+            "n_head": 4,
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+            "attn_pdrop": dropout,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "attn_implementation": "sdpa",
+            **sizes,
+        }
     )
     return GPT2LMHeadModel(config).train(), _tokens(config.vocab_size, batch, seq)
 
 
-def llama(layers: int = 2, batch: int = 8, seq: int = 16) -> Model:
+def llama(layers: int = 2, batch: int = 8, seq: int = 16, **sizes: Any) -> Model:
     """Llama with four heads that share two heads of keys and values, and tokens with labels."""
     config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        attn_implementation="sdpa",
+        **{
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+            "use_cache": False,
+            "attn_implementation": "sdpa",
+            **sizes,
+        }
     )
     return LlamaForCausalLM(config).train(), _tokens(config.vocab_size, batch, seq)
 
@@ -81,25 +89,32 @@ def bert(layers: int = 2, dropout: float = 0.0, batch: int = 8, seq: int = 16) -
     return BertForMaskedLM(config).train(), {**tokens, "attention_mask": mask}
 
 
-def vit(layers: int = 2, dropout: float = 0.0, batch: int = 8, seq: int = 16) -> Model:
+def vit(
+    layers: int = 2, dropout: float = 0.0, batch: int = 8, seq: int = 16, **sizes: Any
+) -> Model:
     """A vision transformer on square images of `seq` patches (a square number), with labels."""
     side = 4 * round(seq**0.5)
     config = ViTConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        image_size=side,
-        patch_size=4,
-        num_channels=4,
-        num_labels=12,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation="sdpa",
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "image_size": side,
+            "patch_size": 4,
+            "num_channels": 4,
+            "num_labels": 12,
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
+            "attn_implementation": "sdpa",
+            **sizes,
+        }
     )
     images = {
-        "pixel_values": torch.randn(batch, 4, side, side),
-        "labels": torch.randint(0, 12, (batch,)),
+        "pixel_values": torch.randn(
+            batch, config.num_channels, config.image_size, config.image_size
+        ),
+        "labels": torch.randint(0, config.num_labels, (batch,)),
     }
     return ViTForImageClassification(config).train(), images
 

@@ -101,7 +101,8 @@ def settings_on(name: str) -> Settings:
 def simulated(graph: Graph, plan: Plan, known: dict[str, OpRule], settings: Settings) -> Timeline:
     """The timeline of a step under analytic prices."""
     model = AnalyticModel(plan.mesh)
-    return run(tasks(graph, plan, works(graph, plan, known), model, settings), model)
+    done = tasks(graph, plan, works(graph, plan, known), model, settings)
+    return run(done, model, model.device.slowdown)
 
 
 def utilisations(

@@ -23,7 +23,7 @@ from autopar.cost.algorithms import (
 from autopar.cost.protocol import Protocol
 from autopar.errors import CostError
 
-__all__ = ["KINDS", "Level", "algorithms", "collective_seconds", "shared"]
+__all__ = ["KINDS", "Level", "algorithms", "collective_seconds"]
 
 _GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
 KINDS = (*_GATHERING, *OTHERS)
@@ -121,13 +121,3 @@ def collective_seconds(
         for name in names
         for base, view in _views(tuple(span), name in _TREES and known)
     )
-
-
-def shared(*seconds: float) -> tuple[float, ...]:
-    """When transfers that begin together on the same links end, given the seconds each takes alone.
-
-    The links are shared evenly among those that still run (max-min fairness, as between flows of
-    one switch): each waits for as much of every other as it is long itself. The last one ends at
-    the sum of all; one that is alone takes its own time.
-    """
-    return tuple(sum(min(own, other) for other in seconds) for own in seconds)

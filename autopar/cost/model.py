@@ -80,7 +80,7 @@ class AnalyticModel:
     def resources(self, call: Collective, /) -> tuple[str, ...]:
         """Names of the links that `call` keeps busy, outermost first; none for a lone device.
 
-        Calls with a name in common slow each other down (see `cost.collective.shared`).
+        Calls with a name in common slow each other down (see `simulate/engine.py`).
 
         Raises:
             MeshError: an axis that the mesh does not have.

@@ -71,7 +71,7 @@ class Network:
         """Names of the links that a group over `axes` keeps busy, outermost first, each once.
 
         Two groups with a name in common slow each other down while both run (see
-        `collective.shared`), whatever axes they are over.
+        `simulate/engine.py`), whatever axes they are over.
 
         Raises:
             MeshError: an axis that the mesh does not have.

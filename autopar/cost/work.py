@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.tensor import DTYPE_BYTES
+
 
 @dataclass(frozen=True)
 class Gemm:
@@ -41,3 +43,14 @@ class NodeWork:
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()
+
+
+def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
+    """The update of parameters of `nbytes` bytes in one pass.
+
+    Parameter and gradient are read and the parameter written; the state, `state_bytes` times as
+    large (AdamW: 2), is read and written. Some four operations for each of the values.
+    """
+    values = nbytes / DTYPE_BYTES[dtype]
+    moved = nbytes * (3 + 2 * state_bytes)
+    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)

@@ -29,6 +29,7 @@ import numpy as np
 from autopar.intra_op.build import Built
 from autopar.intra_op.problem import FORBIDDEN, Choices, Problem, Solution, evaluate
 
+ENDS = (0.0, 1.0)  # are tried first, then the middle of what is left
 ROUNDS = 5
 
 
@@ -43,8 +44,8 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
         return solve(built.problem)
     best: Solution | None = None
     bound, seconds, low, high = -np.inf, 0.0, 0.0, 1.0
-    for weight in _weights():
-        weight = low + weight * (high - low) if weight not in (0.0, 1.0) else weight
+    for number in range(ROUNDS):
+        weight = ENDS[number] if number < len(ENDS) else (low + high) / 2
         found = solve(weighted(built, weight))
         seconds += found.seconds
         bound = max(bound, found.bound)
@@ -58,11 +59,6 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
         low, high = (weight, high) if collectives > kernels else (low, weight)
     assert best is not None
     return replace(best, bound=bound, seconds=seconds)
-
-
-def _weights() -> tuple[float, ...]:
-    """The ends first, then the middle of what is left."""
-    return (0.0, 1.0, *(0.5,) * (ROUNDS - 2))
 
 
 def weighted(built: Built, weight: float) -> Problem:

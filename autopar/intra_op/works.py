@@ -21,7 +21,7 @@ from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
 
 Layouts = Sequence[Layout]
@@ -172,17 +172,6 @@ def works(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> dict[str, NodeW
         operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
         found[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
     return found
-
-
-def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
-    """The update of parameters of `nbytes` bytes in one pass.
-
-    Parameter and gradient are read and the parameter written; the state, `state_bytes` times as
-    large (AdamW: 2), is read and written. Some four operations for each of the values.
-    """
-    values = nbytes / DTYPE_BYTES[dtype]
-    moved = nbytes * (3 + 2 * state_bytes)
-    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)
 
 
 def fused(chain: Sequence[Work], nbytes: float) -> Work:

@@ -21,11 +21,6 @@ from autopar.ir.collective import Collective
 from autopar.simulate.task import COMPUTE, Task
 from autopar.simulate.timeline import Memory, Span, Timeline
 
-# The average that Lee et al. measured for kernels on A100, H100, MI210 and MI250 ("Characterizing
-# Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114,
-# abstract; the largest was 1.40). The collective is taken to lose as much.
-SLOWDOWN = 1.189
-
 
 class Prices(Protocol):
     """What the engine asks of a cost model, in seconds for a device that does nothing else."""
@@ -43,14 +38,14 @@ class Prices(Protocol):
         ...
 
 
-def run(tasks: Sequence[Task], model: Prices, slowdown: float = SLOWDOWN) -> Timeline:
+def run(tasks: Sequence[Task], model: Prices, slowdown: float) -> Timeline:
     """When each task begins and ends, and what memory it takes.
 
     Args:
         tasks: of one device, those of each stream in their order.
         model: prices.
         slowdown: how many times as long kernels and collectives take while they overlap, at least
-            1.
+            1; a figure of the device.
 
     Raises:
         SimulationError: a task waits for one that is not there or, through others, for itself; a

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.model import CostModel, NodeWork, Work
+from autopar.cost.model import CostModel, NodeWork
+from autopar.cost.work import optimizer_work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
-from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
@@ -308,7 +308,7 @@ class _Player:
             nbytes = sum(size for _, size in group)
             name = "update" if settings.at_once else f"update of {group[0][0].name}"
             dtype = group[0][0].type.dtype
-            recorder.compute(name, "", (_update(nbytes, settings.state_bytes, dtype),))
+            recorder.compute(name, "", (optimizer_work(nbytes, settings.state_bytes, dtype),))
             recorder.scratch(
                 "temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0)
             )
@@ -319,14 +319,3 @@ class _Player:
             last = kept
         if last is not None:
             recorder.drop(last)
-
-
-def _update(nbytes: float, state_bytes: float, dtype: str) -> Work:
-    """The kernel that updates parameters of `nbytes` bytes, in one pass.
-
-    Parameter and gradient are read and the parameter is written; the state is read and written.
-    Some four operations for each of the values.
-    """
-    values = nbytes / DTYPE_BYTES[dtype]
-    moved = nbytes * (3 + 2 * state_bytes)
-    return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from autopar.cost.device import devices
 from autopar.cost.overlap import side_by_side
-from autopar.simulate.engine import SLOWDOWN
+
+SLOWDOWN = {device.name: device.slowdown for device in devices()}["H100"]
 
 
 def beside(kernels: float, calls: float) -> float:

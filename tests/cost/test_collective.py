@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.algorithms import INTER, INTRA
-from autopar.cost.collective import KINDS, Level, algorithms, collective_seconds, shared
+from autopar.cost.collective import KINDS, Level, algorithms, collective_seconds
 from autopar.cost.model import AnalyticModel
 from autopar.cost.protocol import PLAIN, library
 from autopar.errors import CostError, MeshError
@@ -275,21 +275,6 @@ def test_the_order_in_which_axes_are_named_does_not_matter() -> None:
     model = AnalyticModel(Mesh.parse("H100: node=2, gpu=8"))
     there = model.collective(Collective("all_gather", ("node", "gpu"), 1 << 24))
     assert there == model.collective(Collective("all_gather", ("gpu", "node"), 1 << 24))
-
-
-@settings(deadline=None)
-@given(seconds=st.lists(st.floats(0, 1e3), min_size=1, max_size=6))
-def test_links_are_shared_evenly_by_those_that_still_run(seconds: list[float]) -> None:
-    """Played out: until the shortest is done all advance alike, then the others go on."""
-    left, clock, ends = dict(enumerate(seconds)), 0.0, [0.0] * len(seconds)
-    while left:
-        step = min(left.values())
-        clock += step * len(left)
-        left = {name: rest - step for name, rest in left.items()}
-        for name in [name for name, rest in left.items() if rest <= 0]:
-            ends[name] = clock
-            del left[name]
-    assert shared(*seconds) == pytest.approx(tuple(ends), rel=1e-6, abs=1e-6)
 
 
 def test_what_cannot_be_priced_is_refused() -> None:

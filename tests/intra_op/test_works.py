@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.codegen.calibrate import attention, problems
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
+from autopar.cost.work import optimizer_work
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.intra_op.words import spell_out
-from autopar.intra_op.works import fused, optimizer_work, works
+from autopar.intra_op.works import fused, works
 from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

@@ -72,6 +72,25 @@ def test_what_overlaps_in_part_takes_the_slowdown_in_that_part() -> None:
     assert found.exposed == pytest.approx(6)
 
 
+@settings(deadline=None)
+@given(seconds=st.lists(st.integers(0, 1000), min_size=1, max_size=6))
+def test_links_are_shared_evenly_by_those_that_still_run(seconds: list[int]) -> None:
+    """Played out: until the shortest is done all advance alike, then the others go on."""
+    left, clock, ends = dict(enumerate(seconds)), 0.0, [0.0] * len(seconds)
+    while left:
+        step = min(left.values())
+        clock += step * len(left)
+        left = {name: rest - step for name, rest in left.items()}
+        for name in [name for name, rest in left.items() if rest <= 0]:
+            ends[name] = clock
+            del left[name]
+    calls = [Collective("all_reduce", ("x",), nbytes) for nbytes in seconds]
+    found = simulate(
+        *(Task("send", "", "forward", f"stream {i}", call) for i, call in enumerate(calls))
+    )
+    assert [span.end for span in found.spans] == pytest.approx(ends, rel=1e-6, abs=1e-6)
+
+
 def test_collectives_on_one_link_take_as_long_as_one_after_the_other() -> None:
     found = simulate(send(3, "x"), send(3, "y"), send(2, "a"))
     assert times(found) == [(0, 6), (0, 6), (0, 2)]

@@ -9,15 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import autopar
 from autopar.cost.model import AnalyticModel
@@ -27,6 +18,7 @@ from autopar.ir.capture import Captured
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.simulate import Task, run, tasks
+from tests import models
 from tests.memory import Measured, measured_step, simulated_levels
 from tests.ranks import run_ranks
 
@@ -40,74 +32,21 @@ PLANS: dict[str, tuple[str, list[Word]]] = {
     "ZeRO-3": (FLAT, [fsdp("gpu")]),
     "free": (GRID, []),
 }
+NAMES = ("gpt2", "llama", "vit")
 WORDS, WIDTH, SEQ, BATCH = 512, 128, 64, 8
 Batch = dict[str, torch.Tensor]
 
 
-def gpt2(layers: int) -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=SEQ,
-            n_embd=WIDTH,
-            n_layer=layers,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            attn_implementation="sdpa",
-        )
-    )
-
-
-def llama(layers: int) -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=WORDS,
-            hidden_size=WIDTH,
-            intermediate_size=3 * WIDTH,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=SEQ,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    )
-
-
-def vit(layers: int) -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            image_size=32,
-            patch_size=4,
-            num_channels=4,
-            num_labels=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            attn_implementation="sdpa",
-        )
-    )
-
-
-MODELS = {"gpt2": gpt2, "llama": llama, "vit": vit}
-
-
-def make(name: str, layers: int) -> tuple[nn.Module, Batch]:
+def make(name: str, layers: int) -> models.Model:
     torch.manual_seed(0)
-    model = MODELS[name](layers).train()
-    if name == "vit":
-        images = torch.randn(BATCH, 4, 32, 32)
-        return model, {"pixel_values": images, "labels": torch.randint(0, 64, (BATCH,))}
-    words = {key: torch.randint(0, WORDS, (BATCH, SEQ)) for key in ("input_ids", "labels")}
-    return model, words
+    if name == "gpt2":
+        sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_positions": SEQ}
+    elif name == "llama":
+        sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH}
+        sizes |= {"num_key_value_heads": 4, "max_position_embeddings": SEQ}
+    else:
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_labels": 64}
+    return models.MODELS[name](layers=layers, batch=BATCH, seq=SEQ, **sizes)
 
 
 @dataclass(frozen=True)
@@ -160,7 +99,8 @@ def compare(every: list[Case], within: float) -> None:
     for number, case in enumerate(every):
         made = case.simulated()
         peaks, ends = simulated_levels(made)
-        peak = run(made, AnalyticModel(case.plan.mesh)).memory.peak
+        model = AnalyticModel(case.plan.mesh)
+        peak = run(made, model, model.device.slowdown).memory.peak
         for rank in found:
             measured = rank[number]
             assert peak == pytest.approx(measured.peak, rel=within)
@@ -177,6 +117,6 @@ def test_predicted_bytes_are_measured_bytes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
     compare(cases(name, list(PLANS), 6), 0.05)

@@ -192,6 +192,28 @@ def better(now: float, over: float, before: float, over_before: float) -> bool:
     return over < over_before or (over == over_before and now < before - 1e-12 * abs(before))
 
 
+@inner
+def judged(
+    s: Local,
+    choice: Ints,
+    held: Floats,
+    old: Ints,
+    was: Floats,
+    before: float,
+    over_before: float,
+) -> tuple[float, float]:
+    """Keeps a choice if it is better than the old one, else goes back; what the kept one costs and
+    exceeds."""
+    now, over = paid(s, choice), above(s, held)
+    if better(now, over, before, over_before):
+        old[:] = choice
+        was[:] = held
+        return now, over
+    choice[:] = old
+    held[:] = was
+    return before, over_before
+
+
 @entry
 def kicks(s: Local, choice: Ints, held: Floats, rounds: int, seed: int) -> None:
     """Kicks random nodes, with all that must follow, and descends; keeps what is better."""
@@ -206,11 +228,4 @@ def kicks(s: Local, choice: Ints, held: Floats, rounds: int, seed: int) -> None:
             continue
         _kick(s, choice, held, v, np.random.randint(size), locked, mark)
         descend(s, choice, held, FITTING, 3)
-        now, over = paid(s, choice), above(s, held)
-        if better(now, over, before, over_before):
-            before, over_before = now, over
-            old[:] = choice
-            was[:] = held
-        else:
-            choice[:] = old
-            held[:] = was
+        before, over_before = judged(s, choice, held, old, was, before, over_before)

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Floats, Ints
-from autopar.intra_op.solvers._moves import FITTING, Local, above, better, descend, paid, shift
+from autopar.intra_op.solvers._moves import FITTING, Local, above, descend, judged, paid, shift
 from autopar.intra_op.solvers._trws import near
 
 
@@ -125,11 +125,4 @@ def trees(
             shift(s, held, block[b], choice[block[b]], made[b])
             choice[block[b]] = made[b]
         descend(s, choice, held, FITTING, 3)
-        now, over = paid(s, choice), above(s, held)
-        if better(now, over, before, over_before):
-            before, over_before = now, over
-            old[:] = choice
-            was[:] = held
-        else:
-            choice[:] = old
-            held[:] = was
+        before, over_before = judged(s, choice, held, old, was, before, over_before)
