@@ -135,6 +135,23 @@ class SimulationError(AutoparError):
     """
 
 
+class ScheduleError(AutoparError):
+    """A pipeline schedule that its sizes do not allow, or one that is not whole or not readable."""
+
+
+class DeadlockError(ScheduleError):
+    """A pipeline schedule in which actions wait for one another; names them.
+
+    >>> raise DeadlockError("the schedule cannot end",
+    ...                     why="F0.1 waits for B0.0, which waits for F0.1",
+    ...                     todo="move one of them")
+    Traceback (most recent call last):
+    autopar.errors.DeadlockError: the schedule cannot end
+      why:  F0.1 waits for B0.0, which waits for F0.1
+      todo: move one of them
+    """
+
+
 class UnknownModelError(AutoparError):
     """A model name that is not in the table of published configurations."""
 

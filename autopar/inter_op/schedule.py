@@ -1,0 +1,126 @@
+"""Schedule: which rank does what in which order, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.errors import ScheduleError
+from autopar.ir.action import Action, format_row
+
+Row = tuple[Action, ...]
+
+
+class Times(NamedTuple):
+    """Seconds of one stage on one microbatch, where all stages are equal.
+
+    A whole backward takes `input + weight`.
+    """
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.input + self.weight
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in one training step.
+
+    Attributes:
+        name: of the schedule.
+        stages: number of stages that the model is cut into.
+        microbatches: in a step, of all copies together.
+        rows: the actions (F, B, I, W) of each rank in their order. Nothing in them says when an
+            action runs: it runs once the one before it has ended and what it needs is there.
+        placement: `placement[copy][stage]` is the rank that holds that copy of that stage.
+        in_flight: for each rank, how many forwards at most are waiting for the end of their
+            backward at a time; each keeps the activations of one stage and one microbatch.
+        bubble: the published closed form of the part of the time that ranks are idle, given the
+            Times of equal stages without transfers; None where none is published for those sizes
+            or times.
+        joined: the published bubble counts the time between a rank's own first and last action,
+            as if the next step began wherever a rank is ready (arXiv:2401.10241, section 4: the
+            optimizer does not wait for other ranks). Otherwise it counts the whole step.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    rows: tuple[Row, ...]
+    placement: tuple[tuple[int, ...], ...]
+    in_flight: tuple[int, ...]
+    bubble: Callable[[Times], float | None] = field(repr=False, compare=False)
+    joined: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, or of groups of devices that work as one."""
+        return len(self.rows)
+
+    @property
+    def copies(self) -> int:
+        """How often the model exists."""
+        return len(self.placement)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether there are input backwards (I) and weight backwards (W)."""
+        return any(action.kind == "I" for row in self.rows for action in row)
+
+    @cached_property
+    def holds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank the (stage, copy) pairs that it holds, in the order of stages."""
+        held: list[list[tuple[int, int]]] = [[] for _ in self.rows]
+        for copy, ranks in enumerate(self.placement):
+            for stage, rank in enumerate(ranks):
+                held[rank].append((stage, copy))
+        return tuple(tuple(sorted(pairs)) for pairs in held)
+
+    def rank_of(self, action: Action) -> int:
+        """The rank that runs an action."""
+        return self.placement[action.copy][action.stage]
+
+    def __str__(self) -> str:
+        """One line a rank: "0: F0.0 F0.1 B0.0 B0.1"."""
+        return "\n".join(f"{rank}: {format_row(row)}" for rank, row in enumerate(self.rows))
+
+
+def check_sizes(name: str, ranks: int, microbatches: int) -> None:
+    """Refuse what no schedule can be made for.
+
+    Raises:
+        ScheduleError: there is no rank or no microbatch.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(
+            f"{name}: {ranks} ranks and {microbatches} microbatches",
+            why="a pipeline has at least one of each",
+            todo="give positive numbers",
+        )
+
+
+def line(stages: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the placement of one stage on each rank."""
+    return (tuple(range(stages)),)
+
+
+def loop(ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the placement of `chunks` stages on each rank, dealt out like cards."""
+    return (tuple(range(ranks)) * chunks,)
+
+
+def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the placement of two stages on each rank, to the last rank and back to the first."""
+    return ((*range(ranks), *reversed(range(ranks))),)
+
+
+def fraction(idle: float, busy: float) -> float:
+    """Returns which part of a rank's time it is idle, given both in seconds."""
+    return idle / (idle + busy) if idle else 0.0
