@@ -1,0 +1,92 @@
+"""Timeline: when all of a simulated pipeline runs, how long ranks are idle, and what they keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.inter_op.schedule import Row
+from autopar.ir.action import Action
+
+Floats = NDArray[np.float64]
+
+
+class Span(NamedTuple):
+    """One action in time, in seconds from the beginning of the step."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One training step of a pipeline in time; nothing here is measured.
+
+    Attributes:
+        rows: the actions of each rank.
+        starts: seconds at which they begin, an array for each rank.
+        ends: seconds at which they end.
+        peak_activations: for each rank, how many activations of one stage and microbatch it keeps
+            at the peak.
+        peak_bytes: for each rank, the most bytes of activations that it keeps at a time.
+    """
+
+    rows: tuple[Row, ...]
+    starts: tuple[Floats, ...]
+    ends: tuple[Floats, ...]
+    peak_activations: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step, until the last rank is done."""
+        return max((float(end[-1]) for end in self.ends if len(end)), default=0.0)
+
+    @cached_property
+    def period(self) -> float:
+        """Seconds between the first and the last action of the rank where that is longest.
+
+        It is the time of a step where the next step begins on a rank before others have ended.
+        """
+        spans = zip(self.starts, self.ends, strict=True)
+        return max((float(end[-1] - start[0]) for start, end in spans if len(end)), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds in which each rank computes."""
+        spans = zip(self.starts, self.ends, strict=True)
+        return tuple(float((end - start).sum()) for start, end in spans)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Which part of the step each rank is idle."""
+        return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Which part of the step ranks are idle, on average."""
+        return sum(self.idle) / len(self.idle)
+
+    @property
+    def joined_bubble(self) -> float:
+        """Which part of `period` ranks are idle, on average: `bubble` without a barrier at the end.
+
+        It is what publications on zero bubbles give (arXiv:2401.10241, section 5).
+        """
+        return 1 - sum(self.busy) / (len(self.busy) * self.period) if self.period else 0.0
+
+    @property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The actions of each rank in time."""
+        return tuple(
+            tuple(map(Span, (rank,) * len(row), row, starts.tolist(), ends.tolist()))
+            for rank, (row, starts, ends) in enumerate(
+                zip(self.rows, self.starts, self.ends, strict=True)
+            )
+        )
