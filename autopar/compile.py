@@ -1,4 +1,4 @@
-"""The story on one page: capture -> plan -> emit -> load.
+"""The story on one page: capture -> plan (see `autopar.planning`) -> emit -> load.
 
 program = autopar.compile(model, mesh)
 loss = program.step(**batch)
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,160 +31,17 @@ from autopar.codegen.processes import (
     same_on_all_ranks,
 )
 from autopar.codegen.runtime import Runtime
-from autopar.cost.calibration import Calibration
-from autopar.cost.device import device
-from autopar.cost.measured import MeasuredModel
-from autopar.cost.model import AnalyticModel, CostModel
 from autopar.errors import BatchError, ProgramError
 from autopar.intra_op import legal
-from autopar.intra_op.build import build, layouts
-from autopar.intra_op.overlap import solve_side_by_side
-from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.solvers import find, solve
 from autopar.intra_op.table import table
-from autopar.intra_op.words import PinsLike, spell_out
-from autopar.ir.capture import Captured, capture
-from autopar.ir.decompose import decompose_unknown
+from autopar.intra_op.words import PinsLike
+from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.passes import prepare
+from autopar.ir.mesh import Mesh
 from autopar.ir.text import fingerprint, format_graph
-from autopar.ir.verify import verify
 from autopar.plan import Plan
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may say beyond model and mesh; see `compile`."""
-
-    loss_fn: Callable[..., Tensor] | None = None
-    memory: float | str | None = None
-    unknown_ops: str = "replicate"
-    trace: str | Path | None = None
-    pins: PinsLike | None = None
-    solver: str = "ilp"
-    table: dict[str, OpRule] = field(default_factory=table)
-    calibration: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        find(self.solver)  # refuses a name that is none before anything is captured
-
-
-class Trace:
-    """Writes every value on the way as a numbered file, or nothing if there is no folder."""
-
-    def __init__(self, folder: str | Path | None) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.count = 0
-
-    def __call__(self, name: str, text: Callable[[], str]) -> None:
-        """Keep one value, headed by what made it."""
-        if self.folder is None:
-            return
-        self.count += 1
-        file = self.folder / f"{self.count:02}_{name}"
-        head = "" if file.suffix == ".json" else f"# Constructed by {file.stem[3:]}\n"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(head + text(), encoding="utf-8")
-        except OSError as error:
-            raise ProgramError(
-                f"cannot write the trace to {self.folder}",
-                why=str(error),
-                todo="name a folder that can be written",
-            ) from error
-
-
-def capture_graph(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, trace: Trace
-) -> Captured:
-    """The model's forward on a batch, normalised, annotated and with its repeated blocks.
-
-    Raises:
-        CaptureError: the model cannot be traced.
-        BatchError: the model does not take the batch.
-    """
-    captured = capture(model, args, kwargs, loss_fn=options.loss_fn, known=options.table)
-    trace("capture.txt", lambda: format_graph(captured.graph))
-    graph = verify(decompose_unknown(captured.graph, options.table))
-    trace("decompose_unknown.txt", lambda: format_graph(graph))
-    graph = prepare(graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)))
-    return replace(captured, graph=graph)
-
-
-def cost_model(mesh: Mesh, options: Options) -> CostModel:
-    """The prices to plan by: measured ones where there is a calibration, else closed forms.
-
-    Raises:
-        CalibrationError: the file cannot be read, or was measured on another device or mesh.
-        UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
-    """
-    if options.calibration is None:
-        return AnalyticModel(mesh)
-    return MeasuredModel(mesh, Calibration.load(options.calibration))
-
-
-def make_plan(
-    graph: Graph, mesh: Mesh, options: Options, trace: Trace, state_bytes: float = 2.0
-) -> Plan:
-    """The cheapest plan within memory.
-
-    Raises:
-        InfeasibleError: no plan fits into the memory.
-        UnknownOperatorError: an operator without a rule is refused.
-        UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
-        PinError: a pin names nothing, fits no choice or contradicts another, or a plan of
-            `autopar.pins` does not apply.
-    """
-    limit = device(mesh).memory if options.memory is None else options.memory
-    limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
-    pins = spell_out(options.pins, graph, mesh, options.table)
-    built = build(
-        graph,
-        mesh,
-        cost_model(mesh, options),
-        options.table,
-        memory_limit=limit,
-        state_bytes=state_bytes,
-        unknown_ops=options.unknown_ops,
-        pins=pins,
-        slowdown=device(mesh).slowdown,
-    )
-    trace("problem.json", built.problem.to_json)
-    solution = solve_side_by_side(built, lambda problem: solve(problem, solver=options.solver))
-    # The judge is not the party: a plan that breaks the limit must never be used.
-    judged = evaluate(built.problem, solution)
-    if not judged.feasible:
-        raise ProgramError(
-            f"the solver {options.solver} returned a plan that is not feasible",
-            why=f"peak {judged.peak:.4g} bytes, limit {limit:.4g}",
-        )
-    choice = polish(built, solution.choice)
-    made = Plan(
-        fingerprint(graph),
-        mesh,
-        layouts(built, graph, choice),
-        built.figures(choice),
-        replicated=built.replicated_seconds(choice),
-        pins=pins,
-        solver=found_by(built.problem, solution),
-    )
-    trace("plan.toml", made.to_toml)
-    return made
-
-
-def found_by(problem: Problem, solution: Solution) -> dict[str, str | float]:
-    """What a plan tells of how it was found; see `Plan.solver`."""
-    left = {} if solution.left is None else {"left": solution.left}
-    return {
-        "name": solution.solver,
-        "nodes": len(problem.nodes),
-        **left,
-        "gap": solution.gap,
-        "seconds": round(solution.seconds, 3),
-    }
+from autopar.planning import Options, Trace, capture_graph, cost_model, make_plan
 
 
 def plan(

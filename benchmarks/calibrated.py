@@ -32,7 +32,6 @@ from torch.multiprocessing.spawn import spawn
 
 import autopar
 from autopar import pins
-from autopar.compile import Options, Trace, capture_graph, make_plan
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -42,6 +41,7 @@ from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, tasks
 from benchmarks.harness import ROOT, middle, write
 from tests import models

@@ -17,7 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.codegen.emit import emit
-from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build, layouts
@@ -26,6 +25,7 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import child, middle, write
 

@@ -25,11 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import overlap_ratio
 from autopar.intra_op.build import build
 from autopar.ir.mesh import Mesh
+from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import RESULTS, write
 from benchmarks.published import (

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor, nn
 
-from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.build import build
@@ -31,6 +30,7 @@ from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
+from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import child, write
 from tests.families import UNet

@@ -17,6 +17,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from tests import models
 
 Batch = dict[str, Tensor]
@@ -185,17 +186,16 @@ class Sharded:
         self.plans = [self._plan(case) for case in cases]
 
     def _plan(self, case: Case) -> autopar.Plan | None:
-        compiler = importlib.import_module("autopar.compile")
-        key, nothing = (case.dtype, case.dropout), compiler.Trace(None)
+        key, nothing = (case.dtype, case.dropout), Trace(None)
         if key not in self.captured:
             model, batch = make(self.name, *key)
-            captured = compiler.capture_graph(model, (), batch, compiler.Options(), nothing)
+            captured = capture_graph(model, (), batch, Options(), nothing)
             self.captured[key] = captured
         if case.plan == "free":
             return None
         graph, mesh = self.captured[key].graph, autopar.Mesh.parse(case.text)
-        options = compiler.Options(pins=case.pins)
-        plan = compiler.make_plan(graph, mesh, options, nothing)
+        options = Options(pins=case.pins)
+        plan = make_plan(graph, mesh, options, nothing)
         assert isinstance(plan, autopar.Plan)
         return plan
 

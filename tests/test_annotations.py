@@ -26,6 +26,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from tests.annotated import MEGATRON, Batch, gpt
 from tests.patterns import communication
 from tests.ranks import run_ranks
@@ -53,10 +54,9 @@ class Planned:
 
 
 def planned(model: nn.Module, batch: Batch, mesh: Mesh = MESH, solver: str = "ilp") -> Planned:
-    compiler = importlib.import_module("autopar.compile")
-    options, nothing = compiler.Options(solver=solver), compiler.Trace(None)
-    captured = compiler.capture_graph(model, (), batch, options, nothing)
-    return Planned(captured, compiler.make_plan(captured.graph, mesh, options, nothing))
+    options, nothing = Options(solver=solver), Trace(None)
+    captured = capture_graph(model, (), batch, options, nothing)
+    return Planned(captured, make_plan(captured.graph, mesh, options, nothing))
 
 
 @cache

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from autopar.cli.explain import explained
 from autopar.codegen.emit import emit
-from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.model import AnalyticModel
 from autopar.explain import (
     PARTS,
@@ -38,6 +37,7 @@ from autopar.ir.tensor import TensorType
 from autopar.ir.text import fingerprint
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import NodePlan, Plan
+from autopar.planning import Options, Trace, capture_graph
 from tests.models import MODELS
 
 # Slow devices and fast links: the best plan of a small model splits and communicates.

@@ -16,6 +16,7 @@ import autopar
 from autopar.intra_op import legal
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from tests.families import FAMILIES, OWN_RULES, make
 from tests.ranks import run_ranks
 
@@ -76,11 +77,10 @@ class Jobs:
 
     def __init__(self, names: list[str]) -> None:
         self.captured: dict[str, Captured] = {}
-        compiler = importlib.import_module("autopar.compile")
         for name in names:
             model, batch = make(name)
-            options = compiler.Options(table=table(OWN_RULES.get(name, ())))
-            captured = compiler.capture_graph(model, (), batch, options, compiler.Trace(None))
+            options = Options(table=table(OWN_RULES.get(name, ())))
+            captured = capture_graph(model, (), batch, options, Trace(None))
             self.captured[name] = captured
 
     def train(self, mesh: str) -> dict[str, Run]:
@@ -153,12 +153,11 @@ def test_every_operator_of_all_models_has_a_rule(full: Jobs) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cluster_is_planned(full: Jobs, name: str) -> None:
     """On two levels of links; the plan is one that the rules allow."""
-    compiler = importlib.import_module("autopar.compile")
     options, graph = (
-        compiler.Options(table=table(OWN_RULES.get(name, ()))),
+        Options(table=table(OWN_RULES.get(name, ()))),
         full.captured[name].graph,
     )
-    plan = compiler.make_plan(graph, autopar.Mesh.parse(CLUSTER), options, compiler.Trace(None))
+    plan = make_plan(graph, autopar.Mesh.parse(CLUSTER), options, Trace(None))
     legal.check(graph, plan, options.table)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from autopar.compile import Options, Trace, capture_graph, make_plan
 from autopar.errors import InfeasibleError
 from autopar.intra_op.options import parameter_options
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from tests.test_cli import refused, run
 
 SLOW = pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.pins import PinsLike
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from tests.families import Experts
 
 # So quick that what is computed costs next to nothing: few open things are worth splitting.
@@ -139,24 +138,18 @@ def make(name: str) -> Made:
     return model.double().train(), batch
 
 
-def _compiler() -> Any:
-    return importlib.import_module("autopar.compile")  # autopar.compile is the function
-
-
 @cache
 def graph(name: str) -> Graph:
     """The prepared graph of a model."""
-    compiler = _compiler()
     model, batch = make(name)
-    captured = compiler.capture_graph(model, (), batch, compiler.Options(), compiler.Trace(None))
+    captured = capture_graph(model, (), batch, Options(), Trace(None))
     found: Graph = captured.graph
     return found
 
 
 def planned(name: str, pins: PinsLike | None, mesh: str = LINE) -> autopar.Plan:
     """The plan of a model under pins."""
-    compiler = _compiler()
-    options = compiler.Options(pins=pins)
-    made = compiler.make_plan(graph(name), autopar.Mesh.parse(mesh), options, compiler.Trace(None))
+    options = Options(pins=pins)
+    made = make_plan(graph(name), autopar.Mesh.parse(mesh), options, Trace(None))
     assert isinstance(made, autopar.Plan)
     return made

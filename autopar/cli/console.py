@@ -13,8 +13,8 @@ import click
 from rich.console import Console, RenderableType
 from rich.status import Status
 
-from autopar.compile import Trace
 from autopar.errors import AutoparError, ProgramError
+from autopar.planning import Trace
 
 WIDTH = 120  # of text that goes into a file or a pipe
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")

@@ -9,7 +9,6 @@ import click
 
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
-from autopar.compile import Options, Trace
 from autopar.cost.model import AnalyticModel
 from autopar.errors import AutoparError
 from autopar.explain import Difference, difference, render_difference
@@ -18,6 +17,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
+from autopar.planning import Options, Trace
 
 _LEFT = "layouts only, collectives are not compared:"
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import click
 
 from autopar.cli.console import Stages
-from autopar.compile import Options, Trace, capture_graph
 from autopar.cost.device import device
 from autopar.errors import ModelFileError, PlanError
 from autopar.intra_op import legal
@@ -18,6 +17,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.ir.capture import Captured
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load, names
 from autopar.zoo.load import opened
 

@@ -12,13 +12,13 @@ from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
 from autopar.cli.words import fixed_beforehand, words
 from autopar.codegen.processes import as_mesh
-from autopar.compile import Options, make_plan
 from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
 from autopar.ir.mesh import parse_quantity
 from autopar.plan import Plan
+from autopar.planning import Options, make_plan
 
 
 @click.command("plan")

@@ -19,7 +19,6 @@ from rich.text import Text
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages
 from autopar.cli.explain import explained
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
-from autopar.compile import Options, make_plan
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, PinError
@@ -39,6 +38,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import parse_quantity
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
+from autopar.planning import Options, make_plan
 
 MOST = 12  # choices that one `why` solves again
 MEMORY = click.option(

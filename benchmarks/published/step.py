@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from autopar.compile import Options, Trace, capture_graph, make_plan
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
 from autopar.intra_op.words import PinsLike
 from autopar.intra_op.works import base, fused, works
@@ -23,6 +22,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from autopar.simulate import tasks
 
 Works = dict[str, NodeWork]

@@ -25,7 +25,6 @@ from autopar.codegen.emit import emit
 from autopar.codegen.load import load
 from autopar.codegen.runtime import Runtime
 from autopar.codegen.state import Parameter
-from autopar.compile import Options, Trace, make_plan
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
@@ -38,6 +37,7 @@ from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
 from autopar.ir.text import fingerprint, parse_graph
 from autopar.plan import NodePlan, Plan
+from autopar.planning import Options, Trace, make_plan
 from tests import models
 from tests.intra_op.test_folding import random_choice
 

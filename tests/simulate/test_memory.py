@@ -17,12 +17,12 @@ from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Task, run, tasks
 from tests import models
 from tests.memory import Measured, measured_step, simulated_levels
 from tests.ranks import run_ranks
 
-compiler = importlib.import_module("autopar.compile")
 FLAT, GRID = "cpu: gpu=4", "cpu: data=2, tensor=2"
 PLANS: dict[str, tuple[str, list[Word]]] = {
     "data parallel": (FLAT, [data_parallel("gpu")]),
@@ -64,6 +64,7 @@ class Case:
 
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
+        compiler = importlib.import_module("autopar.compile")
         with patch.object(compiler, "capture_graph", lambda *_: self.captured):
             program = autopar.compile(
                 model,
@@ -78,13 +79,13 @@ class Case:
 
 def cases(name: str, plans: list[str], layers: int) -> list[Case]:
     model, batch = make(name, layers)
-    nothing = compiler.Trace(None)
-    captured = compiler.capture_graph(model, (), batch, compiler.Options(), nothing)
+    nothing = Trace(None)
+    captured = capture_graph(model, (), batch, Options(), nothing)
     made = []
     for plan in plans:
         mesh, pins = PLANS[plan]
-        options = compiler.Options(pins=pins)
-        chosen = compiler.make_plan(captured.graph, autopar.Mesh.parse(mesh), options, nothing)
+        options = Options(pins=pins)
+        chosen = make_plan(captured.graph, autopar.Mesh.parse(mesh), options, nothing)
         made.append(Case(name, layers, chosen, captured))
     return made
 

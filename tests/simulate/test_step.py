@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import time
@@ -24,11 +23,11 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron
 from autopar.plan import Plan
+from autopar.planning import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, Task, Timeline, run, tasks
 from autopar.simulate.timeline import cause_of
 from tests.memory import measured_step, simulated_levels
 
-compiler = importlib.import_module("autopar.compile")
 MESH = "A100-80: data=2, tensor=4"
 PLANS = {
     "free": [],
@@ -79,18 +78,15 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    captured = compiler.capture_graph(
-        Small(), (), batch(), compiler.Options(), compiler.Trace(None)
-    )
+    captured = capture_graph(Small(), (), batch(), Options(), Trace(None))
     return captured.graph
 
 
 @pytest.fixture(scope="module")
 def plans(graph: Graph) -> dict[str, Plan]:
-    mesh, nothing = autopar.Mesh.parse(MESH), compiler.Trace(None)
+    mesh, nothing = autopar.Mesh.parse(MESH), Trace(None)
     return {
-        name: compiler.make_plan(graph, mesh, compiler.Options(pins=pins), nothing)
-        for name, pins in PLANS.items()
+        name: make_plan(graph, mesh, Options(pins=pins), nothing) for name, pins in PLANS.items()
     }
 
 
