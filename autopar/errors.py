@@ -152,6 +152,10 @@ class DeadlockError(ScheduleError):
     """
 
 
+class StageError(AutoparError):
+    """A model that cannot be cut into stages in that way."""
+
+
 class UnknownModelError(AutoparError):
     """A model name that is not in the table of published configurations."""
 

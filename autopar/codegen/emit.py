@@ -34,7 +34,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type or layout), LOSS, RANDOM,
         `parameters()` and `forward(mesh, p, batch)`, where `p` holds the local parameters and
         buffers by `Parameter.key` and `batch` the whole inputs by name. `forward` returns the
-        graph's outputs by name in the layouts of OUTPUTS.
+        graph's outputs by name in the layouts of OUTPUTS. A stage of a pipeline also defines
+        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -52,6 +53,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     inputs = "".join(
         f'    {_quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
     )
+    received = "".join(
+        f"    {_quoted(leaf.target)}: {_received(printer, leaf)},\n"
+        for leaf in graph.leaves("received")
+    )
     loss = next((name for name, node in graph.outputs if node == graph.loss), None)
     random = any(draws_random_numbers(node) for node in graph.folded)
     table = _parameters(printer, blocks)
@@ -60,7 +65,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     imports = ["import torch"] if "torch." in code else []
     imports += ["import torch.nn.functional as F"] if "F." in code else []
     imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
-    imports += ["from autopar.codegen.runtime import stored"]
+    imports += [f"from autopar.codegen.runtime import {'received, ' * bool(received)}stored"]
     constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", code) else ""
     if constants and "import torch" not in imports:
         imports.insert(0, "import torch")
@@ -68,6 +73,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         f"{_header(graph, plan)}\n"
         + "\n".join(_sorted_imports(imports))
         + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
+        + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {_quoted(loss)}\n" if loss else "LOSS = None\n")
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
@@ -283,9 +289,10 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     for made in blocks:
         scope.fresh(made.function)  # no variable may hide it
     wanted = {name for node in nodes for name in node.inputs} | set(used)
-    for leaf in graph.leaves("input"):
+    for leaf in (*graph.leaves("input"), *graph.leaves("received")):
         if leaf.name in wanted:
-            variable = scope.fresh(leaf.target.replace(".", "_"))
+            wish = leaf.name if leaf.op == "received" else leaf.target.replace(".", "_")
+            variable = scope.fresh(wish)
             scope.hold(leaf.name, variable, printer.result(leaf.name))
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
             scope.line(f"{variable} = batch[{_quoted(leaf.target)}]", note)
@@ -373,6 +380,11 @@ def _stored(printer: Printer, node: Node, name: str) -> str:
     if not node.requires_grad:
         text += ", trainable=False"
     return text + ")"
+
+
+def _received(printer: Printer, leaf: Node) -> str:
+    text = f'received("{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"'
+    return text + (")" if leaf.requires_grad else ", gradient=False)")
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ y = mesh.all_reduce(y, axis="gpu")
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,6 +63,34 @@ class Runtime(Communicator):
         return self.random.attention(
             q, k, v, mask, p, is_causal=is_causal, scale=scale, layout=layout
         )
+
+
+@dataclass(frozen=True)
+class Received:
+    """A value that a stage of a pipeline has from another stage.
+
+    Attributes:
+        dtype: as in `autopar.ir.tensor.DTYPE_BYTES`.
+        shape: global.
+        layout: of the value and of its gradient, which goes back.
+        gradient: whether there is one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    gradient: bool = True
+
+
+def received(text: str, *, gradient: bool = True) -> Received:
+    """One line of a stage's table of what it receives, "f32[8, 16@gpu, 64]".
+
+    Raises:
+        LayoutError: `text` is no layout.
+    """
+    dtype, bracket, rest = text.partition("[")
+    shape, layout = Layout.parse(bracket + rest)
+    return Received(dtype, shape, layout, gradient)
 
 
 def stored(

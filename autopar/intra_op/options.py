@@ -78,6 +78,14 @@ def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Op
             yield Option(label, (keep,), (use,), 1.0, stored=keep)
 
 
+def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
+    """The choices of what another stage sent: every layout of splits and wholes."""
+    shape = node.type.shape
+    free = Annotation(Layout.replicated(len(shape)), tuple(range(len(shape))))
+    found = free.layouts(shape, mesh)
+    return tuple(Option(layout.format(shape), (), (layout,), 1.0) for layout in found)
+
+
 def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     """The choices of an `autopar.shard`: the layouts that it allows.
 
@@ -98,12 +106,15 @@ def node_options(
 ) -> tuple[tuple[Option, ...], Signature | None]:
     """The choices of one node that is no parameter, and its signature where it has a rule.
 
-    An annotation has its operand's rule, and of the layouts those that it allows.
+    An annotation has its operand's rule, and of the layouts those that it allows. What another
+    stage sent comes in any layout of splits.
 
     Of others, running it whole comes first. It is the only choice of inputs, buffers and operators
     without a rule.
     """
     rule = table.get(node.op)
+    if node.op == "received":
+        return received_options(node, mesh), None
     if node.is_leaf or rule is None:
         return whole_options(graph, node), None
     signature = resolve(rule, node, operand_types(graph, node), node.types)

@@ -1,7 +1,8 @@
 """Graph: the model's forward as a flat, frozen list of nodes in execution order.
 
 Leaves come first: `input`, `param` and `buffer` nodes, whose first argument is the name the user
-knows ("input_ids", "transformer.wte.weight"). A `param` may be a piece of a parameter, cut along
+knows ("input_ids", "transformer.wte.weight"), and `received` ones, which a stage of a pipeline has
+from an earlier stage (see stages.py). A `param` may be a piece of a parameter, cut along
 one dimension (`dim=1, start=0, length=768`), so that the parts of a fused projection shard on
 their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
@@ -18,7 +19,7 @@ from functools import cached_property
 from autopar.errors import GraphError
 from autopar.ir.tensor import TensorType
 
-LEAVES = ("input", "param", "buffer")
+LEAVES = ("input", "param", "buffer", "received")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is an input, parameter or buffer."""
+        """Whether it is an input, parameter or buffer, or received from another stage."""
         return self.op in LEAVES
 
     @property

@@ -17,7 +17,10 @@ from autopar.ir.rewrite import eliminate_dead
 from autopar.ir.simplify import drop_identities, lower_splits
 from autopar.ir.verify import verify
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (
+Pass = Callable[[Graph], Graph]
+Trace = Callable[[str, Graph], None]
+# What gives every operator one spelling. A graph is cut into stages after these.
+NORMALISING: tuple[Pass, ...] = (
     drop_identities,
     lower_splits,
     lower_linears,
@@ -29,21 +32,26 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     simplify_masks,
     group_heads,
     eliminate_dead,
-    find_repeats,
-    annotate,
 )
+# What is found in a whole model, or in a stage of it.
+FINDING: tuple[Pass, ...] = (find_repeats, annotate)
+PASSES = (*NORMALISING, *FINDING)
 
 
-def prepare(graph: Graph, trace: Callable[[str, Graph], None] = lambda name, graph: None) -> Graph:
+def prepare(
+    graph: Graph,
+    trace: Trace = lambda name, graph: None,
+    passes: tuple[Pass, ...] = PASSES,
+) -> Graph:
     """The graph that is planned: normalised, with shares, repeats and what autograd keeps.
 
-    The result computes the outputs of `graph` up to rounding. Every pass in `PASSES` is followed
+    The result computes the outputs of `graph` up to rounding. Every one of `passes` is followed
     by `verify` and by `trace(name of the pass, its result)`.
 
     Raises:
         GraphError: a pass made a graph that breaks an invariant, or torch refuses an operator.
     """
-    for step in PASSES:
+    for step in passes:
         graph = verify(step(graph))
         trace(step.__name__, graph)
     return graph

@@ -266,7 +266,9 @@ def _owned(row: _Row, reads: Ints) -> bool:
     if (reads >= 0).any() or (reads == _NONE).any():
         return False
     leaves = -1 - reads
-    if (row.kinds[leaves] == "input").any() or (row.looks[leaves] != row.looks[leaves[0]]).any():
+    if np.isin(row.kinds[leaves], ("input", "received")).any():
+        return False
+    if (row.looks[leaves] != row.looks[leaves[0]]).any():
         return False
     firsts = [{leaf: slot for slot, leaf in reversed(list(enumerate(block)))} for block in leaves]
     aligned = [[where[leaf] for leaf in block] for where, block in zip(firsts, leaves, strict=True)]

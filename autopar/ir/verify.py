@@ -91,9 +91,9 @@ def storage_is_known(graph: Graph) -> Iterator[Fault]:
 
 
 def gradients_have_a_cause(graph: Graph) -> Iterator[Fault]:
-    """Only parameters, and floating results computed from what requires one, require a gradient."""
+    """Only parameters, what another stage made, and what is computed from them require one."""
     for node in graph.nodes:
-        if node.requires_grad and node.op != "param":
+        if node.requires_grad and node.op not in ("param", "received"):
             if not any(graph[name].requires_grad for name in node.inputs):
                 yield node, "it requires a gradient, but it is no parameter and no input does"
             if not any(kind.floating for kind in node.types):

@@ -1,0 +1,200 @@
+"""Crossing: how a value goes from the devices of one stage to those of another.
+
+Along mesh axes that a layout does not name, every device holds the same elements. Sending each of
+them a copy would send the same elements several times over what is often the slowest link. So the
+value arrives in a layout that splits it over these axes too, where sizes allow, and the receiving
+devices gather it among themselves (the "local all-gather" of Alpa, arXiv:2201.12023, section 6).
+Which of several holders sends a part goes round, so that all of them share the work.
+
+A gradient has the layout of its value, so that its way back is `crossing` with the sides swapped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError, MeshError
+from autopar.ir.collective import Resharder, Step
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout, TensorType
+
+Span = tuple[int, int]  # start, length
+Spans = tuple[Span, ...]  # one for each dimension
+
+
+@dataclass(frozen=True)
+class Side:
+    """One end of a crossing.
+
+    Attributes:
+        mesh: its devices.
+        ranks: their global ranks, row-major.
+        layout: of the value there, of splits and wholes.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    layout: Layout
+
+    def part(self, shape: tuple[int, ...], place: int, layout: Layout | None = None) -> Spans:
+        """What the device at a place in `ranks` holds."""
+        held = self.layout if layout is None else layout
+        return held.bounds(shape, self.mesh, self.mesh.coordinate(place))
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements that one rank sends to another in one piece.
+
+    Attributes:
+        sender, receiver: global ranks; the two may be one.
+        taken: where they lie in the sender's part, (start, length) for each dimension.
+        put: where they lie in the part that arrives at the receiver.
+    """
+
+    sender: int
+    receiver: int
+    taken: Spans
+    put: Spans
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(length for _, length in self.put)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value's way between two meshes.
+
+    Attributes:
+        boxes: what is sent, by receiver.
+        arrival: the layout, on the receiving mesh, of what arrives.
+        gathers: the steps that lead from there to the wanted layout.
+    """
+
+    boxes: tuple[Box, ...]
+    arrival: Layout
+    gathers: tuple[Step, ...]
+
+    def sent_by(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that a rank sends, to itself included."""
+        return tuple(box for box in self.boxes if box.sender == rank)
+
+    def received_by(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that a rank receives, from itself included."""
+        return tuple(box for box in self.boxes if box.receiver == rank)
+
+    @property
+    def moved(self) -> int:
+        """Elements that change devices, without the gathers."""
+        return sum(box.numel for box in self.boxes if box.sender != box.receiver)
+
+    @property
+    def busiest(self) -> int:
+        """Elements of the rank that sends or receives the most."""
+        loads: dict[tuple[str, int], int] = {}
+        for box in self.boxes:
+            if box.sender != box.receiver:
+                for end in (("sender", box.sender), ("receiver", box.receiver)):
+                    loads[end] = loads.get(end, 0) + box.numel
+        return max(loads.values(), default=0)
+
+
+def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
+    """The way of a value from one mesh to another.
+
+    Every element is sent once to the target mesh where the value can be split over all of its
+    devices; where it cannot, as a scalar, every device that shall hold it is sent it.
+
+    Args:
+        tensor: the value's global type.
+        source, target: where it is and where it shall be. The two may share ranks.
+
+    Raises:
+        LayoutError: a layout does not fit the value or its mesh, or owes a sum.
+        MeshError: a mesh and its ranks differ in number.
+    """
+    for side in (source, target):
+        _check(tensor, side)
+    shape = tensor.shape
+    arrival = spread(shape, target.layout, target.mesh)
+    holders = _holders(shape, source)
+    boxes = []
+    for place, receiver in enumerate(target.ranks):
+        whole = target.part(shape, place, arrival)
+        for part, ranks in holders:
+            common = _common(part, whole)
+            if common is not None:
+                # Itself if it holds the part; else the holders take turns.
+                sender = receiver if receiver in ranks else ranks[place % len(ranks)]
+                boxes.append(Box(sender, receiver, _within(common, part), _within(common, whole)))
+    resharder = Resharder(target.mesh, lambda call: float(call.nbytes))
+    gathers = resharder.steps(tensor, arrival, target.layout, grad=False)
+    return Crossing(tuple(boxes), arrival, gathers)
+
+
+def spread(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` split further over the axes along which it is whole, where sizes allow.
+
+    Each axis goes to the first dimension that it divides evenly, else to the first that has
+    elements enough.
+    """
+    dims = list(layout.dims)
+    least = [  # elements of the smallest part
+        size // math.prod(mesh.axis_size(axis) for axis in axes)
+        for size, axes in zip(shape, dims, strict=True)
+    ]
+    for axis in mesh.axes:
+        if axis.size == 1 or axis.name in layout.axes:
+            continue
+        fits = [dim for dim, size in enumerate(least) if size >= axis.size]
+        even = [
+            dim
+            for dim in fits
+            if shape[dim] % (axis.size * math.prod(map(mesh.axis_size, dims[dim]))) == 0
+        ]
+        if fits:
+            dim = (even or fits)[0]
+            dims[dim] = (*dims[dim], axis.name)
+            least[dim] //= axis.size
+    return layout.with_dims(tuple(dims))
+
+
+def _check(tensor: TensorType, side: Side) -> None:
+    if side.mesh.size != len(side.ranks):
+        raise MeshError(
+            f"mesh {str(side.mesh)!r} has {side.mesh.size} devices",
+            why=f"{len(side.ranks)} ranks are given for it",
+        )
+    side.layout.check(tensor.shape, side.mesh)
+    if side.layout.partial or side.layout.varying:
+        raise LayoutError(
+            f"{side.layout.format(tensor.shape)} cannot cross between meshes",
+            why="a sum is owed along one of them",
+            todo="cross in a layout of splits and wholes",
+        )
+
+
+def _holders(shape: tuple[int, ...], side: Side) -> list[tuple[Spans, tuple[int, ...]]]:
+    """Each part of a value, with the ranks that hold it."""
+    found: dict[Spans, list[int]] = {}
+    for place, rank in enumerate(side.ranks):
+        found.setdefault(side.part(shape, place), []).append(rank)
+    return [(part, tuple(ranks)) for part, ranks in found.items()]
+
+
+def _common(one: Spans, other: Spans) -> Spans | None:
+    """The elements of both, None if there are none."""
+    spans = []
+    for (a, n), (b, m) in zip(one, other, strict=True):
+        start, stop = max(a, b), min(a + n, b + m)
+        if start >= stop:
+            return None
+        spans.append((start, stop - start))
+    return tuple(spans)
+
+
+def _within(spans: Spans, part: Spans) -> Spans:
+    return tuple((a - b, n) for (a, n), (b, _) in zip(spans, part, strict=True))
