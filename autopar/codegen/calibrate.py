@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.codegen.collectives import Communicator, Group
+from autopar.codegen.collectives import Communicator
+from autopar.codegen.group import Group
 from autopar.cost.calibration import (
     Calibration,
     Exchange,

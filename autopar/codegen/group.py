@@ -1,0 +1,222 @@
+"""A group of ranks: which blocks of a tensor they hold, and the moves of plain tensors.
+
+`autopar.codegen.collectives` pairs these moves with those of the gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.codegen import torch_private
+from autopar.errors import LayoutError
+from autopar.ir.tensor import part_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one along `axes` only.
+
+    Attributes:
+        axes: outermost first, in the order in which they split a dimension.
+        sizes: the number of devices along each.
+        order: positions in `axes` of the axes in mesh order, which is the order of group ranks.
+        index: which block of a dimension split over `axes` this rank holds.
+        process_group: torch's handle; None stands for a group of one.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the blocks of a dimension of `extent` elements, by group rank.
+
+        Raises:
+            LayoutError: a block would be empty.
+        """
+        if extent < self.size:
+            raise LayoutError(
+                f"a dimension of {extent} does not split {self.size} ways",
+                where=f"axis {', '.join(self.axes)}",
+                why="a device would hold none of its elements",
+            )
+        return _parts(self.sizes, self.order, extent)
+
+    def own(self, extent: int) -> tuple[int, int]:
+        """(start, length) of this rank's block."""
+        start = 0
+        remainder = self.index
+        for count, inner in zip(self.sizes, _inner(self.sizes), strict=True):
+            position, remainder = divmod(remainder, inner)
+            offset, extent = part_of(extent, count, position)
+            start += offset
+        return start, extent
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank.
+
+        Shorter blocks are padded with zeros to the length of the longest.
+        """
+        dim = dim % x.dim()
+        parts = self.parts(int(x.shape[dim]))
+        if x.shape[dim] % self.size:
+            longest = max(length for _, length in parts)
+            return torch.stack([_padded(x.narrow(dim, *part), dim, longest) for part in parts])
+        blocks = x.unflatten(dim, (*self.sizes, parts[0][1]))
+        blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
+        result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
+        return result
+
+    def join(self, blocks: Tensor, dim: int, extent: int) -> Tensor:
+        """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
+        dim = dim % (blocks.dim() - 1)
+        if extent % self.size:
+            pairs = sorted(zip(self.parts(extent), blocks, strict=True), key=lambda pair: pair[0])
+            return torch.cat([block.narrow(dim, 0, part[1]) for part, block in pairs], dim)
+        count = len(self.axes)
+        blocks = blocks.unflatten(0, [self.sizes[i] for i in self.order])
+        blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
+        return blocks.flatten(dim, dim + count).contiguous()
+
+    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is. `extent` is the
+    # length of the whole dimension whose parts are gathered; without it all parts are equal.
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum over the group, on every rank."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            dist.all_reduce(total, group=self.process_group)
+        return total
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over the group, on every rank."""
+        largest = x.clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+        return largest
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the ranks with the blocks before and after this one's sent here, None at the ends.
+
+        `before` goes to the rank before, `after` to the one after; shapes are equal on all ranks.
+        """
+        if self.size == 1:
+            return None, None
+        blocks = _parts(self.sizes, self.order, self.size)
+        rank_of = {start: rank for rank, (start, _) in enumerate(blocks)}
+        sides = (
+            (rank_of.get(self.index - 1), before, after),
+            (rank_of.get(self.index + 1), after, before),
+        )
+        # All ranks take part; most pairs of them have nothing to say to one another.
+        sent, taken = [before.new_empty(0)] * self.size, [before.new_empty(0)] * self.size
+        for rank, outgoing, incoming in sides:
+            if rank is not None:
+                sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
+        takes, sends = ([piece.numel() for piece in pieces] for pieces in (taken, sent))
+        out = before.new_empty(sum(takes))
+        dist.all_to_all_single(out, torch.cat(sent), takes, sends, group=self.process_group)
+        taken = list(out.split(takes))
+        head, tail = (
+            None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
+        )
+        return head, tail
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of the sum over the group."""
+        blocks = self.split(x, dim)
+        out = torch.empty_like(blocks[0])
+        # Flat buffers: gloo wants equal ranks, and every backend takes them.
+        torch_private.reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.process_group)
+        return _trimmed(out, dim, self.own(int(x.shape[dim]))[1])
+
+    def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
+        """The blocks of all ranks in a row."""
+        x, extent = self._of_equal_blocks(x, dim, extent)
+        blocks = x.new_empty((self.size, *x.shape))
+        torch_private.all_gather_single(
+            blocks.view(-1), x.contiguous().view(-1), group=self.process_group
+        )
+        return self.join(blocks, dim, extent)
+
+    def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
+        """Gather `dim` while splitting `to_dim`."""
+        length = self.own(int(x.shape[to_dim]))[1]
+        x, extent = self._of_equal_blocks(x, dim, extent)
+        blocks = self.split(x, to_dim)
+        out = torch.empty_like(blocks)
+        dist.all_to_all_single(out, blocks, group=self.process_group)
+        return _trimmed(self.join(out, dim, extent), to_dim, length)
+
+    def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:
+        """x padded along `dim` to the length of the longest block, and the whole extent."""
+        if extent is None:
+            return x, int(x.shape[dim]) * self.size
+        longest = max(length for _, length in self.parts(extent))
+        return _padded(x, dim, longest), extent
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of x."""
+        self.parts(int(x.shape[dim]))
+        own = x.narrow(dim, *self.own(int(x.shape[dim])))
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def pad(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
+        """x in its place among zeros."""
+        dim = dim % x.dim()
+        extent = int(x.shape[dim]) * self.size if extent is None else extent
+        whole = x.new_zeros([*x.shape[:dim], extent, *x.shape[dim + 1 :]])
+        whole.narrow(dim, *self.own(extent)).copy_(x)
+        return whole
+
+    def first(self, x: Tensor) -> Tensor:
+        """x on the first rank, zeros on the others."""
+        return x.clone() if self.index == 0 else torch.zeros_like(x)
+
+
+@functools.cache
+def _parts(
+    sizes: tuple[int, ...], order: tuple[int, ...], extent: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, length) of every block, one split inside the other, by group rank."""
+    blocks = []
+    for place in itertools.product(*(range(sizes[i]) for i in order)):
+        start, length = 0, extent
+        for axis, count in enumerate(sizes):
+            offset, length = part_of(length, count, place[order.index(axis)])
+            start += offset
+        blocks.append((start, length))
+    return tuple(blocks)
+
+
+def _inner(sizes: tuple[int, ...]) -> list[int]:
+    """For each axis the number of blocks inside one of its parts."""
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """x with zeros after its elements along `dim`, `length` of them in all."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    dim = dim % x.dim()
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+
+
+def _trimmed(x: Tensor, dim: int, length: int) -> Tensor:
+    """The first `length` elements of x along `dim`, contiguous."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
