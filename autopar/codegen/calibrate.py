@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
 
@@ -69,29 +69,7 @@ class Settings:
 
 def settings(device: torch.device, quick: bool = False) -> Settings:
     """The usual measurements on a kind of device; `quick` ones say little."""
-    if quick:
-        return Settings(
-            dtypes=("f32",),
-            lengths=(16, 64),
-            elements=_powers(10, 14, 4),
-            sequences=(16, 32),
-            payloads=_powers(10, 14, 4),
-            runs=3,
-            tries=2,
-            seconds=0.0,
-        )
-    if device.type == "cuda":
-        return Settings(
-            dtypes=("bf16", "f32"),
-            lengths=(128, 512, 2048, 8192),
-            elements=_powers(12, 28, 4),
-            sequences=(512, 2048, 8192),
-            payloads=_powers(12, 28, 2),
-            runs=9,
-            tries=3,
-            seconds=0.01,
-        )
-    return Settings(
+    usual = Settings(
         dtypes=("f32",),
         lengths=(16, 64, 256, 1024),
         elements=_powers(8, 22, 2),
@@ -101,6 +79,15 @@ def settings(device: torch.device, quick: bool = False) -> Settings:
         tries=3,
         seconds=0.01,
     )
+    if quick:
+        few, some = (16, 64), _powers(10, 14, 4)
+        usual = replace(usual, lengths=few, elements=some, sequences=(16, 32), payloads=some)
+        return replace(usual, runs=3, tries=2, seconds=0.0)
+    if device.type == "cuda":
+        usual = replace(usual, dtypes=("bf16", "f32"), lengths=(128, 512, 2048, 8192), runs=9)
+        usual = replace(usual, elements=_powers(12, 28, 4), payloads=_powers(12, 28, 2))
+        return replace(usual, sequences=(512, 2048, 8192))
+    return usual
 
 
 def _powers(low: int, high: int, step: int) -> tuple[int, ...]:
