@@ -1,0 +1,229 @@
+"""The dynamic program behind the partition, compiled.
+
+Layers are numbered 0 to L - 1, sub-meshes by their place in the list; devices are counted in the
+largest unit of which all sub-meshes in question are multiples. Ranges of layers with equal prices
+share a row: `row[first, last]`. Each row holds up to K options for every sub-mesh:
+
+    time[row, submesh, option]    seconds that the option adds to the sum over stages
+    top[row, submesh, option]     seconds that count for the slowest stage
+    fixed, each[...]              bytes: fixed + in_flight * each must fit into memory
+
+A stage may only use options whose `top` is at most a threshold; what is minimised then is the sum of
+`time` and of the transfers between stages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@numba.njit(cache=True, nogil=True)
+def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
+    """For each (first, last, submesh) the smallest top of an option; infinite where there is none.
+
+    Returns:
+        An array of [L, L, submeshes].
+    """
+    layers, submeshes = row.shape[0], top.shape[1]
+    lowest = np.full((layers, layers, submeshes), np.inf)
+    for first in range(layers):
+        for last in range(first, layers):
+            at = row[first, last]
+            for q in range(submeshes):
+                for k in range(count[at, q]):
+                    lowest[first, last, q] = min(lowest[first, last, q], top[at, q, k])
+    return lowest
+
+
+@numba.njit(cache=True, nogil=True)
+def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints]:
+    """The fewest devices for the layers from each one on, and for those before each one.
+
+    Any number of stages and any memory; no stage takes longer than `most`.
+    """
+    layers, submeshes = lowest.shape[0], lowest.shape[2]
+    never = 2**40
+    after = np.full(layers + 1, never)
+    before = np.full(layers + 1, never)
+    after[layers] = 0
+    before[0] = 0
+    for first in range(layers - 1, -1, -1):
+        for last in range(first, layers):
+            for q in range(submeshes):
+                if lowest[first, last, q] <= most and after[last + 1] < never:
+                    after[first] = min(after[first], sizes[q] + after[last + 1])
+    for last in range(layers):
+        for first in range(last + 1):
+            for q in range(submeshes):
+                if lowest[first, last, q] <= most and before[first] < never:
+                    before[last + 1] = min(before[last + 1], sizes[q] + before[first])
+    return after, before
+
+
+@numba.njit(cache=True, nogil=True)
+def cheapest_cover(row: Ints, time: Floats, count: Ints) -> float:
+    """A bound on the sum: the layers covered by any sub-meshes, as if devices were free."""
+    layers, submeshes = row.shape[0], time.shape[1]
+    total = np.full(layers + 1, np.inf)
+    total[layers] = 0.0
+    for first in range(layers - 1, -1, -1):
+        for last in range(first, layers):
+            at = row[first, last]
+            for q in range(submeshes):
+                for k in range(count[at, q]):
+                    total[first] = min(total[first], time[at, q, k] + total[last + 1])
+    return float(total[0])
+
+
+@numba.njit(cache=True, nogil=True)
+def _option(
+    time: Floats, top: Floats, fixed: Floats, each: Floats, count: int,
+    most: float, memory: float, in_flight: float,
+) -> int:  # fmt: skip
+    """The fastest option below the threshold that fits into memory; -1 for none."""
+    found = -1
+    for k in range(count):
+        fits = fixed[k] + in_flight * each[k] <= memory and top[k] <= most
+        if fits and (found < 0 or time[k] < time[found]):
+            found = k
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def sums(
+    row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
+    transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
+    most: float, lowest: Floats, after: Ints, before: Ints,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """For each number of stages the least sum of times and transfers, no stage above `most`.
+
+    Args:
+        transfer: [L, submesh of the stage before, submesh of the stage that begins there].
+        in_flight: for 1, 2, ... stages from the end, microbatches in flight in the first of them.
+        lowest, after, before: see above, for `most`.
+
+    Returns:
+        An array of [stages + 1], infinite where there is no way, and the sums of all ends of
+        pipelines, [stages + 1, L + 1, devices beyond those needed, submesh before], transfer into
+        them included, for `trace`.
+    """
+    layers, submeshes = row.shape[0], time.shape[1]
+    width = 1
+    for first in range(layers + 1):
+        width = max(width, devices - before[first] - after[first] + 1)
+    stages = min(len(in_flight) - 1, layers)
+    totals = np.full(stages + 1, np.inf)
+    ends = np.full((stages + 1, layers + 1, width, submeshes), np.inf)
+    ends[0, layers, 0, :] = 0.0
+    for s in range(1, stages + 1):
+        for first in range(layers):
+            if before[first] + after[first] > devices:
+                continue
+            here = np.full((width, submeshes), np.inf)
+            low, high = after[first], devices - before[first]
+            for q in range(submeshes):
+                for last in range(first, layers):
+                    if lowest[first, last, q] > most:
+                        continue
+                    behind = last + 1
+                    if (s == 1) != (behind == layers) or before[behind] + after[behind] > devices:
+                        continue
+                    at = row[first, last]
+                    k = _option(
+                        time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
+                        most, memory, in_flight[s],
+                    )  # fmt: skip
+                    if k < 0:
+                        continue
+                    for d in range(
+                        max(low, after[behind] + sizes[q]),
+                        min(high, devices - before[behind] + sizes[q]) + 1,
+                    ):
+                        rest = ends[s - 1, behind, d - sizes[q] - after[behind], q]
+                        here[d - low, q] = min(here[d - low, q], time[at, q, k] + rest)
+            for d in range(high - low + 1):
+                if first == 0:
+                    for q in range(submeshes):
+                        if d + low == devices:
+                            totals[s] = min(totals[s], here[d, q])
+                    continue
+                for prior in range(submeshes):
+                    for q in range(submeshes):
+                        total = transfer[first, prior, q] + here[d, q]
+                        ends[s, first, d, prior] = min(ends[s, first, d, prior], total)
+    return totals, ends
+
+
+@numba.njit(cache=True, nogil=True)
+def trace(
+    row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
+    transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
+    most: float, lowest: Floats, after: Ints, before: Ints, ends: Floats, stages: int,
+) -> Ints:  # fmt: skip
+    """The stages of the least sum, as rows of (first, last, submesh, option)."""
+    layers, submeshes = row.shape[0], time.shape[1]
+    found = np.zeros((stages, 4), dtype=np.int64)
+    first, left, prior = 0, devices, -1
+    for s in range(stages, 0, -1):
+        best = np.inf
+        for q in range(submeshes):
+            for last in range(first, layers):
+                behind = last + 1
+                if lowest[first, last, q] > most or (s == 1) != (behind == layers):
+                    continue
+                over = left - sizes[q] - after[behind]
+                if over < 0 or left - sizes[q] > devices - before[behind]:
+                    continue
+                at = row[first, last]
+                k = _option(
+                    time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
+                    most, memory, in_flight[s],
+                )  # fmt: skip
+                if k < 0:
+                    continue
+                total = time[at, q, k] + ends[s - 1, behind, over, q]
+                if prior >= 0:
+                    total += transfer[first, prior, q]
+                if total < best:
+                    best = total
+                    found[stages - s] = (first, last, q, k)
+        _, last, prior, _ = found[stages - s]
+        left -= sizes[prior]
+        first = last + 1
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def least_memory(row: Ints, peak: Floats) -> Floats:
+    """The least bytes of the fullest of so many stages, all on sub-meshes of one shape.
+
+    Args:
+        peak: [rows, stages]; the least bytes of a row as the first of s stages from the end at
+            [:, s - 1].
+
+    Returns:
+        An array of [layers + 1]: of a pipeline of the layers from each one on.
+    """
+    layers, stages = row.shape[0], peak.shape[1]
+    ends = np.full(layers + 1, np.inf)
+    ends[layers] = 0.0
+    for s in range(stages):
+        here = np.full(layers + 1, np.inf)
+        for first in range(layers):
+            for last in range(first, layers):
+                total = max(peak[row[first, last], s], ends[last + 1])
+                here[first] = min(here[first], total)
+        ends = here
+    return ends
+
+
+def unit(sizes: Ints, devices: int) -> int:
+    """The largest number of devices of which all are multiples."""
+    return math.gcd(devices, *map(int, sizes))

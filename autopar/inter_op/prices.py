@@ -1,0 +1,197 @@
+"""What stages cost, as far as it is known: asked for lazily, bounded and guessed where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import CostError
+from autopar.inter_op.stage import Candidate
+from autopar.inter_op.submeshes import SubMesh
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# (first layer, last layer, both counted in; sub-mesh; microbatches)
+StageCost = Callable[[int, int, SubMesh, int], Sequence[Candidate]]
+LowerBound = Callable[[int, int, SubMesh, int], Candidate]
+
+_SECONDS, _ONCE, _FIXED, _EACH = range(4)
+# A guess forgets so much of what a known price is above the best known efficiency, for each doubling
+# of devices, microbatches or work between the two.
+_MEMORY = 0.75
+
+
+@dataclass(frozen=True)
+class Table:
+    """Options of every row of ranges and every sub-mesh.
+
+    Attributes:
+        figures: [rows, submeshes, options, 4]: seconds, seconds once, fixed bytes with transient
+            ones, bytes per microbatch.
+        count: [rows, submeshes], how many options there are.
+    """
+
+    figures: Floats
+    count: Ints
+
+
+class Prices:
+    """Frontiers of stage costs by signature: the kinds of the layers, sub-mesh and microbatches.
+
+    Attributes:
+        row: [layers, layers], the number of the signature of (first, last).
+        ranges: for each signature the first range that has it.
+        known: (microbatches, signature, sub-mesh) -> the candidates that were answered.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Hashable],
+        submeshes: Sequence[SubMesh],
+        stage_cost: StageCost,
+        lower_bound: LowerBound,
+    ) -> None:
+        self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
+        self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
+        self._stage_cost, self._lower_bound = stage_cost, lower_bound
+        self.row, self.ranges = _signatures(self.kinds)
+        families: dict[tuple[Hashable, ...], int] = {}
+        self.family = np.array(
+            [
+                families.setdefault(
+                    tuple(kind for kind, _ in groupby(self.kinds[first : last + 1])), len(families)
+                )
+                for first, last in self.ranges
+            ]
+        )
+        self.lengths = np.array([last - first + 1 for first, last in self.ranges])
+        self.sizes = np.array([part.size for part in submeshes])
+        self._bounds: dict[int, Floats] = {}
+
+    def bounds(self, microbatches: int) -> Floats:
+        """[rows, submeshes, 4] of optimistic figures."""
+        if microbatches not in self._bounds:
+            found = np.zeros((len(self.ranges), len(self.submeshes), 4))
+            for row, (first, last) in enumerate(self.ranges):
+                for q, part in enumerate(self.submeshes):
+                    found[row, q] = _figures(self._lower_bound(first, last, part, microbatches))
+            self._bounds[microbatches] = found
+        return self._bounds[microbatches]
+
+    def ask(self, microbatches: int, row: int, submesh: int) -> tuple[Candidate, ...]:
+        """The candidates of a signature, asked for once.
+
+        Raises:
+            CostError: a figure that is negative or not finite.
+        """
+        key = (microbatches, row, submesh)
+        if key not in self.known:
+            first, last = self.ranges[row]
+            part = self.submeshes[submesh]
+            answer = tuple(self._stage_cost(first, last, part, microbatches))
+            for candidate in answer:
+                figures = _figures(candidate)
+                if not (np.isfinite(figures).all() and (figures >= 0).all()):
+                    raise CostError(
+                        f"layers {first} to {last} on {part} are priced {candidate}",
+                        why="seconds and bytes are finite and not negative",
+                    )
+            self.known[key] = answer
+        return self.known[key]
+
+    @property
+    def families(self) -> int:
+        """Of how many sub-meshes, microbatches and sets of layers anything was asked."""
+        return len({(b, self.family[row], q) for b, row, q in self.known})
+
+    def table(self, microbatches: int, unknown: str) -> Table:
+        """All options. What was not asked for is bounded, guessed or left out.
+
+        Args:
+            microbatches: of a step.
+            unknown: "bound", "guess" or "none".
+        """
+        known = {(row, q): c for (b, row, q), c in self.known.items() if b == microbatches}
+        bounds = self.bounds(microbatches)
+        options = max((len(answer) for answer in self.known.values()), default=1)
+        figures = np.zeros((*bounds.shape[:2], max(options, 1), 4))
+        count = np.zeros(bounds.shape[:2], dtype=np.int64)
+        if unknown == "bound" or (unknown == "guess" and not any(self.known.values())):
+            figures[:, :, 0] = bounds
+            count[:] = 1
+        elif unknown == "guess":
+            figures, count = self._guesses(microbatches, figures.shape[2])
+        for (row, q), answer in known.items():
+            count[row, q] = len(answer)
+            for k, candidate in enumerate(answer):
+                figures[row, q, k] = _figures(candidate)
+        return Table(figures, count)
+
+    def _guesses(self, microbatches: int, options: int) -> tuple[Floats, Ints]:
+        """Frontiers like that of the most similar known price, in the ratio of their bounds.
+
+        Seconds are drawn towards the best ratio of a price to its bound that is known, the more the
+        less similar the two are, so that what might be good is asked for.
+        """
+        points = [(key, answer) for key, answer in self.known.items() if answer]
+        bounds = self.bounds(microbatches)
+        devices = self.sizes[None, :]
+        work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
+        distance = np.empty((len(points), *bounds.shape[:2]))
+        origins = np.empty((len(points), 4))
+        fronts = np.zeros((len(points), options, 4))
+        for at, ((b, row, q), answer) in enumerate(points):
+            origins[at] = self.bounds(b)[row, q]
+            for k in range(options):
+                fronts[at, k] = _figures(answer[min(k, len(answer) - 1)])
+            there = np.log2(max(origins[at, _SECONDS] * self.sizes[q] * b, 1e-30))
+            distance[at] = (
+                np.abs(np.log2(devices / self.sizes[q]))
+                + 0.5 * abs(np.log2(microbatches / b))
+                + 0.25 * np.abs(work - there)
+                + 2.0 * (self.family[:, None] != self.family[row])
+            )
+        ratios = fronts[:, :, _SECONDS].min(axis=1) / np.maximum(origins[:, _SECONDS], 1e-30)
+        nearest = distance.argmin(axis=0)
+        apart = np.take_along_axis(distance, nearest[None], axis=0)[0]
+        origin, front = origins[nearest], fronts[nearest]
+        scale = bounds / np.where(origin > 0, origin, np.inf)
+        length = self.lengths[:, None] / np.array(
+            [self.lengths[row] for (_, row, _), _ in points]
+        )[nearest]  # fmt: skip
+        fewer = np.array([self.sizes[q] for (_, _, q), _ in points])[nearest] / devices
+        fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
+        each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
+        figures = front * np.stack([scale[:, :, _SECONDS], fixed, fixed, each], axis=-1)[:, :, None]
+        ratio, best = np.maximum(ratios[nearest], 1e-30), ratios.min()
+        drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
+        figures[..., _SECONDS] *= drawn[:, :, None]
+        count = np.array([len(answer) for _, answer in points])[nearest]
+        return figures, count
+
+
+def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]]]:
+    """[layers, layers] of signature numbers, and the first range of each signature."""
+    size = len(kinds)
+    row = np.full((size, size), -1, dtype=np.int64)
+    numbers: dict[tuple[int, Hashable], int] = {}
+    ranges: list[tuple[int, int]] = []
+    for first in range(size):
+        at = -1
+        for last in range(first, size):
+            # A range is a shorter one and one more layer.
+            at = numbers.setdefault((at, kinds[last]), len(numbers))
+            if at == len(ranges):
+                ranges.append((first, last))
+            row[first, last] = at
+    return row, ranges
+
+
+def _figures(candidate: Candidate) -> Floats:
+    fixed = candidate.fixed + candidate.transient
+    return np.array([candidate.seconds, candidate.once, fixed, candidate.per_microbatch])

@@ -1,0 +1,75 @@
+"""Chimera: two copies of the model, whose pipelines run in opposite directions (arXiv:2107.06925)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, fraction
+from autopar.ir.action import Action
+
+NAME = "chimera"
+NEEDS = "an even number of ranks, an even number of microbatches; two copies of the model"
+
+
+def schedule(ranks: int, microbatches: int) -> Schedule:
+    """Returns Chimera's rows, by direct concatenation of units of D microbatches (section 3.5).
+
+    Rank r holds stage r of the first copy and stage D-1-r of the second. Of each unit the first
+    half of the microbatches goes through the first copy, the other half through the second.
+
+    Raises:
+        ScheduleError: there is no rank or no microbatch, or an odd number of one of them.
+    """
+    check_sizes(NAME, ranks, microbatches)
+    if ranks % 2 or microbatches % 2:
+        raise ScheduleError(
+            f"{NAME}: {ranks} ranks and {microbatches} microbatches",
+            why="half of the microbatches go through each direction, and where the directions meet"
+            " each needs the slots that the other leaves; both numbers must be even",
+            todo=f"use {ranks + ranks % 2} ranks and {microbatches + microbatches % 2} microbatches,"
+            " or another schedule",
+        )
+    rows = tuple(_row(rank, ranks, microbatches) for rank in range(ranks))
+    placement = (tuple(range(ranks)), tuple(reversed(range(ranks))))
+    most = [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
+    in_flight = tuple(min(count, microbatches) for count in most)
+    closed = partial(bubble, ranks, microbatches)
+    return Schedule(NAME, ranks, microbatches, rows, placement, in_flight, closed)
+
+
+def _row(rank: int, ranks: int, microbatches: int) -> Row:
+    """Both directions in the order of their slots, where a forward takes one and a backward one.
+
+    Alone, a direction runs its m-th microbatch forwards through stage s in slot s + 2m, and
+    backwards in 2D - 1 - s + 2m. With D even, the two directions take slots of different parity.
+    A unit begins 2D slots after the one before.
+    """
+    slots = []
+    half = ranks // 2
+    for copy in (0, 1):
+        stage = ranks - 1 - rank if copy else rank
+        for number in range(microbatches // 2):
+            unit, place = divmod(number, half)
+            size = min(half, microbatches // 2 - unit * half)
+            batch = unit * ranks + copy * size + place
+            begin = 2 * ranks * unit + 2 * place
+            slots.append((begin + stage, Action("F", stage, batch, copy)))
+            slots.append((begin + 2 * ranks - 1 - stage, Action("B", stage, batch, copy)))
+    return tuple(action for _, action in sorted(slots))
+
+
+def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
+    """Returns the share of (D-2) (max(F, B) + (u-1) |F-B|) idle seconds, for u whole units.
+
+    Where a backward B takes as long as a forward F it is (D-2)/(D-2+2N); where it takes twice as
+    long, and for one unit, (D-2)/(D-2+3N/2). Both are published (sections 3.2 and 3.5); that units
+    in between leave gaps where F and B differ is why Chimera can also double forwards or halve
+    backwards. None where microbatches make no whole units.
+    """
+    units, rest = divmod(microbatches, ranks)
+    if rest:
+        return None
+    backward = times.input + times.weight
+    gaps = max(times.forward, backward) + (units - 1) * abs(times.forward - backward)
+    return fraction((ranks - 2) * gaps, microbatches * times.total)

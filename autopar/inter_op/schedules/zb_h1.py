@@ -1,0 +1,41 @@
+"""ZB-H1: 1F1B's memory and a third of its bubble, by weight backwards that fill the end.
+
+The handcrafted schedule of arXiv:2401.10241, section 2.1, also known as ZB1P.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autopar.inter_op.schedule import Schedule, Times, check_sizes, fraction, line
+from autopar.inter_op.schedules._split import row
+
+NAME = "zb_h1"
+NEEDS = "any sizes"
+
+
+def schedule(ranks: int, microbatches: int) -> Schedule:
+    """Returns the rows of ZB-H1, where rank r does its weight backwards r microbatches late.
+
+    Raises:
+        ScheduleError: there is no rank or no microbatch.
+    """
+    check_sizes(NAME, ranks, microbatches)
+    rows = tuple(
+        row(rank, microbatches, min(ranks - 1 - rank, microbatches), rank) for rank in range(ranks)
+    )
+    in_flight = (min(ranks, microbatches),) * ranks
+    closed = partial(bubble, ranks, microbatches)
+    return Schedule(NAME, ranks, microbatches, rows, line(ranks), in_flight, closed)
+
+
+def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
+    """Returns the share of (D-1) (T_F + T_B - T_W) idle seconds (Table 2).
+
+    It is the time of at least D microbatches, and of weight backwards that take no longer than the
+    two others, which they fill the gaps between; None otherwise.
+    """
+    if microbatches < ranks or times.weight > min(times.forward, times.input):
+        return None
+    idle = (ranks - 1) * (times.forward + times.input - times.weight)
+    return fraction(idle, microbatches * times.total)

@@ -1,0 +1,244 @@
+"""The best pipeline with one range of layers a stage, for given prices: exact, by thresholds.
+
+Alpa (OSDI 2022, section 5.2) tries every value of the slowest stage in ascending order and stops
+where it alone exceeds the best step. Here the values are bisected: the sum over stages falls as the
+slowest stage may be slower, so a threshold's sum bounds all smaller thresholds, and the smallest
+value of an interval plus such a sum bounds the interval.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.inter_op import kernels
+from autopar.inter_op.prices import Floats, Ints, Prices, Table
+from autopar.inter_op.stage import Law
+
+# The first threshold that is tried is so much above the smallest that enough devices are there for.
+_FIRST = 1.02
+_EXACT = 1e-12  # relative, of sums in another order
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A pipeline by numbers: for each stage its sub-mesh and (row, first, last, option) chunks."""
+
+    law: Law
+    microbatches: int
+    seconds: float
+    stages: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...]
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """(row, sub-mesh) of every chunk."""
+        return [(chunk[0], q) for q, chunks in self.stages for chunk in chunks]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What pipelines there are.
+
+    Attributes:
+        prices: of stages.
+        devices: of the cluster.
+        memory: bytes of a device.
+        most_stages: how many there may be.
+    """
+
+    prices: Prices
+    devices: int
+    memory: float
+    most_stages: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Numbers of stages that share a fill and numbers of microbatches in flight."""
+
+    fill: float
+    in_flight: Floats
+    stages: tuple[int, ...]
+
+
+class Straight:
+    """All pipelines of one law and one number of microbatches, one range of layers a stage.
+
+    Args:
+        space: the pipelines.
+        law: of the schedule.
+        microbatches: of a step.
+        transfer: [layers, submesh before, submesh behind]; seconds of one microbatch's way over the
+            border before each layer and back.
+    """
+
+    def __init__(self, space: Space, law: Law, microbatches: int, transfer: Floats) -> None:
+        self.space, self.law, self.microbatches = space, law, microbatches
+        self.transfer = transfer
+
+    def best(self, table: Table, cutoff: float, only: int | None = None) -> Draft | None:
+        """The fastest pipeline that takes less than `cutoff` seconds, None if there is none.
+
+        Args:
+            table: prices.
+            cutoff: seconds.
+            only: a number of stages, None for any.
+        """
+        found: Draft | None = None
+        for group in self._groups:
+            wanted = [s for s in group.stages if only in (None, s)]
+            if wanted:
+                limit = cutoff if found is None else found.seconds
+                draft = self._of_group(group, wanted, table, limit)
+                found = draft or found
+        return found
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        law, count, most = self.law, self.microbatches, self.space.most_stages
+        groups: dict[tuple[float, ...], _Group] = {}
+        for stages in range(1, most + 1):
+            if not law.fits(stages, count):
+                continue
+            fill = law.fill(stages, count)
+            kept = [0.0] + [float(law.in_flight(s, stages, count)) for s in range(1, stages + 1)]
+            for key, group in groups.items():
+                # The numbers in flight of fewer stages are often the first of those of more.
+                if key == (fill, *kept[: len(group.in_flight)]):
+                    del groups[key]
+                    groups[fill, *kept] = _Group(fill, np.array(kept), (*group.stages, stages))
+                    break
+            else:
+                groups[fill, *kept] = _Group(fill, np.array(kept), (stages,))
+        return list(groups.values())
+
+    @cached_property
+    def _rows(self) -> tuple[Ints, Ints, Floats]:
+        """Signatures told apart by the transfers into them: rows, their signatures, transfers."""
+        own = np.einsum("lqq->lq", self.transfer)  # as from a stage on a sub-mesh of the same shape
+        kinds, kind = np.unique(own, axis=0, return_inverse=True)
+        kind = kind.reshape(-1)
+        row = self.space.prices.row
+        first, last = np.triu_indices(len(row))
+        pairs, place = np.unique(
+            row[first, last] * len(kinds) + kind[first], return_inverse=True
+        )  # fmt: skip
+        rows = np.full_like(row, -1)
+        rows[first, last] = place.reshape(-1)
+        return rows, pairs // len(kinds), kinds[pairs % len(kinds)]
+
+    def _of_group(
+        self, group: _Group, wanted: list[int], table: Table, cutoff: float
+    ) -> Draft | None:
+        rows, signature, into = self._rows
+        figures, count = table.figures[signature], table.count[signature]
+        seconds, once = figures[..., 0], figures[..., 1]
+        spare = self.microbatches - group.fill
+        top = spare * (seconds + self.law.exposed * into[:, :, None]) + once
+        program = _Program(
+            rows, group.fill * seconds, top, figures[..., 2], figures[..., 3], count,
+            group.fill * self.transfer, self.space, group.in_flight,
+        )  # fmt: skip
+        answer = program.minimum(wanted, cutoff)
+        if answer is None:
+            return None
+        total, stages = answer
+        return Draft(
+            self.law,
+            self.microbatches,
+            total,
+            tuple(
+                (int(q), ((int(signature[rows[first, last]]), int(first), int(last), int(k)),))
+                for first, last, q, k in stages
+            ),
+        )
+
+
+class _Program:
+    """One dynamic program: minimise the sum of times and transfers plus the largest top."""
+
+    def __init__(
+        self, rows: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
+        transfer: Floats, space: Space, in_flight: Floats,
+    ) -> None:  # fmt: skip
+        sizes, devices = space.prices.sizes, space.devices
+        self.lowest = kernels.lowest_tops(rows, top, count)
+        exists = np.arange(top.shape[2]) < count[:, :, None]
+        usable = exists.any(axis=(0, 2))
+        unit = kernels.unit(sizes[usable], devices) if usable.any() else 1
+        self.devices = devices // unit
+        # What is no multiple of the unit cannot be used.
+        self.sizes = np.where(usable, sizes // unit, self.devices + 1)
+        self.values = np.unique(top[exists])
+        self.bound = float(kernels.cheapest_cover(rows, time, count))
+        self.in_flight, self.memory = in_flight, space.memory
+        self.arrays = tuple(
+            np.ascontiguousarray(array) for array in (rows, time, top, fixed, each, count, transfer)
+        )
+
+    def minimum(self, stages: list[int], cutoff: float) -> tuple[float, Ints] | None:
+        """The least total below `cutoff` over those numbers of stages, with its stages."""
+        low, values = self._smallest(), self.values
+        best: tuple[float, Ints] | None = None
+        tried_any = False
+        intervals = [(low, len(values) - 1, self.bound)]
+        while intervals:
+            low, high, least = intervals.pop()
+            limit = cutoff * (1 - _EXACT)
+            high = min(high, int(np.searchsorted(values, limit - least)) - 1)
+            if low > high or values[low] + least >= limit:
+                continue
+            at = self._next(low, high, tried_any)
+            tried_any = True
+            total, found = self._at(float(values[at]), stages)
+            if found is None:
+                intervals.append((at + 1, high, least))
+                continue
+            slowest = float(
+                max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found)
+            )
+            place = int(np.searchsorted(values, slowest))
+            if total + slowest < limit:
+                best, cutoff = (total + slowest, found), total + slowest
+            intervals.append((at + 1, high, least))
+            intervals.append((low, place - 1, total))
+        return best
+
+    def _next(self, low: int, high: int, tried_any: bool) -> int:
+        """The threshold to try in an interval: near its lower end first, later its middle."""
+        values = self.values
+        if not tried_any:
+            return min(high, max(low, int(np.searchsorted(values, _FIRST * values[low])) - 1))
+        middle = (values[low] + values[high]) / 2
+        return min(high, max(low, int(np.searchsorted(values, middle, side="right")) - 1))
+
+    def _smallest(self) -> int:
+        """The first threshold for which there are enough devices, whatever the memory."""
+        low, high = 0, len(self.values)
+        while low < high:
+            middle = (low + high) // 2
+            after, _ = kernels.devices_needed(
+                self.lowest, self.sizes, float(self.values[middle])
+            )  # fmt: skip
+            if after[0] <= self.devices:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _at(self, most: float, stages: list[int]) -> tuple[float, Ints | None]:
+        """The least sum with no stage above `most`, infinite and None where there is none."""
+        after, before = kernels.devices_needed(self.lowest, self.sizes, most)
+        if after[0] > self.devices:
+            return np.inf, None
+        rows, time, top, fixed, each, count, transfer = self.arrays
+        in_flight = self.in_flight[: max(stages) + 1]
+        given = (rows, time, top, fixed, each, count, transfer, self.sizes, self.devices)
+        rest = (in_flight, self.memory, most, self.lowest, after, before)
+        totals, ends = kernels.sums(*given, *rest)
+        total, number = min((float(totals[s]), s) for s in stages)
+        if total == np.inf:
+            return total, None
+        return total, kernels.trace(*given, *rest, ends, number)
