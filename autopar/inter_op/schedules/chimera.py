@@ -1,4 +1,4 @@
-"""Chimera: two copies of the model, whose pipelines run in opposite directions (arXiv:2107.06925)."""
+"""Chimera: two copies of the model, pipelines in opposite directions (arXiv:2107.06925)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
             f"{NAME}: {ranks} ranks and {microbatches} microbatches",
             why="half of the microbatches go through each direction, and where the directions meet"
             " each needs the slots that the other leaves; both numbers must be even",
-            todo=f"use {ranks + ranks % 2} ranks and {microbatches + microbatches % 2} microbatches,"
-            " or another schedule",
+            todo=f"use {ranks + ranks % 2} ranks and {microbatches + microbatches % 2}"
+            " microbatches, or another schedule",
         )
     rows = tuple(_row(rank, ranks, microbatches) for rank in range(ranks))
     placement = (tuple(range(ranks)), tuple(reversed(range(ranks))))
