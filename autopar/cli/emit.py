@@ -8,7 +8,7 @@ import click
 import torch
 
 from autopar.cli.console import stages, writing
-from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shapes
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
@@ -46,7 +46,7 @@ def command(
     """
     known = table(own_rules(rule_files))
     with stages(quiet=False) as stage:
-        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        chosen, captured = open_whole(file, model, Wanted("", batch, seq, layers), known, stage)
         stage("emit")
         source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
     tied = {k: v for k, v in captured.parameter_names.items() if k != v}

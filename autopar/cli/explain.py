@@ -61,11 +61,11 @@ def command(
     """
     known = table(own_rules(rule_files))
     with stages(quiet=as_json) as stage:
-        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        chosen, graph = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
         if named:
-            found = dims.rows(captured.graph, chosen, known)
+            found = dims.rows(graph, chosen, known)
         else:
-            explanation = explained(captured.graph, chosen, device(chosen.mesh).memory, known)
+            explanation = explained(graph, chosen, device(chosen.mesh).memory, known)
     if named:
         print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
     elif as_json:
@@ -111,7 +111,8 @@ def explained(
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
         if choices.name in builder.exchanged:  # listed as moves, too
             seconds -= builder.exchanged[choices.name][index]
-        costs[choices.name] = Cost(seconds, choices.memory[index])
+        kept = builder.sums[choices.name][index] if choices.name in builder.sums else 0.0
+        costs[choices.name] = Cost(seconds, kept)
         if choices.name in builder.backward:
             kernels += builder.backward[choices.name][index]
     collectives = sum(builder.gradient_seconds(node, chosen) for node in graph.folded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,15 +11,17 @@ import click
 
 from autopar.cli.console import Stages
 from autopar.cost.device import device
-from autopar.errors import ModelFileError, PlanError
+from autopar.errors import GraphError, ModelFileError, PlanError
 from autopar.intra_op import legal
 from autopar.intra_op.rule import OpRule
 from autopar.ir.capture import Captured
-from autopar.ir.text import fingerprint
+from autopar.ir.deepen import LEAST, deepen
+from autopar.ir.graph import Graph
+from autopar.ir.text import fingerprint, format_graph
 from autopar.plan import Plan
 from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load, names
-from autopar.zoo.load import opened
+from autopar.zoo.load import depth, opened
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MODEL = click.option(
@@ -62,8 +64,29 @@ def shapes(command: Command) -> Command:
     return command
 
 
-def capture_model(wanted: Wanted, options: Options, tracer: Trace) -> Captured:
-    """The prepared graph of a model and a batch; weights of the zoo and of hf: are never made."""
+def capture_model(wanted: Wanted, options: Options, tracer: Trace) -> Graph:
+    """The prepared graph of a model and a batch; weights of the zoo and of hf: are never made.
+
+    Of a deep one of these a few blocks are traced and the others added.
+    """
+    layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
+    if layers is not None and layers > 2 * LEAST:
+        few, more = (
+            capture_whole(replace(wanted, layers=count), options, tracer).graph
+            for count in (LEAST - 1, LEAST)
+        )
+        try:
+            graph = deepen(few, more, layers - LEAST)
+        except GraphError:
+            pass  # its blocks differ
+        else:
+            tracer("deepen.txt", lambda: format_graph(graph))
+            return graph
+    return capture_whole(wanted, options, tracer).graph
+
+
+def capture_whole(wanted: Wanted, options: Options, tracer: Trace) -> Captured:
+    """The captured model, every block traced."""
     module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
     return capture_graph(module, (), inputs, options, tracer)
 
@@ -74,25 +97,49 @@ def open_plan(
     given: Wanted,
     known: dict[str, OpRule],
     stage: Callable[[str], None],
-) -> tuple[Plan, Captured]:
-    """A plan and the captured model that it is for.
+) -> tuple[Plan, Graph]:
+    """A plan and the graph of the model that it is for.
 
     Raises:
         PlanError: no usable plan, one that names code to run, or layouts that are not possible.
         PlanMismatchError: it is for another model.
     """
+    chosen, wanted = _read(file, model, given)
+    graph = capture_model(wanted, Options(table=known), Stages(None, stage))
+    _check(chosen, graph, known, stage)
+    return chosen, graph
+
+
+def open_whole(
+    file: Path,
+    model: str | None,
+    given: Wanted,
+    known: dict[str, OpRule],
+    stage: Callable[[str], None],
+) -> tuple[Plan, Captured]:
+    """A plan and the captured model that it is for; raises what `open_plan` does."""
+    chosen, wanted = _read(file, model, given)
+    captured = capture_whole(wanted, Options(table=known), Stages(None, stage))
+    _check(chosen, captured.graph, known, stage)
+    return chosen, captured
+
+
+def _read(file: Path, model: str | None, given: Wanted) -> tuple[Plan, Wanted]:
+    """A plan and its model, as the command line spells it or else the plan."""
     chosen = Plan.load(file)
     device(chosen.mesh)
     flags = {k: v for k, v in given.table().items() if k != "source"}
     named = {"source": model} if model else {"source": _source(chosen, file)}
     wanted = {"batch": None, "seq": None, "layers": None, **chosen.model, **flags, **named}
-    options = Options(table=known)
-    captured = capture_model(Wanted(**wanted), options, Stages(None, stage))  # type: ignore[arg-type]
+    return chosen, Wanted(**wanted)  # type: ignore[arg-type]
+
+
+def _check(
+    chosen: Plan, graph: Graph, known: dict[str, OpRule], stage: Callable[[str], None]
+) -> None:
     stage("strategies")
-    graph = captured.graph
     chosen.check(fingerprint(graph), {node.name for node in graph.folded}, chosen.mesh)
     legal.check(graph, chosen, known)
-    return chosen, captured
 
 
 def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:

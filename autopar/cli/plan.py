@@ -100,7 +100,7 @@ def command(
     wanted = Wanted(model, batch, seq, layers)
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
-        graph = capture_model(wanted, options, tracer).graph
+        graph = capture_model(wanted, options, tracer)
         stage("strategies")
         made = replace(make_plan(graph, mesh, options, tracer), model=wanted.table())
         explanation = explained(graph, made, limit, known)

@@ -60,20 +60,18 @@ def command(
     """
     known = table(own_rules(rule_files))
     with stages(quiet=as_json) as stage:
-        chosen, captured = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        chosen, graph = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
         stage("simulate")
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)
         settings = replace(settings, overlap=frozenset()) if wait else settings
-        found = simulated(captured.graph, chosen, known, settings)
-        figures = utilisations(found, captured.graph, chosen, known, chip)
+        found = simulated(graph, chosen, known, settings)
+        figures = utilisations(found, graph, chosen, known, chip)
     if trace_json is not None:
         with writing(trace_json):
             trace_json.write_text(found.to_trace(), encoding="utf-8")
     if as_json:
-        print_json(
-            {"graph": captured.graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures}
-        )
+        print_json({"graph": graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures})
     else:
         shown = {name.replace("_", " "): f"{value:.1%}" for name, value in figures.items()}
         if settings.accelerator:
@@ -81,7 +79,7 @@ def command(
             shown[f"memory, {FRAGMENTATION:.0%} of it idle in the allocator"] = (
                 f"{format_bytes(reserved)} ({reserved / chip.memory:.1%})"
             )
-        print_out(f"{captured.graph.name} on {chosen.mesh}")
+        print_out(f"{graph.name} on {chosen.mesh}")
         print_out(render(found, figures=shown, limit=chip.memory))
 
 

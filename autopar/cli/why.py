@@ -206,12 +206,12 @@ def _open(file: Path, stage: Any, **given: Any) -> Case:
     """The plan with its model; see `open_plan` for what is raised."""
     known = table(own_rules(given["rule_files"]))
     wanted = Wanted("", given["batch"], given["seq"], given["layers"])
-    plan, captured = open_plan(file, given["model"], wanted, known, stage)
+    plan, graph = open_plan(file, given["model"], wanted, known, stage)
     memory: str | None = given["memory"]
     limit = device(plan.mesh).memory if memory is None else parse_quantity(memory, "B")
-    explanation = explained(captured.graph, plan, limit, known)
-    plan = replace(plan, predicted=repriced(explanation, captured.graph))
-    return Case(plan, captured.graph, explanation.stale, known, limit, Stages(None, stage))
+    explanation = explained(graph, plan, limit, known)
+    plan = replace(plan, predicted=repriced(explanation, graph))
+    return Case(plan, graph, explanation.stale, known, limit, Stages(None, stage))
 
 
 def named(graph: Graph, name: str) -> list[str]:

@@ -79,6 +79,12 @@ def example_inputs(
     )
 
 
+def number_of_layers(spec: Spec, layers: int | None = None) -> int | None:
+    """How many blocks `build` makes of `spec`, None where its configuration does not say."""
+    found = getattr(_config(spec, _model_class(spec), layers), "num_hidden_layers", None)
+    return found if isinstance(found, int) else None
+
+
 def import_transformers() -> Any:
     """The package transformers.
 

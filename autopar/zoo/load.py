@@ -21,7 +21,12 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, ModelFileError
-from autopar.zoo.build import build, example_inputs, import_transformers
+from autopar.zoo.build import (
+    build,
+    example_inputs,
+    import_transformers,
+    number_of_layers,
+)
 from autopar.zoo.spec import Spec, spec
 
 # Settings that would have transformers run code of the model's author, fetch kernels or fetch
@@ -68,6 +73,19 @@ def load(
         return _call_file(Path(path), function, given)
     named = spec(text)
     return build(named, layers=layers), example_inputs(named, batch, seq)
+
+
+def depth(text: str, layers: int | None = None) -> int | None:
+    """The number of equal blocks of a model of the zoo or of `hf:`, None where it names none.
+
+    Raises:
+        UnknownModelError, ModelFileError, MissingDependencyError: see `load`.
+    """
+    if text.startswith("hf:"):
+        found = read_config(Path(text.removeprefix("hf:")))
+    else:
+        found = spec(text)
+    return number_of_layers(found, layers)
 
 
 def read_config(path: Path) -> Spec:
