@@ -1,5 +1,5 @@
-"""The command line: `autopar plan | explain | simulate | why | diff | emit | rules | solve |
-calibrate`, one a file.
+"""The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
+solve | calibrate`, one a file.
 
 Only here is printed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from autopar.cli import calibrate, diff, emit, explain, plan, rules, simulate, solve, why
+from autopar.cli import calibrate, diff, emit, explain, plan, rules, schedules, simulate, solve, why
 from autopar.cli.console import Group
 
 
@@ -24,11 +24,12 @@ def main() -> None:
     autopar diff plan.toml other.toml
     autopar emit plan.toml -o program
     autopar rules "aten.conv*"
+    autopar schedules --stages 4 --microbatches 8
     autopar solve instance.json.gz
     autopar calibrate --mesh "cpu: data=2, tensor=2"
     """
 
 
-for module in (plan, explain, simulate, why, diff, emit, rules, solve, calibrate):
+for module in (plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate):
     main.add_command(module.command)
 main.add_command(why.why_not)

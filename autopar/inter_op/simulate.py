@@ -124,7 +124,8 @@ def _figures(
     full = [(*cost[:4], cost.activation if cost.kept is None else cost.kept) for cost in costs]
     table = np.array(full, np.float64).T
     hops = np.array(transfers or [0.0] * max(stages - 1, 1), np.float64)
-    if not (np.isfinite(table).all() and (table >= 0).all() and (hops >= 0).all()):
+    figures = np.concatenate((table.ravel(), hops))
+    if not (np.isfinite(figures).all() and (figures >= 0).all()):
         raise ScheduleError(
             "a stage or a transfer costs less than nothing, or no number",
             why=f"costs {list(costs)}, transfers {list(transfers)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -90,3 +91,16 @@ class Timeline:
                 zip(self.rows, self.starts, self.ends, strict=True)
             )
         )
+
+    def to_trace(self) -> str:
+        """Returns the step in Chrome's trace format, for ui.perfetto.dev: a line for each rank."""
+        events: list[dict[str, object]] = []
+        for rank, row in enumerate(self.spans):
+            place: dict[str, object] = {"pid": 0, "tid": rank}
+            events.append(
+                {"name": "thread_name", "ph": "M", **place, "args": {"name": f"rank {rank}"}}
+            )
+            for span in row:
+                time = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+                events.append({"name": str(span.action), "ph": "X", **place, **time})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,87 @@
+"""A timeline of a pipeline as a picture of letters, one line a rank."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from autopar.inter_op.timeline import Span, Timeline
+
+IDLE = "·"
+_STYLES = {
+    "F": "black on green",
+    "B": "white on blue",
+    "I": "black on cyan",
+    "W": "white on magenta",
+}
+# Of the later stages of a rank, and of other copies of the model.
+_SECOND = {
+    "F": "black on bright_green",
+    "B": "black on bright_blue",
+    "I": "black on bright_cyan",
+    "W": "black on bright_magenta",
+}
+
+
+def gantt(timeline: Timeline, columns: int) -> tuple[Text, ...]:
+    """Returns a line for each rank, whose length is the time of the step.
+
+    An action is drawn as its kind and, where there is room, the number of its microbatch; what is
+    left of its width is filled with "-". `IDLE` is a rank that waits. Where there are fewer columns
+    than actions, a column shows what runs in its middle.
+
+    Args:
+        timeline: what to draw.
+        columns: how many characters a line may have, at least one.
+    """
+    lengths = [span.end - span.start for row in timeline.spans for span in row]
+    shortest = min((length for length in lengths if length), default=timeline.seconds)
+    room = columns * shortest / timeline.seconds if timeline.seconds else 0.0
+    # Whole columns for the shortest action make equal actions equally wide.
+    column = shortest / (int(room) or room or 1.0)
+    count = round(timeline.seconds / column) if column else 0
+    return tuple(_line(row, column, min(count, columns)) for row in timeline.spans)
+
+
+def legend(timeline: Timeline) -> Text:
+    """Returns the kinds of actions that there are, in their colours."""
+    words = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight backward"}
+    there = {action.kind for row in timeline.rows for action in row}
+    parts = [
+        part
+        for kind, word in words.items()
+        if kind in there
+        for part in (Text(kind, _STYLES[kind]), Text(f" {word}  "))
+    ]
+    return Text.assemble(*parts, Text(f"{IDLE} idle"))
+
+
+def _line(row: tuple[Span, ...], column: float, columns: int) -> Text:
+    """What runs in the middle of each column; the first column of an action begins its text."""
+    line = Text()
+    ahead = iter(row)
+    span = next(ahead, None)
+    drawn: Span | None = None
+    text, style = iter(""), ""
+    for number in range(columns):
+        middle = (number + 0.5) * column
+        while span is not None and span.end <= middle:
+            span = next(ahead, None)
+        if span is None or span.start > middle:
+            line.append(IDLE, "dim")
+            continue
+        if span is not drawn:
+            drawn, text, style = span, iter(_text(span, column)), _style(span, row)
+        line.append(next(text, "-"), style)
+    return line
+
+
+def _text(span: Span, column: float) -> str:
+    """Kind and microbatch if they fit, else the kind."""
+    text = f"{span.action.kind}{span.action.microbatch}"
+    return text if round((span.end - span.start) / column) >= len(text) else span.action.kind
+
+
+def _style(span: Span, row: tuple[Span, ...]) -> str:
+    first = min(other.action.stage for other in row if other.action.copy == span.action.copy)
+    own = span.action.copy == 0 and span.action.stage == first
+    return (_STYLES if own else _SECOND)[span.action.kind]
