@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar import pipelined
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
     accelerator,
@@ -31,7 +33,7 @@ from autopar.codegen.processes import (
     same_on_all_ranks,
 )
 from autopar.codegen.runtime import Runtime
-from autopar.errors import BatchError, ProgramError
+from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
@@ -40,8 +42,12 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import fingerprint, format_graph
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
 from autopar.planning import Options, Trace, capture_graph, cost_model, make_plan
+
+_WHOLE = Request()  # one stage, one microbatch
 
 
 def plan(
@@ -73,7 +79,7 @@ def compile(
     mesh: MeshLike,
     *,
     optimizer: OptimizerFactory = torch.optim.AdamW,
-    plan: Plan | None = None,
+    plan: Plan | PipelinePlan | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     memory: float | str | None = None,
@@ -84,6 +90,9 @@ def compile(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
+    stages: int = 1,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -109,9 +118,16 @@ def compile(
         solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the annotations
             of `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
         calibration: a file that `autopar calibrate` wrote on machines like these.
+        stages: into how many stages the model is cut; each runs on a part of the mesh.
+        microbatches: into how many equal slices a batch is cut, along the first dimension of all
+            its tensors. Gradients are those of the mean of their losses; batch norms see one
+            microbatch at a time.
+        schedule: in which order stages and microbatches run, with its options if it takes any:
+            "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
 
     Raises:
         MeshError: the mesh does not fit the processes.
+        ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
         CalibrationError: see `cost_model`.
@@ -123,7 +139,8 @@ def compile(
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
     options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
-    program = Program(model, made, optimizer, plan, options, clip_norm)
+    request = Request(stages, microbatches, schedule)
+    program = Program(model, made, optimizer, plan, options, clip_norm, request)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
@@ -141,9 +158,10 @@ class Program:
         model: nn.Module,
         mesh: Mesh,
         optimizer: OptimizerFactory,
-        plan: Plan | None,
+        plan: Plan | PipelinePlan | None,
         options: Options,
         clip_norm: float | None,
+        request: Request = _WHOLE,
     ) -> None:
         check_processes(mesh)
         self._prices = cost_model(mesh, options)
@@ -153,9 +171,9 @@ class Program:
             )
         self.mesh = mesh
         self._model, self._factory, self._options = model, optimizer, options
-        self._plan, self._clip_norm = plan, clip_norm
+        self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
-        self._executor: Executor | None = None
+        self._executor: Executor | Pipeline | None = None
         self._source = ""
         self._example: dict[str, Tensor] = {}
 
@@ -165,6 +183,9 @@ class Program:
             return
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self._options.trace if first else None)
+        if isinstance(self._plan, PipelinePlan) or self._request != _WHOLE:
+            self._prepare_pipeline(args, kwargs, trace)
+            return
         captured = capture_graph(self._model, args, kwargs, self._options, trace)
         graph = captured.graph
         if not same_on_all_ranks(fingerprint(graph)):
@@ -193,13 +214,41 @@ class Program:
         self._executor = Executor(
             load(self._source, name),
             runtime,
-            {**_parameters(self._model, captured), **captured.buffers},
+            values_of(self._model, captured),
             self._factory,
             tied={k: v for k, v in captured.parameter_names.items() if k != v},
             clip_norm=self._clip_norm,
         )
         self._captured = captured
         self._example = captured.inputs.flatten(args, kwargs)
+
+    def _prepare_pipeline(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Trace
+    ) -> None:
+        """The same with stages."""
+        given = self._plan
+        if isinstance(given, Plan):
+            raise PlanMismatchError(
+                "the plan is for a model in one piece",
+                why=f"{self._request.stages} stages and {self._request.microbatches} microbatches "
+                "are asked for",
+                todo="leave out the plan, or stages and microbatches",
+            )
+        made = pipelined.make(
+            self._model,
+            args,
+            kwargs,
+            self.mesh,
+            given,
+            self._request,
+            self._options,
+            trace,
+            self._factory,
+            self._clip_norm,
+        )
+        self._plan, self._source = made.plan, "\n\n".join(made.sources)
+        self._captured, self._executor = made.captured, made.pipeline
+        self._example = made.captured.inputs.flatten(args, kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
@@ -221,7 +270,7 @@ class Program:
         captured, executor = self._ready()
         return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
 
-    def _ready(self) -> tuple[Captured, Executor]:
+    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
         if self._captured is None or self._executor is None:
             raise ProgramError(
                 "the program is not there yet",
@@ -231,7 +280,7 @@ class Program:
         return self._captured, self._executor
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PipelinePlan:
         """The plan; ProgramError before the first batch."""
         self._ready()
         assert self._plan is not None
@@ -302,12 +351,3 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
-
-
-def _parameters(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
-    """The model's parameters by the names of the graph's leaves."""
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if captured.parameter_names[name] == name
-    }

@@ -29,7 +29,7 @@ from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.passes import prepare
+from autopar.ir.passes import PASSES, Pass, prepare
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
@@ -78,9 +78,16 @@ class Trace:
 
 
 def capture_graph(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, trace: Trace
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    trace: Trace,
+    passes: tuple[Pass, ...] = PASSES,
 ) -> Captured:
     """The model's forward on a batch, normalised, annotated and with its repeated blocks.
+
+    With other `passes` it is what these make of it.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -90,7 +97,9 @@ def capture_graph(
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = verify(decompose_unknown(captured.graph, options.table))
     trace("decompose_unknown.txt", lambda: format_graph(graph))
-    graph = prepare(graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)))
+    graph = prepare(
+        graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)), passes
+    )
     return replace(captured, graph=graph)
 
 

@@ -17,7 +17,7 @@ from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.scope import Held, Printer, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
 
@@ -31,7 +31,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         price: seconds of one collective, for the comments and the choice of steps.
 
     Returns:
-        Python text that defines MESH, INPUTS and OUTPUTS (name -> type or layout), LOSS, RANDOM,
+        Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
         `parameters()` and `forward(mesh, p, batch)`, where `p` holds the local parameters and
         buffers by `Parameter.key` and `batch` the whole inputs by name. `forward` returns the
         graph's outputs by name in the layouts of OUTPUTS. A stage of a pipeline also defines
@@ -47,7 +47,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
-        f'    {_quoted(name)}: "{_output_layout(printer, node).format(graph[node].type.shape)}",\n'
+        f'    {_quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
         for name, node in graph.outputs
     )
     inputs = "".join(
@@ -382,8 +382,12 @@ def _stored(printer: Printer, node: Node, name: str) -> str:
     return text + ")"
 
 
+def _typed(kind: TensorType, layout: Layout) -> str:
+    return f"{kind.dtype}{layout.format(kind.shape)}"
+
+
 def _received(printer: Printer, leaf: Node) -> str:
-    text = f'received("{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"'
+    text = f'received("{_typed(leaf.type, printer.result(leaf.name))}"'
     return text + (")" if leaf.requires_grad else ", gradient=False)")
 
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.codegen.batches import Intake
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.optimizer import OptimizerFactory
+from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
 from autopar.codegen.random import synchronised
-from autopar.codegen.runtime import Runtime
+from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import State
-from autopar.errors import BatchError, ProgramError, StateError
-from autopar.ir.interpret import tensor_type
-from autopar.ir.tensor import Layout
-
-# Their update of one element depends on others: on a shard it would not be the whole tensor's.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
-# Batches are compared between ranks in the first steps only: it waits for the device.
-_COMPARED_STEPS = 10
+from autopar.errors import ProgramError, StateError
 
 
 class Executor:
@@ -68,22 +60,12 @@ class Executor:
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
         self.optimizer = optimizer([t for t in self.tensors if isinstance(t, nn.Parameter)])
-        self._refuse_what_shards_break()
+        refuse_what_shards_break(self.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(runtime.device)
         self.watch = Watch.over(runtime.ranks)
-        self._calls = 0
-
-    def _refuse_what_shards_break(self) -> None:
-        kind = type(self.optimizer).__name__
-        cut = [p.name for p in self.state.parameters if p.layout.sharded_axes or p.piece]
-        if kind in _NOT_ELEMENTWISE and cut:
-            raise ProgramError(
-                f"{kind} cannot train a sharded parameter",
-                why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
-                todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
-                "parameters whole",
-            )
+        everyone = runtime.group(runtime.mesh.names)
+        self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and optimizer step on a batch that all ranks hold whole.
@@ -120,9 +102,9 @@ class Executor:
         """The outputs by name, whole and on every rank; raises what `step` raises."""
         with self.watch:
             outputs = self._forward(self._prepare(batch))
-            held = {name: Layout.parse(text) for name, text in self.program.OUTPUTS.items()}
+            held = {name: typed(text) for name, text in self.program.OUTPUTS.items()}
             return {
-                name: self.runtime.unshard(value, held[name][1], held[name][0])
+                name: self.runtime.unshard(value, held[name][2], held[name][1])
                 for name, value in outputs.items()
             }
 
@@ -140,39 +122,7 @@ class Executor:
                 why="it was compiled from a model on the meta device",
                 todo="call program.load_state_dict(...) first",
             )
-        found = {name: str(tensor_type(value)) for name, value in batch.items()}
-        # Before any rank refuses its batch: the others must not wait for one that has stopped.
-        alike = self._calls >= _COMPARED_STEPS or self._alike(batch, found)
-        for name in {**self.program.INPUTS, **found}:
-            wanted, given = self.program.INPUTS.get(name), found.get(name)
-            if wanted != given:
-                raise BatchError(
-                    f"the input {name!r} is {given or 'missing'}",
-                    why=f"the program was compiled for {wanted or 'no such input'}",
-                    todo="pass batches of one shape, or compile again for this one",
-                )
-        if not alike:
-            raise BatchError(
-                "the ranks hold different batches",
-                why="every rank takes its part of one global batch",
-                todo="give every rank the same whole batch (the same seed, no DistributedSampler)",
-            )
-        self._calls += 1
-        return {name: value.to(self.runtime.device) for name, value in batch.items()}
-
-    def _alike(self, batch: Mapping[str, Tensor], types: Mapping[str, str]) -> bool:
-        """Whether every rank holds the same batch, since each takes its own part of it."""
-        group = self.runtime.group(self.runtime.mesh.names)
-        if group.size == 1:
-            return True
-        total = 0
-        for name in sorted(batch):
-            whole = batch[name].detach().cpu().contiguous().reshape(-1)
-            total = zlib.crc32(f"{name} {types[name]}".encode(), total)
-            total = zlib.crc32(whole.view(torch.uint8).numpy().tobytes(), total)
-        span = torch.tensor([total, -total], dtype=torch.int64, device=self.runtime.device)
-        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group.process_group)
-        return int(span[0]) == -int(span[1])
+        return self._intake.take(batch)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, whole, on every rank."""

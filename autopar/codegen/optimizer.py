@@ -8,9 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+# Their update of one element depends on others: on a shard it would not be the whole tensor's.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+
+
+def refuse_what_shards_break(optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
+    """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
+    kind = type(optimizer).__name__
+    cut = [p.name for p in parameters if p.layout.sharded_axes or p.piece]
+    if kind in _NOT_ELEMENTWISE and cut:
+        raise ProgramError(
+            f"{kind} cannot train a sharded parameter",
+            why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
+            todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
+            "parameters whole",
+        )
 
 
 def state_bytes(optimizer: OptimizerFactory) -> float:

@@ -65,6 +65,16 @@ class Runtime(Communicator):
         )
 
 
+def typed(text: str) -> tuple[str, tuple[int, ...], Layout]:
+    """dtype, global shape and layout of "f32[768, 3072@gpu]".
+
+    Raises:
+        LayoutError: `text` is no layout.
+    """
+    dtype, bracket, rest = text.partition("[")
+    return (dtype, *Layout.parse(bracket + rest))
+
+
 @dataclass(frozen=True)
 class Received:
     """A value that a stage of a pipeline has from another stage.
@@ -88,8 +98,7 @@ def received(text: str, *, gradient: bool = True) -> Received:
     Raises:
         LayoutError: `text` is no layout.
     """
-    dtype, bracket, rest = text.partition("[")
-    shape, layout = Layout.parse(bracket + rest)
+    dtype, shape, layout = typed(text)
     return Received(dtype, shape, layout, gradient)
 
 
@@ -107,6 +116,5 @@ def stored(
     Raises:
         LayoutError: `text` is no layout.
     """
-    dtype, bracket, rest = text.partition("[")
-    shape, layout = Layout.parse(bracket + rest)
+    dtype, shape, layout = typed(text)
     return Parameter(name, shape, dtype, layout, piece, trainable)

@@ -8,7 +8,7 @@ that checkpoints of the original model load and save unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,15 +125,23 @@ class State:
         Raises:
             StateError: naming what is missing, unexpected or of another shape.
         """
-        self._check(state_dict)
-        shards: list[Tensor | None] = [None] * len(self.parameters)
-        for name, numbers in self._pieces.items():
-            full = _whole(self._find(state_dict, name))
+        check_state_dict(state_dict, {n: self.shapes[n] for n in self._pieces}, self.tied)
+        shards: dict[int, Tensor] = {}
+        for name in self._pieces:
+            full = whole(self._find(state_dict, name))
             if broadcast:
                 full = self._from_first(full, device)
-            for number in numbers:
-                shards[number] = self._shard(full, self.parameters[number], device)
-        return [shard for shard in shards if shard is not None]
+            shards |= self.shards(name, full, device)
+        return [shards[number] for number in range(len(self.parameters))]
+
+    def shards(self, name: str, full: Tensor, device: torch.device | str) -> dict[int, Tensor]:
+        """Local shards of one whole tensor of the state_dict, by number of the parameter."""
+        return {n: self._shard(full, self.parameters[n], device) for n in self._pieces[name]}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors in the state_dict, without the tied ones."""
+        return tuple(self._pieces)
 
     def empty(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Local tensors of the right shapes and dtypes, to be loaded later."""
@@ -167,42 +175,22 @@ class State:
         local = self.comm.shard(part, Layout(parameter.layout.dims))
         return local.to(device, TORCH_DTYPES[parameter.dtype], copy=True)
 
-    def _check(self, state_dict: Mapping[str, Tensor]) -> None:
-        present = {self.tied.get(name, name) for name in state_dict}
-        faults = {
-            "missing": [name for name in self._pieces if name not in present],
-            "unexpected": [name for name in state_dict if name not in self.shapes],
-            "mis-shaped": [
-                f"{name} {list(value.shape)} instead of {list(self.shapes[name])}"
-                for name, value in state_dict.items()
-                if name in self.shapes and tuple(value.shape) != self.shapes[name]
-            ],
-        }
-        if any(faults.values()):
-            raise StateError(
-                "the state_dict does not fit the model",
-                why="; ".join(f"{k}: {', '.join(v)}" for k, v in faults.items() if v),
-                todo="load a state_dict of the model that was compiled",
-            )
-
     def state_dict(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         """The full state_dict, pieces joined and tied names included, alike on every rank."""
-        full: dict[str, Tensor] = {}
-        for name, numbers in self._pieces.items():
-            parts = [
-                self.comm.unshard(shards[n], Layout(p.layout.dims), p.shape)
-                for n, p in ((n, self.parameters[n]) for n in numbers)
-            ]
-            piece = self.parameters[numbers[0]].piece
-            full[name] = parts[0] if piece is None else torch.cat(parts, piece.dim)
+        full = {name: self.whole(name, shards) for name in self._pieces}
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
-    def clip_grad_norm_(
-        self,
-        gradients: Sequence[Tensor | None],
-        max_norm: float,
-        across: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+    def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """One tensor of the full state_dict, pieces joined, on every rank of the mesh."""
+        numbers = self._pieces[name]
+        parts = [
+            self.comm.unshard(shards[n], Layout(p.layout.dims), p.shape)
+            for n, p in ((n, self.parameters[n]) for n in numbers)
+        ]
+        piece = self.parameters[numbers[0]].piece
+        return parts[0] if piece is None else torch.cat(parts, piece.dim)
+
+    def clip_grad_norm_(self, gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
         """Scale the gradients in place so that their global L2 norm is at most `max_norm`.
 
         As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
@@ -210,28 +198,77 @@ class State:
         Args:
             gradients: of the parameters, in their order and layouts.
             max_norm: the bound.
-            across: sums a scalar over the other stages of a pipeline.
 
         Returns:
             The norm before scaling, a float64 scalar.
+        """
+        total = self.comm.all_reduce(self.squares(gradients), self.comm.mesh.names)
+        norm = total.sqrt()
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def squares(self, gradients: Sequence[Tensor | None], without: Collection[str] = ()) -> Tensor:
+        """This device's part of the sum of the gradients' squares; parts of all devices add up.
+
+        Args:
+            gradients: of the parameters, in their order and layouts.
+            without: keys of parameters that are not counted.
+
+        Returns:
+            A float64 scalar.
         """
         present = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         device = present[0][1].device if present else "cpu"
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parameter, gradient in present:
+            if parameter.key in without:
+                continue
             axes = parameter.layout.sharded_axes
             shards = math.prod(self.comm.mesh.axis_size(axis) for axis in axes)
             exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
             square = torch.linalg.vector_norm(gradient, dtype=exact).double() ** 2
             # Every replica counts the same numbers once more.
             total += square * shards / self.comm.mesh.size
-        total = self.comm.all_reduce(total, self.comm.mesh.names)
-        norm = (total if across is None else across(total)).sqrt()
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, gradient in present:
-            gradient.mul_(scale.to(gradient.dtype))
-        return norm
+        return total
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def scale(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients, whose norm is `norm`, in place so that it is at most `max_norm`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.dtype))
+
+
+def check_state_dict(
+    state_dict: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> None:
+    """Compare a state_dict with the shapes that a program holds and its tied names.
+
+    Raises:
+        StateError: naming what is missing, unexpected or of another shape.
+    """
+    present = {tied.get(name, name) for name in state_dict}
+    known = {**shapes, **{alias: shapes[name] for alias, name in tied.items()}}
+    faults = {
+        "missing": [name for name in shapes if name not in present],
+        "unexpected": [name for name in state_dict if name not in known],
+        "mis-shaped": [
+            f"{name} {list(value.shape)} instead of {list(known[name])}"
+            for name, value in state_dict.items()
+            if name in known and tuple(value.shape) != known[name]
+        ],
+    }
+    if any(faults.values()):
+        raise StateError(
+            "the state_dict does not fit the model",
+            why="; ".join(f"{k}: {', '.join(v)}" for k, v in faults.items() if v),
+            todo="load a state_dict of the model that was compiled",
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A plain tensor of a plain one or of a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,488 @@
+"""Runs a pipeline: every rank does its row of a schedule's actions, stage by stage.
+
+A step is `forward`s and `backward`s of stages on microbatches, which are equal slices of the batch
+along the first dimension. What stages send one another goes by `post.py`, what they hold lies in
+`stage.py`. Gradients are added up over the microbatches and synchronised once; the loss is the mean
+of the microbatches'. Batch norms see one microbatch at a time, as they would without stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.codegen.batches import Intake
+from autopar.codegen.copies import Copies
+from autopar.codegen.failure import Watch
+from autopar.codegen.gradients import Gradients
+from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.post import Letter, Post, Way, Wires
+from autopar.codegen.runtime import Runtime, typed
+from autopar.codegen.stage import Stage, Tensors
+from autopar.codegen.state import State, check_state_dict, scale, whole
+from autopar.errors import ProgramError, StateError
+from autopar.ir.action import Action
+from autopar.ir.crossing import Side, crossing
+from autopar.ir.interpret import TORCH_DTYPES
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import TensorType
+
+Row = Sequence[Action]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the stages are, and what is done there.
+
+    Attributes:
+        ranks: `ranks[copy][stage]` are the global ranks of that copy of a stage, row-major on the
+            stage's mesh. Stages with the same first rank share their ranks.
+        rows: the actions of each group of ranks, in any order of groups.
+        microbatches: in a step.
+    """
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    rows: tuple[tuple[Action, ...], ...]
+    microbatches: int
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each row."""
+        return tuple(self.ranks[row[0].copy][row[0].stage] for row in self.rows)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.ranks[0])
+
+    def row_of(self, rank: int) -> int:
+        """The row of a global rank."""
+        return next(n for n, ranks in enumerate(self.groups) if rank in ranks)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A value that goes from the stage that makes it to one that reads it.
+
+    Attributes:
+        value: its name.
+        maker, reader: the stages.
+        copy: of the stages, where there are several.
+        there: number of its way.
+        back: number of its gradient's way, None where there is none.
+    """
+
+    value: str
+    maker: int
+    reader: int
+    copy: int
+    there: int
+    back: int | None
+
+
+@dataclass(frozen=True)
+class Routes:
+    """All routes of a pipeline, in one order for all ranks."""
+
+    routes: tuple[Route, ...]
+    ways: tuple[Way, ...]
+
+    @classmethod
+    def of(cls, modules: Sequence[ModuleType], placement: Placement) -> Routes:
+        """The routes that the modules' tables of results and of received values imply."""
+        meshes = [Mesh.parse(module.MESH) for module in modules]
+        routes: list[Route] = []
+        ways: list[Way] = []
+        for copy, ranks in enumerate(placement.ranks):
+            for reader, module in enumerate(modules):
+                for name, value in getattr(module, "RECEIVED", {}).items():
+                    maker = next(n for n, other in enumerate(modules) if name in other.OUTPUTS)
+                    dtype, shape, layout = typed(modules[maker].OUTPUTS[name])
+                    tensor = TensorType(dtype, shape)
+                    made = Side(meshes[maker], ranks[maker], layout)
+                    read = Side(meshes[reader], ranks[reader], value.layout)
+                    there, back = len(ways), None
+                    ways.append(Way(tensor, crossing(tensor, made, read)))
+                    if value.gradient:
+                        back = len(ways)
+                        ways.append(Way(tensor, crossing(tensor, read, made)))
+                    routes.append(Route(name, maker, reader, copy, there, back))
+        return cls(tuple(routes), tuple(ways))
+
+    def around(
+        self, action: Action
+    ) -> tuple[tuple[tuple[str, Letter], ...], tuple[tuple[str, Letter], ...]]:
+        """What a compute action waits for and what it sends when it has run, by name of value."""
+        kind, stage, microbatch, copy = action
+        mine = [route for route in self.routes if route.copy == copy]
+        made = [route for route in mine if route.maker == stage]
+        read = [route for route in mine if route.reader == stage]
+        if kind == "F":
+            sides = ([(r.value, r.there) for r in side] for side in (read, made))
+        elif kind == "W":
+            return (), ()
+        else:
+            sides = (
+                [(r.value, r.back) for r in side if r.back is not None] for side in (made, read)
+            )
+        waits, sends = (
+            tuple((value, Letter(way, microbatch)) for value, way in side) for side in sides
+        )
+        return waits, sends
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Args:
+        modules: the loaded program of every stage.
+        placement: where they run, and when.
+        inputs: the inputs of one microbatch by name, "i64[8, 16]".
+        device: where this process computes.
+        values: every parameter and buffer by name, whole; the first rank's count.
+        optimizer: makes an optimizer of the local parameters.
+        tied: further names of parameters.
+        clip_norm: bound of the gradients' global norm, None for no bound.
+
+    Raises:
+        StateError: `values` does not fit the program.
+        ProgramError: the optimizer cannot work on shards.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleType],
+        placement: Placement,
+        inputs: Mapping[str, str],
+        device: torch.device,
+        values: Mapping[str, Tensor],
+        optimizer: OptimizerFactory,
+        *,
+        tied: Mapping[str, str] | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.modules, self.placement, self.device = modules, placement, device
+        self.clip_norm, self.tied = clip_norm, dict(tied or {})
+        self.world, self.rank = 1, 0
+        if dist.is_initialized():
+            self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.wires = Wires.make() if self.world > 1 else None
+        self.routes = Routes.of(modules, placement)
+        # All ranks make all meshes, since groups are made by all processes together.
+        runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
+        self.everywhere: dict[tuple[int, int], Stage] = {}
+        for copy, ranks in enumerate(placement.ranks):
+            for number, (module, members) in enumerate(zip(modules, ranks, strict=True)):
+                key = (module.MESH, members)
+                if key not in runtimes:
+                    mesh = Mesh.parse(module.MESH)
+                    runtimes[key] = Runtime(mesh, device, members, seed=number)
+                state = State(runtimes[key], module.parameters())
+                self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
+        self.row = placement.rows[placement.row_of(self.rank)]
+        self.stages = {
+            key: stage for key, stage in self.everywhere.items() if stage.runtime.rank >= 0
+        }
+        self.shapes = {
+            name: stage.state.shapes[name]
+            for stage in self.everywhere.values()
+            for name in stage.state.names
+        }
+        self.loaded = not any(value.is_meta for value in values.values())
+        self._load(values if self.loaded else None, from_first=True)
+        trained = [t for stage in self.stages.values() for t in stage.trained.values()]
+        self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
+        for stage in self.stages.values():
+            refuse_what_shards_break(self.optimizer, stage.state.parameters)
+            rounds = sum(
+                action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
+                for action in self.row
+            )
+            if stage.runtime.gradients is None:
+                stage.runtime.gradients = Gradients(device, rounds)
+        self.copies = Copies(self.everywhere, self.rank, self.wires, device)
+        self.grad_norm: Tensor | None = None
+        self.watch = Watch.over(range(self.world))
+        self._random = any(module.RANDOM for module in modules)
+        self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
+        batch = {
+            name: str(TensorType(t.dtype, (t.shape[0] * placement.microbatches, *t.shape[1:])))
+            if t.shape
+            else str(t)
+            for name, t in self._sizes.items()
+        }
+        self._intake = Intake(batch, device, self.world, None)
+
+    # One step ------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of all microbatches and an optimizer step.
+
+        Args:
+            batch: the same whole batch on every rank.
+
+        Returns:
+            The mean of the microbatches' losses, a scalar, the same on every rank.
+
+        Raises:
+            BatchError: the batch is not like the captured one, or not the same on every rank.
+            ProgramError: the program has no loss.
+            RankFailedError: another rank failed.
+        """
+        if all(module.LOSS is None for module in self.modules):
+            raise ProgramError(
+                "the program has no loss to train on",
+                todo="return a scalar loss from the model, or pass loss_fn",
+            )
+        with self.watch:
+            parts = self._prepare(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            for stage in self.stages.values():
+                stage.forget()
+                if stage.runtime.gradients is not None:
+                    stage.runtime.gradients.drop()
+            losses = self._run(parts)
+            for stage in self.stages.values():
+                if stage.runtime.gradients is not None:
+                    stage.runtime.gradients.collect()
+            self.copies.add_up()
+            if self.clip_norm is not None:
+                self.grad_norm = self._clip(self.clip_norm)
+            self.optimizer.step()
+            return self._mean(losses)
+
+    def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
+        """Do this rank's row; the losses of the microbatches whose last stage is here."""
+        post = self._post(self.placement.rows)
+        losses: list[Tensor] = []
+        with self._states(self.row) as enter:
+            for place, action in enumerate(self.row):
+                for ahead in self.row[place : place + 2]:
+                    for _, letter in self.routes.around(ahead)[0]:
+                        post.ask(letter)
+                stage = self.stages[action.stage, action.copy]
+                waits, sends = self.routes.around(action)
+                arrived = [(name, post.receive(letter, stage.runtime)) for name, letter in waits]
+                if action.kind == "F":
+                    enter(action)
+                    made = stage.forward(action.microbatch, parts[action.microbatch], dict(arrived))
+                    if stage.module.LOSS is not None:
+                        losses.append(made[stage.module.LOSS])
+                else:
+                    made = self._backward(stage, action, arrived)
+                for name, letter in sends:
+                    post.send(letter, made[name])
+        post.finish()
+        return losses
+
+    def _post(self, rows: Sequence[Row]) -> Post:
+        """The messages of one run over `rows`."""
+        sends = [
+            (ranks, [letter for action in row for _, letter in self.routes.around(action)[1]])
+            for ranks, row in zip(self.placement.groups, rows, strict=True)
+        ]
+        return Post(self.routes.ways, sends, self.rank, self.device, self.wires)
+
+    def _backward(
+        self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
+    ) -> Tensors:
+        """A backward action on the gradients that came from the readers of its results."""
+        gradients: Tensors = {}
+        for name, gradient in arrived:
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return stage.backward(action.microbatch, gradients, 1 / self.placement.microbatches)
+
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """The mean of all microbatches' losses, on every rank."""
+        module = next(module for module in self.modules if module.LOSS is not None)
+        dtype = TORCH_DTYPES[typed(module.OUTPUTS[module.LOSS])[0]]
+        total = torch.zeros((), dtype=dtype, device=self.device)
+        # Every rank of the last stage has the loss; one of them speaks for all.
+        if losses and all(s.runtime.rank == 0 for s in self.stages.values()):
+            total = torch.stack(list(losses)).sum() / self.placement.microbatches
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scale all gradients; their global norm, in which every parameter counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients: list[Tensor | None] = []
+        for stage in self.stages.values():
+            own = [t.grad if t.requires_grad else None for t in stage.tensors]
+            total += stage.state.squares(own, self.copies.counted_elsewhere(stage))
+            gradients += own
+        if self.world > 1:
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def _prepare(self, batch: Mapping[str, Tensor]) -> list[Tensors]:
+        """The microbatches, after checks, on this device."""
+        if not self.loaded:
+            raise StateError(
+                "the program has no weights",
+                why="it was compiled from a model on the meta device",
+                todo="call program.load_state_dict(...) first",
+            )
+        whole_batch = self._intake.take(batch)
+        return [
+            {name: self._slice(name, value, number) for name, value in whole_batch.items()}
+            for number in range(self.placement.microbatches)
+        ]
+
+    def _slice(self, name: str, value: Tensor, number: int) -> Tensor:
+        shape = self._sizes[name].shape
+        return value.narrow(0, number * shape[0], shape[0]) if shape else value
+
+    # Random numbers ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _states(self, row: Row) -> Iterator[Callable[[Action], None]]:
+        """Gives what puts the CPU's generator where a forward of the unsharded run would find it.
+
+        That run does one microbatch after the other, each through all stages. So every rank draws
+        and forgets what the other stages draw. Afterwards the generators are where it would leave
+        them, alike on all ranks.
+        """
+        if not self._random:
+            yield lambda action: None
+            return
+        state = [torch.get_rng_state()]
+        if self.world > 1:
+            dist.broadcast_object_list(state)
+        torch.set_rng_state(state[0])
+        own = {(a.microbatch, a.stage) for a in row if a.kind == "F"}
+        runtime = next(iter(self.stages.values())).runtime
+        found: dict[tuple[int, int], Tensor] = {}
+        for microbatch in range(self.placement.microbatches):
+            for number, module in enumerate(self.modules):
+                if (microbatch, number) in own:
+                    found[microbatch, number] = torch.get_rng_state()
+                if module.RANDOM:
+                    module.draw(runtime)
+        end = torch.get_rng_state()
+        yield lambda action: torch.set_rng_state(found[action.microbatch, action.stage])
+        torch.set_rng_state(end)
+
+    # Without gradients ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensors:
+        """The outputs by name, whole and on every rank; raises what `step` raises.
+
+        Those of the microbatches stand in a row along their first dimension; of scalars it is the
+        mean.
+        """
+        with self.watch:
+            parts = self._prepare(batch)
+            rows = [[a for a in row if a.kind == "F"] for row in self.placement.rows]
+            row = rows[self.placement.row_of(self.rank)]
+            post = self._post(rows)
+            found: dict[tuple[str, int], Tensor] = {}
+            with self._states(row) as enter:
+                for action in row:
+                    stage = self.stages[action.stage, action.copy]
+                    waits, sends = self.routes.around(action)
+                    arrived = {name: post.receive(letter, stage.runtime) for name, letter in waits}
+                    enter(action)
+                    made = stage.forward(action.microbatch, parts[action.microbatch], arrived)
+                    for name, letter in sends:
+                        post.send(letter, made[name])
+                    for name, value in made.items():
+                        if not name.startswith("%"):
+                            _, shape, layout = typed(stage.module.OUTPUTS[name])
+                            whole_value = stage.runtime.unshard(value, layout, shape)
+                            found[name, action.microbatch] = whole_value
+            post.finish()
+            return self._everywhere(found)
+
+    def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
+        """The outputs of all microbatches, put together, on every rank."""
+        outputs: Tensors = {}
+        for number, module in enumerate(self.modules):
+            for name, text in module.OUTPUTS.items():
+                if name.startswith("%"):
+                    continue
+                dtype, shape, _ = typed(text)
+                pieces = []
+                for microbatch in range(self.placement.microbatches):
+                    value = found.get((name, microbatch))
+                    if value is None:
+                        value = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                    pieces.append(self._from(self._speaker(number, microbatch), value))
+                if shape:
+                    outputs[name] = torch.cat(pieces)
+                else:
+                    outputs[name] = torch.stack(pieces).sum() / len(pieces)
+        return outputs
+
+    def _speaker(self, stage: int, microbatch: int) -> int:
+        """The first rank that does the forward of a stage on a microbatch."""
+        copy = next(
+            action.copy
+            for row in self.placement.rows
+            for action in row
+            if action[:3] == ("F", stage, microbatch)
+        )
+        return self.placement.ranks[copy][stage][0]
+
+    def _from(self, rank: int, value: Tensor) -> Tensor:
+        """What `rank` holds, on every rank."""
+        if self.world == 1:
+            return value
+        value = value.contiguous()
+        dist.broadcast(value, src=rank)
+        return value
+
+    # State ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Tensors:
+        """Every parameter and buffer by name, whole, on every rank."""
+        full: Tensors = {}
+        for stage in self.everywhere.values():
+            for name in stage.state.names:
+                if name in full:
+                    continue
+                if stage.runtime.rank >= 0:
+                    value = stage.state.whole(name, stage.tensors)
+                else:
+                    dtype = next(p.dtype for p in stage.state.parameters if p.name == name)
+                    value = torch.empty(
+                        self.shapes[name], dtype=TORCH_DTYPES[dtype], device=self.device
+                    )
+                full[name] = self._from(stage.runtime.ranks[0], value)
+        return full | {alias: full[name] for alias, name in self.tied.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
+        self._load(values)
+        self.loaded = True
+
+    def _load(self, values: Mapping[str, Tensor] | None, *, from_first: bool = False) -> None:
+        """Deal out the values, or make room for some to come."""
+        shards: dict[tuple[int, int], dict[int, Tensor]] = {key: {} for key in self.stages}
+        if values is None:
+            for key, stage in self.stages.items():
+                shards[key] = dict(enumerate(stage.state.empty(self.device)))
+        else:
+            check_state_dict(values, self.shapes, self.tied)
+            for name in self.shapes:
+                names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
+                full = whole(next(values[n] for n in names if n in values))
+                if from_first:
+                    full = self._from(0, full.detach().to(self.device, copy=True))
+                for key, stage in self.stages.items():
+                    if name in stage.state.names:
+                        shards[key] |= stage.state.shards(name, full, self.device)
+        for key, stage in self.stages.items():
+            stage.hold(shards[key])

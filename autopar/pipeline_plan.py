@@ -1,0 +1,216 @@
+"""PipelinePlan: how a model is cut into stages, where each runs and how, as a value and as TOML.
+
+Every stage has a plan of its own, as of a whole model, for its own mesh:
+
+    [[stages]]
+    end = "add_17"        # the last node of the stage, by execution order
+    ranks = [0]           # the first global rank of each copy of the stage
+    mesh = "H100: gpu=4"
+    graph = "gpt, stage 0 sha256:9f2c41aa"
+    ...
+
+Two stages with the same ranks share their devices, as in interleaved schedules.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from autopar.errors import AutoparError, PlanError, PlanMismatchError
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        end: name of its last node in the normalised graph, "" for the last stage.
+        starts: the first global rank of each copy of the stage; schedules with one copy of the
+            model have one. A copy's ranks follow one another.
+        plan: layouts of its nodes on its own mesh.
+    """
+
+    end: str
+    starts: tuple[int, ...]
+    plan: Plan
+
+    def ranks(self, copy: int = 0) -> tuple[int, ...]:
+        """The global ranks of a copy, row-major on the stage's mesh."""
+        return tuple(range(self.starts[copy], self.starts[copy] + self.plan.mesh.size))
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A whole pipeline.
+
+    Attributes:
+        graph: fingerprint of the whole normalised graph, on one microbatch.
+        mesh: all devices.
+        microbatches: in a step.
+        schedule: its name, with options if it takes any: "interleaved_1f1b chunks=2".
+        stages: in execution order.
+        predicted: figures such as "step_seconds" and "peak_bytes".
+        model: how the command line spelled the model, as in `Plan.model`.
+    """
+
+    graph: str
+    mesh: Mesh
+    microbatches: int
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    predicted: dict[str, float] = field(default_factory=dict)
+    model: dict[str, str | int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.to_toml()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The last node of every stage but the last."""
+        return tuple(stage.end for stage in self.stages[:-1])
+
+    def to_toml(self) -> str:
+        """The file's text; `PipelinePlan.from_toml` reads it back to an equal plan."""
+        document = tomlkit.document()
+        document.add(
+            tomlkit.comment("autopar pipeline plan. Predictions are seconds and bytes per device.")
+        )
+        document["version"] = VERSION
+        document["graph"] = self.graph
+        document["mesh"] = str(self.mesh)
+        document["microbatches"] = self.microbatches
+        document["schedule"] = self.schedule
+        if self.model:
+            document["model"] = dict(self.model)
+        document["predicted"] = dict(self.predicted)
+        stages = tomlkit.aot()
+        for stage in self.stages:
+            table = tomlkit.table()
+            table["end"] = stage.end
+            table["ranks"] = list(stage.starts)
+            table.update(tomlkit.parse(stage.plan.to_toml()).unwrap())
+            stages.append(table)
+        document["stages"] = stages
+        return tomlkit.dumps(document)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "") -> PipelinePlan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is not TOML or no plan of a pipeline; names the entry.
+        """
+        try:
+            table = tomlkit.parse(text).unwrap()
+        except (TOMLKitError, ValueError, RecursionError) as error:
+            raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        expected = {
+            "version": int, "graph": str, "mesh": str, "microbatches": int, "schedule": str,
+            "predicted": dict, "stages": list,
+        }  # fmt: skip
+        for key, kind in expected.items():
+            if type(table.get(key)) is not kind:
+                raise PlanError(
+                    f"the plan has no usable entry {key!r}",
+                    where=where,
+                    why=f"a plan of a pipeline has the entries {', '.join(expected)}",
+                )
+        if table["version"] != VERSION:
+            raise PlanError(
+                f"the plan has version {table['version']}", where=where, why=f"{VERSION} is read"
+            )
+        stages = tuple(
+            _stage(entry, f"{where + ', ' if where else ''}stage {number}")
+            for number, entry in enumerate(table["stages"])
+        )
+        # What every plan has is read and judged as in every plan.
+        common = {key: table[key] for key in ("version", "graph", "mesh", "predicted")}
+        shell = Plan.from_toml(
+            tomlkit.dumps({**common, "model": table.get("model", {}), "layouts": {}}), where
+        )
+        made = cls(
+            shell.graph, shell.mesh, table["microbatches"], table["schedule"], stages,
+            shell.predicted, shell.model,
+        )  # fmt: skip
+        made._judge(where)
+        return made
+
+    def _judge(self, where: str) -> None:
+        """PlanError unless the stages are a pipeline on the mesh."""
+        faults = []
+        if self.microbatches < 1:
+            faults.append(f"microbatches = {self.microbatches}")
+        if not self.stages:
+            faults.append("there are no stages")
+        if any(bool(stage.end) != (stage is not self.stages[-1]) for stage in self.stages):
+            faults.append("every stage but the last has an end")
+        if len({len(stage.starts) for stage in self.stages}) > 1:
+            faults.append("the stages differ in their number of copies")
+        for number, stage in enumerate(self.stages):
+            last = max(stage.starts, default=0) + stage.plan.mesh.size
+            if not stage.starts or min(stage.starts) < 0 or last > self.mesh.size:
+                faults.append(f"stage {number} runs on ranks that {self.mesh} does not have")
+        if faults:
+            raise PlanError(
+                "the plan has a damaged entry", where=where, why="; ".join(dict.fromkeys(faults))
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, whole or not at all (a temporary file is renamed into place)."""
+        path = Path(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_toml())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> PipelinePlan:
+        """Read a plan file; PlanError if it is missing, not text or not a plan of a pipeline."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}", why=str(error)) from error
+        return cls.from_toml(text, where=str(path))
+
+    def check(self, graph: str, mesh: Mesh) -> None:
+        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+        if self.mesh.names != mesh.names or self.mesh.shape != mesh.shape:
+            raise PlanMismatchError(
+                "the plan is for another mesh", why=f"plan: {self.mesh}; here: {mesh}"
+            )
+        if self.graph != graph:
+            raise PlanMismatchError(
+                "the plan is for another model",
+                why=f"plan: {self.graph}; here: {graph}",
+                todo="plan this model, with this size of microbatch, again",
+            )
+
+
+def _stage(entry: Any, where: str) -> StagePlan:
+    """One entry of `stages`; PlanError names what is wrong with it."""
+    try:
+        end, starts = entry.pop("end"), entry.pop("ranks")
+        if not isinstance(end, str):
+            raise ValueError(f"end = {end!r} is no text")
+        if not (isinstance(starts, list) and all(type(start) is int for start in starts)):
+            raise ValueError(f"ranks = {starts!r} is no list of ranks")
+        return StagePlan(end, tuple(starts), Plan.from_toml(tomlkit.dumps(entry), where))
+    except PlanError:
+        raise
+    except (AutoparError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error

@@ -1,0 +1,212 @@
+"""The story of `compile` for a pipeline: capture -> cut -> plan -> emit -> load, stage by stage."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.codegen.emit import emit
+from autopar.codegen.load import load
+from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
+from autopar.errors import BatchError
+from autopar.intra_op import legal
+from autopar.ir.capture import Captured
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import NORMALISING
+from autopar.ir.structure import Structure
+from autopar.ir.text import fingerprint
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelining import (
+    equal_parts,
+    even_ends,
+    groups_for,
+    plan_stages,
+    schedule_of,
+    stage_graphs,
+)
+from autopar.planning import Options, Trace, capture_graph, cost_model
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user says of a pipeline.
+
+    Attributes:
+        stages: into how many the model is cut.
+        microbatches: into how many equal slices a batch is cut.
+        schedule: name and options.
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A pipeline that is ready to train.
+
+    Attributes:
+        plan: how it is cut and planned.
+        sources: the generated Python of every stage.
+        captured: the model on one microbatch; its graph is normalised only.
+        pipeline: what runs it on this rank.
+    """
+
+    plan: PipelinePlan
+    sources: tuple[str, ...]
+    captured: Captured
+    pipeline: Pipeline
+
+
+def microbatch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first of `count` equal slices of a batch along its first dimension.
+
+    Tensors without dimensions belong to every slice.
+
+    Raises:
+        BatchError: a tensor does not divide; names it.
+    """
+    structure = Structure.of({"args": args, "kwargs": kwargs}, "", constants=True)
+    slices = {}
+    for name, value in structure.flatten({"args": args, "kwargs": kwargs}).items():
+        if value.dim() and value.shape[0] % count:
+            raise BatchError(
+                f"the input {name.partition('.')[2]!r} does not divide into {count} microbatches",
+                why=f"its shape is {list(value.shape)}; every microbatch is an equal slice along "
+                "the first dimension",
+                todo="pass a batch whose size is a multiple of the number of microbatches",
+            )
+        slices[name] = value[: value.shape[0] // count] if value.dim() else value
+    rebuilt = structure.rebuild(slices)
+    return rebuilt["args"], rebuilt["kwargs"]
+
+
+def capture_microbatch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: int,
+    options: Options,
+    trace: Trace,
+) -> Captured:
+    """The model's forward on one of `count` microbatches, normalised; raises as `capture_graph`."""
+    args, kwargs = microbatch(args, kwargs, count)
+    return capture_graph(model, args, kwargs, options, trace, NORMALISING)
+
+
+def plan_evenly(
+    captured: Captured,
+    mesh: Mesh,
+    request: Request,
+    options: Options,
+    trace: Trace,
+    state: float = 2.0,
+) -> PipelinePlan:
+    """Stages of about equal time on equal parts of the mesh; raises as `plan_stages`."""
+    groups = groups_for(request.schedule, request.stages, request.microbatches)
+    parts = equal_parts(mesh, groups)
+    ends = even_ends(captured.graph, request.stages, parts[0].mesh, options)
+    return plan_stages(
+        captured.graph,
+        ends,
+        parts,
+        mesh,
+        request.microbatches,
+        request.schedule,
+        options,
+        trace,
+        state,
+    )
+
+
+def sources_of(captured: Captured, plan: PipelinePlan, options: Options) -> tuple[str, ...]:
+    """The generated Python of every stage.
+
+    Raises:
+        PlanMismatchError: the plan is for another model.
+        PlanError: a layout is none that the rules allow.
+    """
+    found = []
+    graphs = stage_graphs(captured.graph, plan.ends, Trace(None))
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        wanted = {node.name for node in graph.folded}
+        stage.plan.check(fingerprint(graph), wanted, stage.plan.mesh)
+        legal.check(graph, stage.plan, options.table)
+        found.append(emit(graph, stage.plan, cost_model(stage.plan.mesh, options).collective))
+    return tuple(found)
+
+
+def placement_of(plan: PipelinePlan) -> Placement:
+    """Where the stages of a plan run, and when."""
+    groups = len({start for stage in plan.stages for start in stage.starts})
+    schedule = schedule_of(plan.schedule, groups, plan.microbatches)
+    ranks = tuple(
+        tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
+    )
+    return Placement(ranks, schedule.rows, plan.microbatches)
+
+
+def make(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    plan: PipelinePlan | None,
+    request: Request,
+    options: Options,
+    trace: Trace,
+    factory: OptimizerFactory,
+    clip_norm: float | None,
+) -> Made:
+    """Everything up to a pipeline that can train; raises what `compile` raises."""
+    count = request.microbatches if plan is None else plan.microbatches
+    captured = capture_microbatch(model, args, kwargs, count, options, trace)
+    if not same_on_all_ranks(fingerprint(captured.graph)):
+        raise BatchError(
+            "the ranks captured different graphs",
+            why="their models or the shapes of their batches differ",
+            todo="build one model on every rank, and give every rank the same whole batch",
+        )
+    if plan is None:
+        state = state_bytes(factory)
+        plan = from_first_rank(lambda: plan_evenly(captured, mesh, request, options, trace, state))
+    else:
+        plan.check(fingerprint(captured.graph), mesh)
+        plan = replace(plan, mesh=mesh)
+    sources = sources_of(captured, plan, options)
+    modules = []
+    for number, source in enumerate(sources):
+        trace(f"stage_{number}.py", lambda source=source: source)  # type: ignore[misc]
+        code = zlib.crc32(source.encode())
+        modules.append(load(source, f"<autopar {captured.graph.name}, stage {number}, {code:08x}>"))
+    pipeline = Pipeline(
+        modules,
+        placement_of(plan),
+        {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
+        local_device(),
+        values_of(model, captured),
+        factory,
+        tied={k: v for k, v in captured.parameter_names.items() if k != v},
+        clip_norm=clip_norm,
+    )
+    return Made(plan, sources, captured, pipeline)
+
+
+def values_of(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """The model's parameters and buffers by the names of the graph's leaves."""
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    found = {
+        name: parameter.detach()
+        for name, parameter in parameters.items()
+        if captured.parameter_names[name] == name
+    }
+    return {**found, **captured.buffers}

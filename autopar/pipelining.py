@@ -1,0 +1,324 @@
+"""Planning a pipeline: a graph is cut, and every stage is planned on its own part of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import MeshError, ScheduleError, StageError
+from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.schedules import schedule as make_schedule
+from autopar.intra_op.options import operand_types, whole_options
+from autopar.intra_op.rule import resolve
+from autopar.intra_op.works import node_work
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.passes import FINDING, prepare
+from autopar.ir.stages import alike, cut
+from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.verify import verify
+from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.plan import Plan
+from autopar.planning import Options, Trace, cost_model, make_plan
+
+Floats = NDArray[np.float64]
+_SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A part of a mesh, for one or more stages.
+
+    Attributes:
+        mesh: its devices as a mesh of their own.
+        start: global rank of the first; the others follow it.
+    """
+
+    mesh: Mesh
+    start: int
+
+
+def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
+    """A mesh in equal parts of neighbouring ranks, cut along its outer axes.
+
+    Every part has all axes of the mesh, those that were cut through with fewer devices.
+
+    Raises:
+        MeshError: the outer axes do not divide into so many parts.
+    """
+    axes: list[Axis] = []
+    left = count
+    for axis in mesh.axes:
+        size = axis.size // left if axis.size % left == 0 else 1
+        if left % (axis.size // size):
+            raise MeshError(
+                f"mesh {str(mesh)!r} does not divide into {count} equal parts",
+                why=f"its axis {axis.name} has {axis.size} devices, to be cut {left} ways",
+                todo="change the number of stages or the mesh, or give the parts yourself",
+            )
+        left //= axis.size // size
+        axes.append(replace(axis, size=size))
+    if left > 1:
+        raise MeshError(
+            f"mesh {str(mesh)!r} does not divide into {count} equal parts",
+            why=f"it has {mesh.size} devices",
+            todo="use fewer stages or more devices",
+        )
+    part = replace(mesh, axes=tuple(axes))
+    return tuple(Devices(part, number * part.size) for number in range(count))
+
+
+def read_schedule(text: str) -> tuple[str, dict[str, int]]:
+    """Name and options of "interleaved_1f1b chunks=2".
+
+    Raises:
+        ScheduleError: an option that is no number.
+    """
+    name, *words = text.split() or [""]
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.isdigit():
+            raise ScheduleError(
+                f"cannot read {word!r} of the schedule {text!r}",
+                why="behind the name of a schedule stand its options",
+                todo='write e.g. "interleaved_1f1b chunks=2"',
+            )
+        options[key] = int(value)
+    return name, options
+
+
+def schedule_of(text: str, groups: int, microbatches: int) -> Schedule:
+    """The schedule that a text names, for so many groups of devices.
+
+    Raises:
+        ScheduleError: there is no such schedule, or none for these sizes and options.
+    """
+    name, options = read_schedule(text)
+    try:
+        return make_schedule(name, groups, microbatches, **options)
+    except TypeError as error:
+        raise ScheduleError(
+            f"the schedule {name} does not take {', '.join(options)}", why=str(error)
+        ) from error
+
+
+def groups_for(text: str, stages: int, microbatches: int) -> int:
+    """How many groups of devices a schedule deals so many stages out to.
+
+    Raises:
+        ScheduleError: it takes no such number of stages; or as `schedule_of`.
+    """
+    refused: ScheduleError | None = None
+    for groups in range(stages, 0, -1):
+        if stages % groups:
+            continue
+        try:
+            if schedule_of(text, groups, microbatches).stages == stages:
+                return groups
+        except ScheduleError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    raise ScheduleError(
+        f"the schedule {text!r} does not take {stages} stages",
+        why="each group of devices has the same number of stages in it",
+        todo="change the number of stages, or the schedule's options",
+    )
+
+
+def plan_stages(
+    graph: Graph,
+    ends: Sequence[str],
+    groups: Sequence[Devices],
+    mesh: Mesh,
+    microbatches: int,
+    schedule: str,
+    options: Options,
+    trace: Trace,
+    state_bytes: float = 2.0,
+) -> PipelinePlan:
+    """The plan of a pipeline whose cuts and devices are given.
+
+    Equal stages on equal meshes are planned once.
+
+    Args:
+        graph: the whole model on one microbatch, normalised, without shares and repeats.
+        ends: the last node of every stage but the last.
+        groups: the devices of each rank of the schedule.
+        mesh: all devices.
+        microbatches: in a step.
+        schedule: its name and options.
+        options: for every stage.
+        trace: keeps what is planned.
+        state_bytes: optimizer state in units of a parameter's own bytes.
+
+    Raises:
+        ScheduleError: the schedule is none, or does not fit the sizes.
+        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes.
+        InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
+            see `make_plan`.
+    """
+    made = schedule_of(schedule, len(groups), microbatches)
+    if made.stages != len(ends) + 1:
+        raise StageError(
+            f"{len(ends) + 1} stages for the schedule {schedule!r}",
+            why=f"on {len(groups)} groups of devices it has {made.stages}",
+            todo="cut the model into as many stages",
+        )
+    known: dict[tuple[str, Mesh], tuple[Graph, Plan]] = {}
+    stages = []
+    for number, part in enumerate(stage_graphs(graph, ends, trace)):
+        held = [groups[placed[number]] for placed in made.placement]
+        if any(sub.mesh != held[0].mesh for sub in held):
+            raise StageError(
+                f"the copies of stage {number} have unequal meshes",
+                why=", ".join(str(sub.mesh) for sub in held),
+                todo="give all groups of devices of such a schedule one mesh",
+            )
+        key = (alike(part), held[0].mesh)
+        if key not in known or options.pins:
+            plan = make_plan(part, held[0].mesh, options, trace, state_bytes)
+            known[key] = (part, plan)
+        plan = translated(*known[key], part)
+        end = ends[number] if number < len(ends) else ""
+        stages.append(StagePlan(end, tuple(sub.start for sub in held), plan))
+    return PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, tuple(stages))
+
+
+def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
+    """The stages of a normalised graph, as they are planned and emitted; StageError as `cut`."""
+    found = []
+    for number, part in enumerate(cut(graph, ends)):
+        stage = prepare(verify(part), passes=FINDING)
+        trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
+        found.append(stage)
+    return tuple(found)
+
+
+def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:
+    """The plan of a graph for another that differs from it in names only."""
+    names = dict(zip((n.name for n in graph.nodes), (n.name for n in other.nodes), strict=True))
+    return replace(
+        plan,
+        graph=fingerprint(other),
+        nodes={names[name]: entry for name, entry in plan.nodes.items()},
+        replicated={names[name]: seconds for name, seconds in plan.replicated.items()},
+    )
+
+
+def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
+    """Cuts into stages that take about the same time on one device, where little is sent.
+
+    Repeated blocks stay whole, where there are enough of them. The slowest stage is made as fast
+    as it can be; among cuts that come within a few per cent of that, those are taken behind which
+    the fewest bytes are read later.
+
+    Args:
+        graph: normalised, without shares and repeats.
+        stages: how many.
+        mesh: whose device prices the operators.
+        options: rules and prices.
+
+    Raises:
+        StageError: there are fewer operators than stages.
+    """
+    seconds, blocks = _weights(graph, mesh, options)
+    names = list(seconds)
+    crossing = _crossing(graph, names)
+    legal = [
+        at
+        for at, name in enumerate(names[:-1])
+        if blocks.get(name) is None or blocks.get(name) != blocks.get(names[at + 1])
+    ]
+    if len(legal) < stages - 1:
+        legal = list(range(len(names) - 1))
+    if len(legal) < stages - 1:
+        raise StageError(
+            f"{graph.name} cannot be cut into {stages} stages",
+            why=f"it has {len(names)} operators",
+            todo="ask for fewer stages",
+        )
+    # A cut stands behind `legal[c]`; the pieces between neighbouring cuts are what is dealt out.
+    before = np.concatenate([[0.0], np.cumsum(list(seconds.values()))])
+    edges = np.array([0, *(before[at + 1] for at in legal), before[-1]])
+    nbytes = np.array([0.0, *(crossing[at] for at in legal), 0.0])
+    slowest = _slowest(edges, stages)
+    chosen = _cheapest_cuts(edges, nbytes, stages, slowest * (1 + _SLACK))
+    return tuple(names[legal[at - 1]] for at in chosen)
+
+
+def _weights(
+    graph: Graph, mesh: Mesh, options: Options
+) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+    """Seconds of every operator on one device, and the block of those that are in one."""
+    whole = prepare(graph, passes=FINDING)
+    model = cost_model(mesh, options)
+    found: dict[str, float] = {}
+    for node in whole.folded:
+        rule = options.table.get(node.op)
+        (option,) = whole_options(whole, node)
+        signature = None
+        if rule is not None and not node.is_leaf:
+            signature = resolve(rule, node, operand_types(whole, node), node.types)
+        work = node_work(whole, node, option.operands, option.results, signature, mesh)
+        found[node.name] = sum(map(model.compute, (*work.forward, *work.backward)))
+    blocks = {
+        name: (run, number)
+        for run, repeat in enumerate(whole.repeats)
+        for number, block in enumerate(repeat.iterations)
+        for name in block
+    }
+    operators = [node.name for node in graph.nodes if not node.is_leaf]
+    return {name: found[whole.template[name]] for name in operators}, blocks
+
+
+def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
+    """For each operator the bytes made up to it, from parameters on, and read after it."""
+    place = {name: at for at, name in enumerate(names)}
+    change = [0.0] * (len(names) + 1)
+    for name in names:
+        node = graph[name]
+        last = max((place[user] for user in graph.users[name]), default=-1)
+        if node.requires_grad and last > place[name]:
+            nbytes = float(sum(kind.nbytes for kind in node.types))
+            change[place[name]] += nbytes
+            change[last] -= nbytes
+    return list(np.cumsum(change)[:-1])
+
+
+def _slowest(edges: Floats, stages: int) -> float:
+    """The least time of the slowest stage, pieces between `edges` being whole."""
+    low, high = 0.0, float(edges[-1])
+    for _ in range(60):
+        middle = (low + high) / 2
+        at = 0
+        for _ in range(stages):
+            at = int(np.searchsorted(edges, edges[at] + middle * (1 + 1e-12), side="right")) - 1
+        low, high = (low, middle) if at == len(edges) - 1 else (middle, high)
+    return high
+
+
+def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> list[int]:
+    """Places of the cuts with the fewest bytes, among those whose stages take at most `most`."""
+    count = len(edges)
+    best = np.full(count, np.inf)
+    best[0] = 0.0
+    came: list[NDArray[np.int64]] = []
+    for stage in range(stages):
+        fresh, origin = np.full(count, np.inf), np.zeros(count, dtype=np.int64)
+        for at in range(1, count):
+            first = int(np.searchsorted(edges, edges[at] - most * (1 + 1e-9), side="left"))
+            if first < at and np.isfinite(best[first:at]).any():
+                origin[at] = first + int(np.argmin(best[first:at]))
+                fresh[at] = best[origin[at]] + (nbytes[at] if stage < stages - 1 else 0.0)
+        best = fresh
+        came.append(origin)
+    cuts, at = [], count - 1
+    for origin in reversed(came[1:]):
+        at = int(origin[at])
+        cuts.append(at)
+    return cuts[::-1]
