@@ -161,11 +161,12 @@ class Even:
         found = []
         for choice in choices:
             option = dict(zip(distinct, choice, strict=True))
-            figures = np.sum([table.figures[row, q, option[row]] for row in rows], axis=0)
+            each = np.array([table.figures[row, q, option[row]] for row in rows])
+            figures = each.sum(axis=0)
             way = _Way(
                 float(figures[0]) / self.law.copies,
                 float(figures[1]),
-                float(figures[2] + in_flight * figures[3]),
+                float(figures[2] + in_flight * figures[3] + each[:, 4].max()),
                 tuple(option[row] for row in rows),
             )
             if way.memory <= self.space.memory:
@@ -207,5 +208,3 @@ def balanced(seconds: list[float], count: int) -> tuple[int, ...]:
         share = sums[end] / (part + 1)
         ends.append(min(fits, key=lambda start: abs(sums[end] - sums[start] - share)))
     return tuple(reversed(ends))
-
-

@@ -20,7 +20,8 @@ Ints = NDArray[np.int64]
 StageCost = Callable[[int, int, SubMesh, int], Sequence[Candidate]]
 LowerBound = Callable[[int, int, SubMesh, int], Candidate]
 
-_SECONDS, _ONCE, _FIXED, _EACH = range(4)
+_SECONDS, _ONCE, _FIXED, _EACH, _TRANSIENT = range(5)
+_FIGURES = 5
 # A guess forgets so much of what a known price is above the best known efficiency, for each doubling
 # of devices, microbatches or work between the two.
 _MEMORY = 0.75
@@ -31,8 +32,8 @@ class Table:
     """Options of every row of ranges and every sub-mesh.
 
     Attributes:
-        figures: [rows, submeshes, options, 4]: seconds, seconds once, fixed bytes with transient
-            ones, bytes per microbatch.
+        figures: [rows, submeshes, options, 5]: seconds, seconds once, fixed bytes, bytes per
+            microbatch, transient bytes.
         count: [rows, submeshes], how many options there are.
     """
 
@@ -74,9 +75,9 @@ class Prices:
         self._bounds: dict[int, Floats] = {}
 
     def bounds(self, microbatches: int) -> Floats:
-        """[rows, submeshes, 4] of optimistic figures."""
+        """[rows, submeshes, 5] of optimistic figures."""
         if microbatches not in self._bounds:
-            found = np.zeros((len(self.ranges), len(self.submeshes), 4))
+            found = np.zeros((len(self.ranges), len(self.submeshes), _FIGURES))
             for row, (first, last) in enumerate(self.ranges):
                 for q, part in enumerate(self.submeshes):
                     found[row, q] = _figures(self._lower_bound(first, last, part, microbatches))
@@ -119,7 +120,7 @@ class Prices:
         known = {(row, q): c for (b, row, q), c in self.known.items() if b == microbatches}
         bounds = self.bounds(microbatches)
         options = max((len(answer) for answer in self.known.values()), default=1)
-        figures = np.zeros((*bounds.shape[:2], max(options, 1), 4))
+        figures = np.zeros((*bounds.shape[:2], max(options, 1), _FIGURES))
         count = np.zeros(bounds.shape[:2], dtype=np.int64)
         if unknown == "bound" or (unknown == "guess" and not any(self.known.values())):
             figures[:, :, 0] = bounds
@@ -143,8 +144,8 @@ class Prices:
         devices = self.sizes[None, :]
         work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
         distance = np.empty((len(points), *bounds.shape[:2]))
-        origins = np.empty((len(points), 4))
-        fronts = np.zeros((len(points), options, 4))
+        origins = np.empty((len(points), _FIGURES))
+        fronts = np.zeros((len(points), options, _FIGURES))
         for at, ((b, row, q), answer) in enumerate(points):
             origins[at] = self.bounds(b)[row, q]
             for k in range(options):
@@ -167,7 +168,8 @@ class Prices:
         fewer = np.array([self.sizes[q] for (_, _, q), _ in points])[nearest] / devices
         fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
-        figures = front * np.stack([scale[:, :, _SECONDS], fixed, fixed, each], axis=-1)[:, :, None]
+        scales = np.stack([scale[:, :, _SECONDS], fixed, fixed, each, each], axis=-1)
+        figures = front * scales[:, :, None]
         ratio, best = np.maximum(ratios[nearest], 1e-30), ratios.min()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
         figures[..., _SECONDS] *= drawn[:, :, None]
@@ -193,5 +195,5 @@ def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]
 
 
 def _figures(candidate: Candidate) -> Floats:
-    fixed = candidate.fixed + candidate.transient
-    return np.array([candidate.seconds, candidate.once, fixed, candidate.per_microbatch])
+    one = candidate
+    return np.array([one.seconds, one.once, one.fixed, one.per_microbatch, one.transient])

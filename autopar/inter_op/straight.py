@@ -138,7 +138,7 @@ class Straight:
         spare = self.microbatches - group.fill
         top = spare * (seconds + self.law.exposed * into[:, :, None]) + once
         program = _Program(
-            rows, group.fill * seconds, top, figures[..., 2], figures[..., 3], count,
+            rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3], count,
             group.fill * self.transfer, self.space, group.in_flight,
         )  # fmt: skip
         answer = program.minimum(wanted, cutoff)
@@ -196,9 +196,7 @@ class _Program:
             if found is None:
                 intervals.append((at + 1, high, least))
                 continue
-            slowest = float(
-                max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found)
-            )
+            slowest = float(max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found))
             place = int(np.searchsorted(values, slowest))
             if total + slowest < limit:
                 best, cutoff = (total + slowest, found), total + slowest

@@ -1,0 +1,291 @@
+"""The partition: which layers run on which sub-mesh, in how many microbatches, by which schedule.
+
+All of it is chosen together. Stage costs are asked for lazily. First prices that are not known are
+guessed from the most similar known ones, and what the best pipeline by such guesses needs is asked
+until all of it is known. Then they are replaced by bounds, and what a pipeline needs that might
+still be better is asked until there is none: the result is exact, whatever the guesses were.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.inter_op import kernels
+from autopar.inter_op.even import Even
+from autopar.inter_op.prices import Floats, LowerBound, Prices, StageCost
+from autopar.inter_op.stage import Candidate, Chunk, Found, Law, Pipeline, Progress, Stage
+from autopar.inter_op.straight import Draft, Space, Straight
+from autopar.inter_op.submeshes import SubMesh
+
+# (border: the layer behind it; sub-mesh before; sub-mesh behind; microbatches) -> seconds that one
+# microbatch takes over it, activations forwards and gradients backwards together
+Transfer = Callable[[int, SubMesh, SubMesh, int], float]
+Config = Straight | Even
+
+
+def partition(
+    kinds: Sequence[Hashable],
+    submeshes: Sequence[SubMesh],
+    *,
+    laws: Sequence[Law],
+    microbatches: Sequence[int],
+    memory: float,
+    stage_cost: StageCost,
+    lower_bound: LowerBound,
+    transfer: Transfer,
+    borders: Sequence[Hashable] | None = None,
+    most_stages: int | None = None,
+    most_calls: int | None = None,
+    gap: float = 0.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Found:
+    """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
+
+    Args:
+        kinds: of every layer; ranges of layers of equal kinds cost the same and are asked for once.
+        submeshes: what stages may get; the largest is the cluster.
+        laws: schedules to choose from.
+        microbatches: numbers of them to choose from.
+        memory: bytes of a device.
+        stage_cost: (first layer, last layer, both counted in; sub-mesh; microbatches) -> ways to run
+            them, none where there is none.
+        lower_bound: the same -> a Candidate none of whose figures is above those of any way.
+        transfer: see `Transfer`.
+        borders: for each layer but the first, in what the border before it differs from others; equal
+            ones have equal transfers. None: all differ.
+        most_stages: how many stages there may be.
+        most_calls: how many stage costs may be asked for; what is not asked for by then shows in
+            `Found.bound`.
+        gap: the search stops if the best is proved to be this close, as part of its seconds.
+        progress: called after every stage cost.
+
+    Raises:
+        InfeasibleError: nothing fits into memory, or no schedule can be had.
+        CostError: a stage cost with a figure that is negative or not finite.
+    """
+    space = Space(
+        Prices(kinds, submeshes, stage_cost, lower_bound),
+        max(part.size for part in submeshes),
+        memory,
+        min(len(kinds), most_stages or len(kinds)),
+    )
+    known: dict[int, Floats] = {}
+    for count in microbatches:
+        known[count] = _transfers(len(kinds), submeshes, count, transfer, borders)
+    configs: list[Config] = [
+        (Straight if law.chunks == 1 else Even)(space, law, count, known[count])
+        for law in laws
+        for count in microbatches
+    ]
+    search = _Search(space, configs, most_calls, gap, progress)
+    search.guess()
+    search.prove()
+    return search.result()
+
+
+def _transfers(
+    layers: int,
+    submeshes: Sequence[SubMesh],
+    microbatches: int,
+    transfer: Transfer,
+    borders: Sequence[Hashable] | None,
+) -> Floats:
+    """[layers, submesh before, submesh behind] of seconds at the border before each layer."""
+    found = np.zeros((layers, len(submeshes), len(submeshes)))
+    like: dict[Hashable, int] = {}
+    for at in range(1, layers):
+        same = like.setdefault(borders[at - 1] if borders is not None else at, at)
+        if same != at:
+            found[at] = found[same]
+            continue
+        for a, before in enumerate(submeshes):
+            for b, behind in enumerate(submeshes):
+                found[at, a, b] = transfer(at, before, behind, microbatches)
+    return found
+
+
+class _Search:
+    """Asks for stage costs until the best pipeline is known."""
+
+    def __init__(
+        self,
+        space: Space,
+        configs: list[Config],
+        most_calls: int | None,
+        gap: float,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.space, self.prices, self.configs = space, space.prices, configs
+        self.most_calls = float("inf") if most_calls is None else most_calls
+        self.gap, self.progress = gap, progress
+        self.best: Draft | None = None
+        self.bound = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the best pipeline that is known."""
+        return float("inf") if self.best is None else self.best.seconds
+
+    def guess(self) -> None:
+        """Ask for what the best pipeline by guesses needs until all of it is known."""
+        last = dict.fromkeys(range(len(self.configs)), 0.0)
+        while len(self.prices.known) < self.most_calls:
+            tables = {b: self.prices.table(b, "guess") for b in self._microbatches}
+            cutoff, found = self.seconds, None
+            for at in sorted(last, key=lambda at: last[at]):
+                config = self.configs[at]
+                draft = config.best(tables[config.microbatches], cutoff)
+                last[at] = cutoff if draft is None else draft.seconds
+                if draft is not None:
+                    cutoff, found = draft.seconds, draft
+            if found is None:
+                return
+            if not self._ask(found, "looking for good pipelines"):
+                self.best = found
+
+    def prove(self) -> None:
+        """Ask for what a pipeline might need that is better than the best; set the bound."""
+        queue = [(0.0, at, -1, None) for at in range(len(self.configs))]
+        heapq.heapify(queue)
+        while queue:
+            self.bound, at, asked, draft = queue[0]
+            if self.bound >= self.seconds * (1 - self.gap):
+                break
+            config = self.configs[at]
+            if asked != len(self.prices.known):
+                heapq.heappop(queue)
+                table = self.prices.table(config.microbatches, "bound")
+                draft = config.best(table, self.seconds)
+                if draft is not None:
+                    heapq.heappush(queue, (draft.seconds, at, len(self.prices.known), draft))
+            elif not self._ask(draft, "looking for better ones"):
+                self.best = draft
+            elif asked == len(self.prices.known):
+                return  # the budget is spent
+        if not queue:
+            self.bound = self.seconds
+
+    @property
+    def _microbatches(self) -> list[int]:
+        return sorted({config.microbatches for config in self.configs})
+
+    def _ask(self, draft: Draft, doing: str) -> bool:
+        """Whether a pipeline has prices that are not known; the most frequent one is asked for."""
+        count = draft.microbatches
+        unknown = Counter(
+            (q, row) for row, q in draft.cells if (count, row, q) not in self.prices.known
+        )
+        if unknown and len(self.prices.known) < self.most_calls:
+            (q, row), _ = max(unknown.items(), key=lambda item: item[1])
+            self.prices.ask(count, row, q)
+            if self.progress is not None:
+                self.progress(
+                    Progress(len(self.prices.known), self.seconds, self.bound, doing)
+                )  # fmt: skip
+        return bool(unknown)
+
+    def result(self) -> Found:
+        """The best and all other forms whose prices are known."""
+        if self.best is None:
+            raise self._infeasible()
+        others: dict[tuple[str, int, int], Draft] = {}
+        tables = {b: self.prices.table(b, "none") for b in self._microbatches}
+        for config in self.configs:
+            for stages in range(1, self.space.most_stages + 1):
+                draft = config.best(tables[config.microbatches], float("inf"), stages)
+                if draft is not None:
+                    others[config.law.name, config.microbatches, stages] = draft
+        own = (self.best.law.name, self.best.microbatches, len(self.best.stages))
+        others.pop(own, None)
+        transfers = {config.microbatches: config.transfer for config in self.configs}
+        rest = sorted(others.values(), key=lambda draft: draft.seconds)
+        return Found(
+            self._pipeline(self.best, transfers),
+            tuple(self._pipeline(draft, transfers) for draft in rest),
+            min(self.bound, self.best.seconds),
+            len(self.prices.known),
+            self.prices.families,
+        )
+
+    def _pipeline(self, draft: Draft, transfers: dict[int, Floats]) -> Pipeline:
+        count, law = draft.microbatches, draft.law
+        stages = []
+        for rank, (q, numbers) in enumerate(draft.stages):
+            chunks = tuple(
+                Chunk(first, last, self.prices.known[count, row, q][k])
+                for row, first, last, k in numbers
+            )
+            in_flight = law.in_flight(len(draft.stages) - rank, len(draft.stages), count)
+            ways = [chunk.candidate for chunk in chunks]
+            stages.append(
+                Stage(
+                    self.prices.submeshes[q],
+                    chunks,
+                    sum(way.seconds for way in ways) / law.copies,
+                    sum(way.once for way in ways),
+                    _memory(ways, in_flight),
+                )
+            )
+        where = {first: q for q, numbers in draft.stages for _, first, _, _ in numbers}
+        order = sorted(where)
+        way = sum(
+            float(transfers[count][b, where[a], where[b]])
+            for a, b in zip(order, order[1:], strict=False)
+        )
+        return Pipeline(
+            law.name,
+            count,
+            tuple(stages),
+            draft.seconds,
+            way,
+            max(count * stage.seconds + stage.once for stage in stages),
+        )
+
+    def _infeasible(self) -> InfeasibleError:
+        """What is missing for the most frugal pipeline of equal sub-meshes that is known."""
+        least: tuple[float, str] | None = None
+        for config in self.configs:
+            law, count = config.law, config.microbatches
+            table = self.prices.table(count, "none")
+            for q, part in enumerate(self.prices.submeshes):
+                stages = self.space.devices // part.size
+                legal = (
+                    stages * part.size == self.space.devices <= part.size * len(self.prices.kinds)
+                )
+                if law.chunks > 1 or not legal or not law.fits(stages, count):
+                    continue
+                peaks = np.full((len(self.prices.ranges), stages), np.inf)
+                for s in range(1, stages + 1):
+                    kept = law.in_flight(s, stages, count)
+                    figures = table.figures[:, q]
+                    bytes_ = figures[..., 2] + kept * figures[..., 3] + figures[..., 4]
+                    there = np.arange(bytes_.shape[1]) < table.count[:, q, None]
+                    peaks[:, s - 1] = np.where(there, bytes_, np.inf).min(axis=1)
+                peak = float(kernels.least_memory(self.prices.row, peaks)[0])
+                words = f"{law.name} with {stages} stages on {part} and {count} microbatches"
+                if peak < np.inf and (least is None or peak < least[0]):
+                    least = peak, words
+        if least is None:
+            return InfeasibleError(
+                "there is no pipeline of these layers on this cluster",
+                why="no number of stages, sub-meshes and microbatches fits any schedule",
+                todo="allow more microbatches, other schedules or other numbers of devices",
+            )
+        peak, words = least
+        gib = 2.0**30
+        return InfeasibleError(
+            f"no pipeline fits into {self.space.memory / gib:.2f} GiB a device",
+            why=f"the most frugal one found, {words}, needs {peak / gib:.2f} GiB, "
+            f"{(peak - self.space.memory) / gib:.2f} GiB too much",
+            todo="use more devices, smaller microbatches, or allow recomputation and state sharding",
+        )
+
+
+def _memory(ways: Sequence[Candidate], in_flight: float) -> float:
+    transient = max(way.transient for way in ways)
+    return sum(way.fixed + in_flight * way.per_microbatch for way in ways) + transient
