@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing import start_processes
+
+
+@contextmanager
+def forking() -> Iterator[ForkServerContext]:
+    """A way to start processes at once: each is a fork of one that has imported what they need.
+
+    Every process is a fresh one, which no other can spoil. What they share is the seed of Python's
+    hashes, and one thread each for torch.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the server, which the first process starts
+    try:
+        yield context
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
 
 
 def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args: Any) -> None:
@@ -35,14 +58,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, count: int = 4) -> list[
     The function must be importable (defined at the top of a module). An exception on a rank stops
     the others and is raised here with that rank's traceback.
     """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_rank, args=(count, folder, function, args), nprocs=count)
-            return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
-    finally:
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
+    with tempfile.TemporaryDirectory() as folder, forking():
+        given = (count, folder, function, args)
+        start_processes(_rank, given, nprocs=count, start_method="forkserver")
+        return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]

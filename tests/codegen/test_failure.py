@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import subprocess
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from autopar.codegen.failure import Failure, Watch
 from autopar.errors import RankFailedError
+from tests.ranks import forking
 
 COUNT = 4
 RANKS = tuple(range(COUNT))
@@ -68,13 +68,12 @@ def run(play: Callable[[int, Path], None], folder: Path, store: str) -> list[End
 
     A process that plays on after its own failure waits for the file "over".
     """
-    context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["torch.distributed", "autopar.codegen.failure"])
-    processes = [
-        context.Process(target=start, args=(rank, str(folder), store, play)) for rank in RANKS
-    ]
-    for process in processes:
-        process.start()
+    with forking() as context:
+        processes = [
+            context.Process(target=start, args=(rank, str(folder), store, play)) for rank in RANKS
+        ]
+        for process in processes:
+            process.start()
     ends: dict[int, float] = {}
     deadline = time.time() + 2 * LIMIT
     while len(ends) < COUNT and time.time() < deadline:
