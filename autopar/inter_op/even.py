@@ -1,8 +1,8 @@
 """Pipelines of equal sub-meshes whose ranks hold several chunks of the model.
 
 Interleaved schedules, V shapes and bidirectional ones gain if all chunks take as long as one
-another: the layers are cut into chunks of seconds as equal as whole layers allow, and what is chosen
-is the number of stages and how each rank runs its chunks.
+another: the layers are cut into chunks of seconds as equal as whole layers allow, and what is
+chosen is the number of stages and how each rank runs its chunks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import product
 
 import numpy as np
 
-from autopar.inter_op.prices import Floats, Table
+from autopar.inter_op.draft import Draft, Space
+from autopar.inter_op.prices import Floats, Ints, Table
 from autopar.inter_op.stage import Law
-from autopar.inter_op.straight import Draft, Space
 
 Chunks = tuple[tuple[int, int, int], ...]  # row, first, last
 _MOST_WAYS = 4096  # of running the chunks of one rank; beyond, all chunks are run alike
@@ -29,6 +29,25 @@ class _Way:
     once: float
     memory: float
     options: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Ranks on equal sub-meshes.
+
+    Attributes:
+        q: the sub-mesh.
+        ranks: the chunks of every rank, in the order of layers.
+        rows: [ranks, chunks], their signatures.
+        entering: [ranks], seconds of transfers into a rank for each microbatch.
+        borders: seconds of all transfers of one microbatch.
+    """
+
+    q: int
+    ranks: list[Chunks]
+    rows: Ints
+    entering: Floats
+    borders: float
 
 
 class Even:
@@ -45,75 +64,91 @@ class Even:
     def __init__(self, space: Space, law: Law, microbatches: int, transfer: Floats) -> None:
         self.space, self.law, self.microbatches = space, law, microbatches
         self.transfer = transfer
-        self._cuts: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._shapes: dict[tuple[int, int], _Shape] = {}
 
     def best(self, table: Table, cutoff: float, only: int | None = None) -> Draft | None:
         """The fastest pipeline that takes less than `cutoff` seconds, None if there is none."""
+        shapes = [self._shape(stages, q) for stages, q in self._sizes(only)]
         found: Draft | None = None
-        for stages, q in self._shapes(only):
+        for least, at in sorted((self._least(shape, table), at) for at, shape in enumerate(shapes)):
             limit = cutoff if found is None else found.seconds
-            found = self._of(stages, q, table, limit) or found
+            if least >= limit:
+                break
+            found = self._of(shapes[at], table, limit) or found
         return found
 
-    def _shapes(self, only: int | None) -> Iterator[tuple[int, int]]:
+    rough = best
+
+    def _sizes(self, only: int | None) -> Iterator[tuple[int, int]]:
         """(stages, sub-mesh) that tile the devices."""
         prices = self.space.prices
         for q, size in enumerate(prices.sizes):
             stages = self.space.devices // int(size)
-            exact = stages * int(size) == self.space.devices and 1 < stages
+            exact = stages * int(size) == self.space.devices
             chunks = stages * self.law.chunks // self.law.copies
             if (
                 exact
                 and only in (None, stages)
                 and stages <= self.space.most_stages
                 and chunks <= len(prices.kinds)
+                and (stages > 1 or self.law.chunks == 1)
                 and self.law.fits(stages, self.microbatches)
             ):
                 yield stages, q
 
-    def ranks(self, stages: int, q: int) -> list[Chunks]:
-        """The chunks of every rank, in the order of layers."""
-        count = stages * self.law.chunks // self.law.copies
-        ends = self._cut(count, q)
-        row = self.space.prices.row
-        spans = [(a, b - 1) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
-        return [
-            tuple(
-                (int(row[spans[chunk]]), *spans[chunk])
-                for chunk in sorted(self.law.holds(rank, stages))
-            )
-            for rank in range(stages)
-        ]
-
-    def _cut(self, count: int, q: int) -> tuple[int, ...]:
-        """The ends of `count` chunks whose slowest is fastest by optimistic seconds."""
-        if (count, q) not in self._cuts:
+    def _shape(self, stages: int, q: int) -> _Shape:
+        """The chunks of every rank: as fast as one another, by optimistic seconds."""
+        if (stages, q) not in self._shapes:
+            law, row = self.law, self.space.prices.row
             bounds = self.space.prices.bounds(self.microbatches)
-            row = self.space.prices.row
             seconds = [float(bounds[row[at, at], q, 0]) for at in range(len(row))]
-            self._cuts[count, q] = balanced(seconds, count)
-        return self._cuts[count, q]
+            ends = balanced(seconds, stages * law.chunks // law.copies)
+            spans = [(a, b - 1) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
+            ranks = [
+                tuple((int(row[spans[at]]), *spans[at]) for at in sorted(law.holds(rank, stages)))
+                for rank in range(stages)
+            ]
+            into = self.transfer[:, q, q]
+            self._shapes[stages, q] = _Shape(
+                q,
+                ranks,
+                np.array([[row for row, _, _ in chunks] for chunks in ranks]),
+                np.array([[into[first] if first else 0.0 for _, first, _ in c] for c in ranks]).sum(
+                    axis=1
+                )
+                / law.copies,
+                float(into[list(ends[:-1])].sum()),
+            )
+        return self._shapes[stages, q]
 
-    def _of(self, stages: int, q: int, table: Table, cutoff: float) -> Draft | None:
+    def _least(self, shape: _Shape, table: Table) -> float:
+        """A bound on the seconds of a step, each rank as fast as it can be in any memory."""
         law, count = self.law, self.microbatches
+        fill = law.fill(len(shape.ranks), count)
+        there = np.arange(table.figures.shape[2]) < table.count[:, shape.q, None]
+        fastest = np.where(there, table.figures[:, shape.q, :, 0], np.inf).min(axis=1)
+        seconds = fastest[shape.rows].sum(axis=1) / law.copies
+        if not np.isfinite(seconds).all():
+            return float("inf")
+        top = (count - fill) * (seconds + law.exposed * shape.entering)
+        return float(fill * (seconds.sum() + shape.borders) + top.max())
+
+    def _of(self, shape: _Shape, table: Table, cutoff: float) -> Draft | None:
+        law, count, stages = self.law, self.microbatches, len(shape.ranks)
         fill = law.fill(stages, count)
-        ranks = self.ranks(stages, q)
         ways: list[list[_Way]] = []
         known: dict[tuple[tuple[int, ...], float], list[_Way]] = {}
-        for rank, chunks in enumerate(ranks):
-            in_flight = float(law.in_flight(stages - rank, stages, count))
-            key = (tuple(row for row, _, _ in chunks), in_flight)
+        for rank, rows in enumerate(shape.rows.tolist()):
+            key = (tuple(rows), float(law.in_flight(stages - rank, stages, count)))
             if key not in known:
-                known[key] = self._ways(key[0], q, in_flight, table)
+                known[key] = self._ways(key[0], shape.q, key[1], table)
             ways.append(known[key])
         if not all(ways):
             return None
-        waits = [law.exposed * self._entering(chunks, q) for chunks in ranks]
         tops = [
-            [(count - fill) * (way.seconds + wait) + way.once for way in options]
-            for options, wait in zip(ways, waits, strict=True)
+            [(count - fill) * (way.seconds + law.exposed * wait) + way.once for way in options]
+            for options, wait in zip(ways, shape.entering, strict=True)
         ]
-        borders = sum(float(self.transfer[end, q, q]) for end in self._cut_ends(stages, q))
         found: tuple[float, list[int]] | None = None
         for most in sorted({top for row in tops for top in row}):
             if most >= cutoff:
@@ -123,7 +158,7 @@ class Even:
                 continue
             seconds = sum(w[pick].seconds for w, pick in zip(ways, picks, strict=True))
             slowest = max(t[pick] for t, pick in zip(tops, picks, strict=True))
-            total = fill * (seconds + borders) + slowest
+            total = fill * (seconds + shape.borders) + slowest
             if total < cutoff:
                 found, cutoff = (total, picks), total
         if found is None:
@@ -134,18 +169,10 @@ class Even:
             count,
             found[0],
             tuple(
-                (q, tuple((*chunk, k) for chunk, k in zip(chunks, options, strict=True)))
-                for chunks, options in zip(ranks, chosen, strict=True)
+                (shape.q, tuple((*chunk, k) for chunk, k in zip(chunks, options, strict=True)))
+                for chunks, options in zip(shape.ranks, chosen, strict=True)
             ),
         )
-
-    def _cut_ends(self, stages: int, q: int) -> tuple[int, ...]:
-        return self._cut(stages * self.law.chunks // self.law.copies, q)[:-1]
-
-    def _entering(self, chunks: Chunks, q: int) -> float:
-        """Seconds of transfers into a rank for each microbatch."""
-        total = sum(float(self.transfer[first, q, q]) for _, first, _ in chunks if first)
-        return total / self.law.copies
 
     def _ways(
         self, rows: tuple[int, ...], q: int, in_flight: float, table: Table

@@ -68,18 +68,24 @@ def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints
 
 
 @numba.njit(cache=True, nogil=True)
-def cheapest_cover(row: Ints, time: Floats, count: Ints) -> float:
-    """A bound on the sum: the layers covered by any sub-meshes, as if devices were free."""
+def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
+    """For the layers before each one the least sum over stages of time x devices, by any cover.
+
+    Stages together on d devices have at most d each, so that the sum of their times is at least
+    this work divided by d.
+    """
     layers, submeshes = row.shape[0], time.shape[1]
-    total = np.full(layers + 1, np.inf)
-    total[layers] = 0.0
-    for first in range(layers - 1, -1, -1):
-        for last in range(first, layers):
-            at = row[first, last]
-            for q in range(submeshes):
-                for k in range(count[at, q]):
-                    total[first] = min(total[first], time[at, q, k] + total[last + 1])
-    return float(total[0])
+    least = np.full(time.shape[0], np.inf)
+    for at in range(time.shape[0]):
+        for q in range(submeshes):
+            for k in range(count[at, q]):
+                least[at] = min(least[at], time[at, q, k] * sizes[q])
+    work = np.full(layers + 1, np.inf)
+    work[0] = 0.0
+    for last in range(layers):
+        for first in range(last + 1):
+            work[last + 1] = min(work[last + 1], work[first] + least[row[first, last]])
+    return work
 
 
 @numba.njit(cache=True, nogil=True)
@@ -100,14 +106,15 @@ def _option(
 def sums(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
-    most: float, lowest: Floats, after: Ints, before: Ints,
+    most: float, lowest: Floats, after: Ints, before: Ints, work: Floats, room: float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """For each number of stages the least sum of times and transfers, no stage above `most`.
 
     Args:
         transfer: [L, submesh of the stage before, submesh of the stage that begins there].
         in_flight: for 1, 2, ... stages from the end, microbatches in flight in the first of them.
-        lowest, after, before: see above, for `most`.
+        lowest, after, before, work: see above, for `most`.
+        room: sums that are not below it need not be found.
 
     Returns:
         An array of [stages + 1], infinite where there is no way, and the sums of all ends of
@@ -120,44 +127,66 @@ def sums(
         width = max(width, devices - before[first] - after[first] + 1)
     stages = min(len(in_flight) - 1, layers)
     totals = np.full(stages + 1, np.inf)
-    ends = np.full((stages + 1, layers + 1, width, submeshes), np.inf)
+    ends = np.full((min(stages + 1, 4), layers + 1, width, submeshes), np.inf)
     ends[0, layers, 0, :] = 0.0
+    # Of each (stages, layer) the devices between which there are finite sums.
+    least = np.full((stages + 1, layers + 1), width)
+    largest = np.full((stages + 1, layers + 1), -1)
+    least[0, layers] = largest[0, layers] = 0
+    here = np.empty((width, submeshes))
     for s in range(1, stages + 1):
+        if s == ends.shape[0]:
+            more = np.full((min(2 * s, stages + 1), layers + 1, width, submeshes), np.inf)
+            more[:s] = ends
+            ends = more
+        alive = False
         for first in range(layers):
             if before[first] + after[first] > devices:
                 continue
-            here = np.full((width, submeshes), np.inf)
             low, high = after[first], devices - before[first]
-            for q in range(submeshes):
-                for last in range(first, layers):
+            lo, hi = width, -1
+            here[:] = np.inf
+            for last in range(first, layers):
+                behind = last + 1
+                if largest[s - 1, behind] < 0:
+                    continue
+                at, base = row[first, last], after[behind] - low
+                for q in range(submeshes):
                     if lowest[first, last, q] > most:
                         continue
-                    behind = last + 1
-                    if (s == 1) != (behind == layers) or before[behind] + after[behind] > devices:
-                        continue
-                    at = row[first, last]
                     k = _option(
                         time[at, q], top[at, q], fixed[at, q], each[at, q], count[at, q],
                         most, memory, in_flight[s],
                     )  # fmt: skip
                     if k < 0:
                         continue
+                    shift = base + sizes[q]
+                    seconds = time[at, q, k]
                     for d in range(
-                        max(low, after[behind] + sizes[q]),
-                        min(high, devices - before[behind] + sizes[q]) + 1,
+                        max(least[s - 1, behind], -shift),
+                        min(largest[s - 1, behind], high - low - shift) + 1,
                     ):
-                        rest = ends[s - 1, behind, d - sizes[q] - after[behind], q]
-                        here[d - low, q] = min(here[d - low, q], time[at, q, k] + rest)
-            for d in range(high - low + 1):
-                if first == 0:
-                    for q in range(submeshes):
-                        if d + low == devices:
-                            totals[s] = min(totals[s], here[d, q])
-                    continue
-                for prior in range(submeshes):
-                    for q in range(submeshes):
-                        total = transfer[first, prior, q] + here[d, q]
-                        ends[s, first, d, prior] = min(ends[s, first, d, prior], total)
+                        total = seconds + ends[s - 1, behind, d, q]
+                        if total < here[d + shift, q]:
+                            left = devices - low - d - shift
+                            if first and (left == 0 or total + work[first] / left >= room):
+                                continue
+                            here[d + shift, q] = total
+                            lo, hi = min(lo, d + shift), max(hi, d + shift)
+            if first == 0:
+                for q in range(submeshes):
+                    totals[s] = min(totals[s], here[devices - low, q])
+                continue
+            for d in range(lo, hi + 1):
+                for q in range(submeshes):
+                    if here[d, q] < np.inf:
+                        for prior in range(submeshes):
+                            total = transfer[first, prior, q] + here[d, q]
+                            ends[s, first, d, prior] = min(ends[s, first, d, prior], total)
+            least[s, first], largest[s, first] = lo, hi
+            alive = alive or hi >= 0
+        if not alive:
+            break
     return totals, ends
 
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op import kernels
+from autopar.inter_op.draft import Draft, Space
 from autopar.inter_op.even import Even
 from autopar.inter_op.prices import Floats, LowerBound, Prices, StageCost
 from autopar.inter_op.stage import Candidate, Chunk, Found, Law, Pipeline, Progress, Stage
-from autopar.inter_op.straight import Draft, Space, Straight
+from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
 
 # (border: the layer behind it; sub-mesh before; sub-mesh behind; microbatches) -> seconds that one
@@ -137,10 +138,13 @@ class _Search:
         while len(self.prices.known) < self.most_calls:
             tables = {b: self.prices.table(b, "guess") for b in self._microbatches}
             cutoff, found = self.seconds, None
-            for at in sorted(last, key=lambda at: last[at]):
+            order = sorted(last, key=lambda at: last[at])
+            for at, rough in [*((at, True) for at in order), *((at, False) for at in order)]:
                 config = self.configs[at]
-                draft = config.best(tables[config.microbatches], cutoff)
-                last[at] = cutoff if draft is None else draft.seconds
+                search = config.rough if rough else config.best
+                draft = search(tables[config.microbatches], cutoff)
+                if not rough:
+                    last[at] = cutoff if draft is None else draft.seconds
                 if draft is not None:
                     cutoff, found = draft.seconds, draft
             if found is None:
@@ -193,15 +197,16 @@ class _Search:
         """The best and all other forms whose prices are known."""
         if self.best is None:
             raise self._infeasible()
+        own = (self.best.law, self.best.microbatches)
         others: dict[tuple[str, int, int], Draft] = {}
-        tables = {b: self.prices.table(b, "none") for b in self._microbatches}
         for config in self.configs:
-            for stages in range(1, self.space.most_stages + 1):
-                draft = config.best(tables[config.microbatches], float("inf"), stages)
+            table = self.prices.table(config.microbatches, "none")
+            same = (config.law, config.microbatches) == own
+            for stages in range(1, self.space.most_stages + 1) if same else (None,):
+                draft = config.best(table, float("inf"), stages)
                 if draft is not None:
-                    others[config.law.name, config.microbatches, stages] = draft
-        own = (self.best.law.name, self.best.microbatches, len(self.best.stages))
-        others.pop(own, None)
+                    others[config.law.name, config.microbatches, len(draft.stages)] = draft
+        others.pop((own[0].name, own[1], len(self.best.stages)), None)
         transfers = {config.microbatches: config.transfer for config in self.configs}
         rest = sorted(others.values(), key=lambda draft: draft.seconds)
         return Found(

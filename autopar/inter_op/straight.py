@@ -14,44 +14,14 @@ from functools import cached_property
 import numpy as np
 
 from autopar.inter_op import kernels
-from autopar.inter_op.prices import Floats, Ints, Prices, Table
+from autopar.inter_op.draft import Draft, Space
+from autopar.inter_op.even import Even
+from autopar.inter_op.prices import Floats, Ints, Table
 from autopar.inter_op.stage import Law
 
 # The first threshold that is tried is so much above the smallest that enough devices are there for.
 _FIRST = 1.02
 _EXACT = 1e-12  # relative, of sums in another order
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A pipeline by numbers: for each stage its sub-mesh and (row, first, last, option) chunks."""
-
-    law: Law
-    microbatches: int
-    seconds: float
-    stages: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...]
-
-    @property
-    def cells(self) -> list[tuple[int, int]]:
-        """(row, sub-mesh) of every chunk."""
-        return [(chunk[0], q) for q, chunks in self.stages for chunk in chunks]
-
-
-@dataclass(frozen=True)
-class Space:
-    """What pipelines there are.
-
-    Attributes:
-        prices: of stages.
-        devices: of the cluster.
-        memory: bytes of a device.
-        most_stages: how many there may be.
-    """
-
-    prices: Prices
-    devices: int
-    memory: float
-    most_stages: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,7 @@ class Straight:
             cutoff: seconds.
             only: a number of stages, None for any.
         """
-        found: Draft | None = None
+        found = self._even.best(table, cutoff, only)
         for group in self._groups:
             wanted = [s for s in group.stages if only in (None, s)]
             if wanted:
@@ -94,6 +64,14 @@ class Straight:
                 draft = self._of_group(group, wanted, table, limit)
                 found = draft or found
         return found
+
+    def rough(self, table: Table, cutoff: float) -> Draft | None:
+        """The fastest of equal sub-meshes; takes little time."""
+        return self._even.best(table, cutoff)
+
+    @cached_property
+    def _even(self) -> Even:
+        return Even(self.space, self.law, self.microbatches, self.transfer)
 
     @cached_property
     def _groups(self) -> list[_Group]:
@@ -138,8 +116,8 @@ class Straight:
         spare = self.microbatches - group.fill
         top = spare * (seconds + self.law.exposed * into[:, :, None]) + once
         program = _Program(
-            rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3], count,
-            group.fill * self.transfer, self.space, group.in_flight,
+            rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3],
+            count, group.fill * self.transfer, self.space, group.in_flight, cutoff,
         )  # fmt: skip
         answer = program.minimum(wanted, cutoff)
         if answer is None:
@@ -157,22 +135,27 @@ class Straight:
 
 
 class _Program:
-    """One dynamic program: minimise the sum of times and transfers plus the largest top."""
+    """One dynamic program: minimise the sum of times and transfers plus the largest top.
+
+    Options that alone reach `cutoff` are left out.
+    """
 
     def __init__(
         self, rows: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
-        transfer: Floats, space: Space, in_flight: Floats,
+        transfer: Floats, space: Space, in_flight: Floats, cutoff: float,
     ) -> None:  # fmt: skip
         sizes, devices = space.prices.sizes, space.devices
-        self.lowest = kernels.lowest_tops(rows, top, count)
         exists = np.arange(top.shape[2]) < count[:, :, None]
-        usable = exists.any(axis=(0, 2))
+        useful = exists & (time + top < cutoff)
+        top = np.where(useful, top, np.inf)
+        self.lowest = kernels.lowest_tops(rows, top, count)
+        usable = useful.any(axis=(0, 2))
         unit = kernels.unit(sizes[usable], devices) if usable.any() else 1
         self.devices = devices // unit
         # What is no multiple of the unit cannot be used.
         self.sizes = np.where(usable, sizes // unit, self.devices + 1)
-        self.values = np.unique(top[exists])
-        self.bound = float(kernels.cheapest_cover(rows, time, count))
+        self.values = np.unique(top[useful])
+        self.work = kernels.least_work(rows, time, count * usable, self.sizes)
         self.in_flight, self.memory = in_flight, space.memory
         self.arrays = tuple(
             np.ascontiguousarray(array) for array in (rows, time, top, fixed, each, count, transfer)
@@ -180,10 +163,10 @@ class _Program:
 
     def minimum(self, stages: list[int], cutoff: float) -> tuple[float, Ints] | None:
         """The least total below `cutoff` over those numbers of stages, with its stages."""
-        low, values = self._smallest(), self.values
+        values = self.values
         best: tuple[float, Ints] | None = None
         tried_any = False
-        intervals = [(low, len(values) - 1, self.bound)]
+        intervals = [(self._smallest(), len(values) - 1, self.work[-1] / self.devices)]
         while intervals:
             low, high, least = intervals.pop()
             limit = cutoff * (1 - _EXACT)
@@ -192,16 +175,15 @@ class _Program:
                 continue
             at = self._next(low, high, tried_any)
             tried_any = True
-            total, found = self._at(float(values[at]), stages)
+            room = limit - float(values[low])
+            total, found = self._at(float(values[at]), stages, room)
+            intervals.append((at + 1, high, least))
             if found is None:
-                intervals.append((at + 1, high, least))
-                continue
-            slowest = float(max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found))
-            place = int(np.searchsorted(values, slowest))
+                continue  # with no slower stage the sum is too large, or there is no way at all
+            slowest = max(self.arrays[2][self.arrays[0][a, b], q, k] for a, b, q, k in found)
             if total + slowest < limit:
                 best, cutoff = (total + slowest, found), total + slowest
-            intervals.append((at + 1, high, least))
-            intervals.append((low, place - 1, total))
+            intervals.append((low, int(np.searchsorted(values, slowest)) - 1, total))
         return best
 
     def _next(self, low: int, high: int, tried_any: bool) -> int:
@@ -217,26 +199,23 @@ class _Program:
         low, high = 0, len(self.values)
         while low < high:
             middle = (low + high) // 2
-            after, _ = kernels.devices_needed(
-                self.lowest, self.sizes, float(self.values[middle])
-            )  # fmt: skip
+            most = float(self.values[middle])
+            after, _ = kernels.devices_needed(self.lowest, self.sizes, most)
             if after[0] <= self.devices:
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def _at(self, most: float, stages: list[int]) -> tuple[float, Ints | None]:
-        """The least sum with no stage above `most`, infinite and None where there is none."""
+    def _at(self, most: float, stages: list[int], room: float) -> tuple[float, Ints | None]:
+        """The least sum below `room` with no stage above `most`; None where there is none."""
         after, before = kernels.devices_needed(self.lowest, self.sizes, most)
         if after[0] > self.devices:
             return np.inf, None
-        rows, time, top, fixed, each, count, transfer = self.arrays
-        in_flight = self.in_flight[: max(stages) + 1]
-        given = (rows, time, top, fixed, each, count, transfer, self.sizes, self.devices)
-        rest = (in_flight, self.memory, most, self.lowest, after, before)
-        totals, ends = kernels.sums(*given, *rest)
+        given = (*self.arrays, self.sizes, self.devices, self.in_flight[: max(stages) + 1])
+        rest = (self.memory, most, self.lowest, after, before)
+        totals, ends = kernels.sums(*given, *rest, self.work, room)
         total, number = min((float(totals[s]), s) for s in stages)
-        if total == np.inf:
+        if total >= room:
             return total, None
         return total, kernels.trace(*given, *rest, ends, number)
