@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from autopar.codegen.draws import draw_function
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.scope import Held, Printer, Scope
 from autopar.ir.collective import Collective, Resharder
@@ -35,7 +36,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         `parameters()` and `forward(mesh, p, batch)`, where `p` holds the local parameters and
         buffers by `Parameter.key` and `batch` the whole inputs by name. `forward` returns the
         graph's outputs by name in the layouts of OUTPUTS. A stage of a pipeline also defines
-        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there.
+        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there. One
+        that draws random numbers also defines `draw(mesh)`.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -61,6 +63,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     random = any(draws_random_numbers(node) for node in graph.folded)
     table = _parameters(printer, blocks)
     functions = [block.source for block in blocks] + [body]
+    functions += [draw_function(graph)] if random and _is_stage(graph) else []
     code = "\n\n\n".join([table, *functions])
     imports = ["import torch"] if "torch." in code else []
     imports += ["import torch.nn.functional as F"] if "F." in code else []
@@ -78,6 +81,12 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"LOSS = {_quoted(loss)}\n" if loss else "LOSS = None\n")
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
+
+
+def _is_stage(graph: Graph) -> bool:
+    """Whether it receives or sends values."""
+    sends = any(name.startswith("%") for name, _ in graph.outputs)
+    return sends or bool(graph.leaves("received"))
 
 
 def _sorted_imports(lines: list[str]) -> list[str]:

@@ -294,10 +294,14 @@ class Pipeline:
         self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
     ) -> Tensors:
         """A backward action on the gradients that came from the readers of its results."""
+        if action.kind == "W":
+            stage.backward_weight(action.microbatch)
+            return {}
         gradients: Tensors = {}
         for name, gradient in arrived:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        return stage.backward(action.microbatch, gradients, 1 / self.placement.microbatches)
+        run = stage.backward if action.kind == "B" else stage.backward_input
+        return run(action.microbatch, gradients, 1 / self.placement.microbatches)
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The mean of all microbatches' losses, on every rank."""

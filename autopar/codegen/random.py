@@ -26,8 +26,9 @@ from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
 from autopar.errors import LayoutError
+from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,22 @@ class Random:
             return x * self._mask(p, held, x.dtype, _memory_order(x))
         with self.of_shard(x.device, held.layout):
             return F.dropout(x, p)
+
+    def draw(self, p: float, text: str, device: torch.device) -> None:
+        """Leave the CPU's generator as `dropout`, of a tensor of a type on a device, leaves it.
+
+        Args:
+            p: probability of a zero.
+            text: dtype and global shape, "f32[8, 16]"; for attention those of its weights.
+            device: where the tensor is.
+        """
+        if p == 0.0:
+            return
+        if device.type == "cpu":
+            tensor = TensorType.parse(text)
+            F.dropout(torch.ones(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype]), p)
+        else:
+            torch.randint(2**62, ())
 
     def attention(
         self,

@@ -47,6 +47,10 @@ class Runtime(Communicator):
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
         return self.random.dropout(x, p, layout)
 
+    def draw(self, p: float, text: str) -> None:
+        """Draw, and forget, the mask of a dropout of a tensor such as "f32[8, 16]"."""
+        self.random.draw(p, text, self.device)
+
     def attention(
         self,
         q: Tensor,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from autopar.codegen.runtime import Received, Runtime
+from autopar.codegen.split import Later, backward_input
 from autopar.codegen.state import State
 
 Tensors = dict[str, Tensor]
@@ -21,7 +22,6 @@ class _Kept:
 
     leaves: Tensors
     results: Tensors
-    gradients: Tensors = field(default_factory=dict)
 
 
 class Stage:
@@ -43,6 +43,7 @@ class Stage:
         self.tensors: list[Tensor] = []
         self.named: Tensors = {}
         self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, Later] = {}
 
     def hold(self, shards: Mapping[int, Tensor]) -> None:
         """Take the local tensors of all parameters and buffers, by number."""
@@ -105,19 +106,46 @@ class Stage:
             share: gradient of the loss, where it is made here.
         """
         kept = self._kept.pop(microbatch)
-        gradients = dict(gradients)
+        results, seeds = self._seeds(kept, gradients, share)
+        if results:
+            torch.autograd.backward(results, seeds)
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in kept.leaves.items()
+        }
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Tensor], share: float
+    ) -> Tensors:
+        """The first half of a backward, which returns what `backward` does."""
+        kept = self._kept.pop(microbatch)
+        results, seeds = self._seeds(kept, gradients, share)
+        leaves = list(kept.leaves.values())
+        if not results:
+            self._later[microbatch] = Later()
+            return {name: torch.zeros_like(leaf) for name, leaf in kept.leaves.items()}
+        found, later = backward_input(results, seeds, leaves, list(self.trained.values()))
+        self._later[microbatch] = later
+        return {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(kept.leaves.items(), found, strict=True)
+        }
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: gradients of the parameters."""
+        self._later.pop(microbatch).run()
+
+    def _seeds(
+        self, kept: _Kept, gradients: Mapping[str, Tensor], share: float
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that a backward begins with, and their gradients."""
+        given = dict(gradients)
         if self.module.LOSS in kept.results:
-            loss = kept.results[self.module.LOSS]
-            gradients[self.module.LOSS] = torch.full_like(loss, share)
-        wanted = {name: value for name, value in kept.results.items() if name in gradients}
-        if wanted:
-            torch.autograd.backward(list(wanted.values()), [gradients[name] for name in wanted])
-        return {name: _gradient(leaf) for name, leaf in kept.leaves.items()}
+            given[self.module.LOSS] = torch.full_like(kept.results[self.module.LOSS], share)
+        names = [name for name in kept.results if name in given]
+        return [kept.results[name] for name in names], [given[name] for name in names]
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
         self._kept.clear()
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        self._later.clear()
