@@ -76,6 +76,8 @@ class _Play:
                     raise _wrong(action, rank, "it is there twice")
                 if action.kind in TRANSFER:
                     self._check_transfer(action, rank, seen)
+                elif action.kind == REDUCE:
+                    self._check_sum(action, rank)
                 elif action.kind in COMPUTE and not any(
                     need <= seen for need in self._needs(action, rank)
                 ):
@@ -93,6 +95,12 @@ class _Play:
         kinds = {"SEND_F": "F", "SEND_B": "BI"}.get(action.kind)
         if kinds and not any(action._replace(kind=kind) in seen for kind in kinds):
             raise _wrong(action, rank, "what it sends has not been computed")
+
+    def _check_sum(self, action: Action, rank: int) -> None:
+        for copy, ranks in enumerate(self.lowered.schedule.placement):
+            other = action._replace(copy=copy)
+            if other not in self.lowered.rows[ranks[action.stage]]:
+                raise _wrong(action, rank, f"there is no {other} on rank {ranks[action.stage]}")
 
     def _needs(self, action: Action, rank: int) -> list[set[Action]]:
         """What the rank must have computed or received for an action, as alternatives."""
