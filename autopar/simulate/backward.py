@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost.memory import Recipe, Transfer
 from autopar.cost.model import NodeWork, Work
 from autopar.ir.collective import Collective
 from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.operators import Recipe, Transfer
 from autopar.simulate.task import Cause
 
 

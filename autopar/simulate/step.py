@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.cost.memory import Transfer, recipe, transfers
 from autopar.cost.model import CostModel, NodeWork
 from autopar.cost.work import optimizer_work
 from autopar.errors import SimulationError
@@ -20,7 +21,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.plan import Plan
 from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.operators import Transfer, recipe, transfers
 from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
 from autopar.simulate.task import Cause, Task
 
@@ -212,7 +212,9 @@ class _Player:
                 types = tuple(read.type for read in reads)
                 asks = exchanged(node, types, into, self.plan.mesh)
             work = self.works.get(self.graph.template[node.name], _NO_WORK)
-            made = recipe(node, reads, planned, self.plan.mesh, self.settings.accelerator)
+            sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
+            into, out = map(tuple, sides)
+            made = recipe(node, reads, into, out, self.plan.mesh, self.settings.accelerator)
             self.operators[node.name] = Operator(made, work, asks)
         return self.operators[node.name]
 

@@ -9,13 +9,13 @@ several steps its temporaries are counted here, after torch's tools/autograd/der
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.ir.collective import Step
 from autopar.ir.exchange import across
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
-from autopar.plan import NodePlan
 
 # The gradient of these operands is that of the result, where the shapes are equal.
 _PASSED_ON = {
@@ -75,21 +75,43 @@ class Recipe:
     backward_scratch: float
 
 
+def kept(node: Node, accelerator: bool = False) -> tuple[int, ...]:
+    """The operands that `node` keeps for its backward, -1 for its result.
+
+    `accelerator` says whether its kernels keep what those of accelerators do, not those of CPUs.
+    """
+    if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
+        return tuple(place for place in _KERNELS[node.op][0] if place < len(node.inputs))
+    return tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved)
+
+
+def hands_on(node: Node, place: int, operand: Node) -> Literal["new", "same", "none"]:
+    """Whether a backward makes a new tensor for an operand's gradient, or hands on its own.
+
+    That is for layouts that do not change the shapes' relation; `recipe` knows the bytes.
+    """
+    size = _gradient(node, place, operand, operand.type.nbytes, node.type.nbytes)
+    return "none" if size < 0 else "new" if size else "same"
+
+
 def recipe(
-    node: Node, operands: tuple[Node, ...], planned: NodePlan, mesh: Mesh, accelerator: bool = False
+    node: Node,
+    operands: tuple[Node, ...],
+    into: tuple[Layout, ...],
+    out: tuple[Layout, ...],
+    mesh: Mesh,
+    accelerator: bool = False,
 ) -> Recipe:
     """What `node` allocates under its layouts.
 
     Args:
         node: an operator.
         operands: the nodes that it reads.
-        planned: their layouts.
+        into, out: layouts of operands and results.
         mesh: the devices.
         accelerator: whether its kernels keep what those of accelerators do, not those of CPUs.
     """
     types = tuple(operand.type for operand in operands)
-    into = tuple(layout for _, layout in planned.operands)
-    out = tuple(layout for _, layout in planned.results)
     given = tuple(
         float(layout.local_bytes(tensor, mesh))
         for tensor, layout in zip(node.types, out, strict=True)
@@ -97,28 +119,28 @@ def recipe(
     taken = tuple(
         float(layout.local_bytes(tensor, mesh)) for tensor, layout in zip(types, into, strict=False)
     )
-    near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
     gradients = tuple(
         _gradient(node, place, operand, size, given[0])
         for place, (operand, size) in enumerate(zip(operands, taken, strict=False))
     )
-    saved = tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved)
-    share = given[0] / (node.type.nbytes or 1)
-    extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
     if into and across(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
+    saved = kept(node, accelerator)
+    if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
+        _, numbers, each = _KERNELS[node.op]
+        elements = given[0] / DTYPE_BYTES[node.type.dtype]
+        width = out[0].local_shape(node.type.shape, mesh)[-1] if node.type.shape else 1
+        extra: tuple[float, ...] = (4.0 * numbers * elements / max(width, 1) + each * elements,)
+        if node.op == "aten.scaled_dot_product_attention":
+            backward += 4.0 * elements  # the gradient of the queries is added up in float32
+    else:
+        near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
+        share = given[0] / (node.type.nbytes or 1)
+        extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     if node.op == "aten.dropout" and not accelerator:
         # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
-    if accelerator and node.op in _KERNELS and (saved or extra):
-        places, numbers, each = _KERNELS[node.op]
-        saved = tuple(place for place in places if place < len(operands))
-        elements = given[0] / DTYPE_BYTES[node.type.dtype]
-        width = out[0].local_shape(node.type.shape, mesh)[-1] if node.type.shape else 1
-        extra = (4.0 * numbers * elements / max(width, 1) + each * elements,)
-        if node.op == "aten.scaled_dot_product_attention":
-            backward += 4.0 * elements  # the gradient of the queries is added up in float32
     alias = node.inputs.index(node.alias) if node.alias in node.inputs else -1
     return Recipe(given, alias, saved, extra, scratch, gradients, backward)
 
