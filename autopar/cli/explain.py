@@ -111,7 +111,8 @@ def explained(
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
         if choices.name in builder.exchanged:  # listed as moves, too
             seconds -= builder.exchanged[choices.name][index]
-        costs[choices.name] = Cost(seconds, choices.memory[index])
+        kept = builder.sums[choices.name][index] if choices.name in builder.sums else 0.0
+        costs[choices.name] = Cost(seconds, kept)
         if choices.name in builder.backward:
             kernels += builder.backward[choices.name][index]
     collectives = sum(builder.gradient_seconds(node, chosen) for node in graph.folded)

@@ -3,24 +3,25 @@
 One problem node stands for one node of the folded graph, priced forwards and backwards and times
 the number of blocks it stands for; a parameter and its share are one node, "stored => used", whose
 cost is the resharding between the two (data parallelism's all_reduce, ZeRO-3's all_gather and
-reduce_scatter) and whose memory is exact. Edges are reshardings. Memory is what is alive at the end
-of the forward: parameters, gradients, optimizer state and saved activations.
+reduce_scatter) and whose memory is exact. Edges are reshardings. Times are points of a step at
+which its memory can be at its most, and a node holds at each of them what `lifetimes` says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost.memory import kept, recipe
 from autopar.cost.model import Checked, CostModel, Work
-from autopar.cost.overlap import TAKE_TURNS, side_by_side
+from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import InfeasibleError, UnknownOperatorError
+from autopar.intra_op.built import Built, layouts
+from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
 from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
 from autopar.intra_op.pins import Pins
-from autopar.intra_op.problem import Choices, Edge, Problem
+from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix, Problem, frugal
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
@@ -29,80 +30,12 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
-from autopar.plan import NodePlan, Plan
+from autopar.plan import Plan
 
+__all__ = ["Builder", "Built", "build", "layouts"]
 
-@dataclass(frozen=True)
-class Built:
-    """A Problem and what its choices mean.
-
-    Attributes:
-        problem: the strategy problem.
-        names: IR node of each problem node (a parameter's share stands for both).
-        options: the meaning of each choice.
-        replicated: operators that run whole for want of a rule.
-        exchanged: node -> seconds of each choice that it takes to ask other devices.
-        backward: node -> seconds of each choice for the kernels of the backward.
-        beside: parameter's share -> seconds of each choice for synchronising the gradient next to
-            the parameter, for which the backward does not wait.
-        slowdown: how many times as long kernels and collectives take side by side.
-    """
-
-    problem: Problem
-    names: tuple[str, ...]
-    options: tuple[tuple[Option, ...], ...]
-    replicated: tuple[str, ...]
-    exchanged: Mapping[str, tuple[float, ...]]
-    backward: Mapping[str, tuple[float, ...]]
-    beside: Mapping[str, tuple[float, ...]]
-    slowdown: float
-
-    def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds of the backward's kernels, and of the gradients synchronised beside them."""
-        chosen = dict(zip(self.names, choice, strict=True))
-        return tuple(  # type: ignore[return-value]
-            math.fsum(seconds[chosen[name]] for name, seconds in part.items())
-            for part in (self.backward, self.beside)
-        )
-
-    def hidden(self, choice: tuple[int, ...]) -> float:
-        """Seconds saved by not waiting for gradients."""
-        kernels, collectives = self.side_by_side(choice)
-        together = side_by_side(kernels, collectives, self.slowdown)
-        return max(kernels + collectives - together, 0.0)
-
-    def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
-        """Seconds and bytes per device of a choice, by cause.
-
-        `compute_seconds` of operators, `exchange_seconds` of what they ask other devices for,
-        `parameter_seconds` of gathering parameters and of synchronising gradients,
-        `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
-        `activation_bytes` saved for the backward. `peak_bytes` is their sum; `step_seconds` is the
-        sum of the seconds less `hidden_seconds`, in which gradients are synchronised beside the
-        backward.
-        """
-        causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
-        totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
-        for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
-            parameter = options[index].stored is not None
-            inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
-            totals["exchange_seconds"] += inside
-            cause = "parameter_seconds" if parameter else "compute_seconds"
-            totals[cause] += node.cost[index] - inside
-            totals["parameter_bytes" if parameter else "activation_bytes"] += node.memory[index]
-        for edge in self.problem.edges:
-            parameter = self.options[edge.a][choice[edge.a]].stored is not None
-            cause = "parameter_seconds" if parameter else "reshard_seconds"
-            totals[cause] += float(edge.cost[choice[edge.a], choice[edge.b]])
-        hidden = self.hidden(choice)
-        step = sum(value for name, value in totals.items() if name.endswith("seconds")) - hidden
-        peak = sum(value for name, value in totals.items() if name.endswith("bytes"))
-        return {"step_seconds": step, "peak_bytes": peak, **totals, "hidden_seconds": hidden}
-
-    def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
-        """Seconds of each operator that runs whole for want of a rule."""
-        rows = zip(self.names, self.problem.nodes, choice, strict=True)
-        return {name: node.cost[at] for name, node, at in rows if name in self.replicated}
+TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
+Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
 
 
 class Builder:
@@ -131,33 +64,13 @@ class Builder:
         self.exchanged: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
-        self.savers = self._first_savers()
+        self.accelerator = mesh.device.lower() != "cpu"
+        self.alive = lifetimes(graph, self.accelerator)
+        self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
-
-    def _first_savers(self) -> dict[tuple[str, int], int]:
-        """(saver, place in its `saved`) -> how many of its blocks pay for that value.
-
-        Each piece of storage has one payer in the whole graph: what all blocks save is paid once,
-        and what leaves one block is what enters the next.
-        """
-        paid: set[str] = set()
-        payers: dict[tuple[str, int], int] = {}
-        for node in self.graph.nodes:
-            for place, value in enumerate(node.saved):
-                key, root = (self.graph.template[node.name], place), self._storage(value)
-                pays = root not in paid and self.graph[root].op != "param"
-                payers[key] = payers.get(key, 0) + pays
-                paid.add(root)
-        return payers
-
-    def _storage(self, value: str) -> str:
-        alias = self.graph[value].alias
-        while alias is not None:
-            value, alias = alias, self.graph[alias].alias
-        return value
 
     def add(self, node: Node) -> None:
         """One operator, input or buffer."""
@@ -188,40 +101,48 @@ class Builder:
                 options, kernels, backward, asked, strict=True
             )
         )
-        memory = tuple(self._saved_bytes(node, option) for option in options)
-        self._append(node.name, options, cost, memory)
+        self._append(node.name, options, cost, self._memory(node, options))
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
         options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
         options = self.pins.keep(share, options)
         count = self.graph.multiplicity[node.name]
-        cost, memory, beside = [], [], []
+        cost, beside = [], []
+        roles: tuple[Role, ...] = ("leaf", "gathered", "waiting", "backward", "gradient", "update")
+        rows: Rows = {(role, -1): [] for role in roles}
+        state = self.state_bytes if node.requires_grad else 0.0
         for option in options:
             stored, used = option.operands[0], option.results[0]
             seconds = self.resharder.cost(node.type, stored, used, node.requires_grad)
-            held = stored.local_bytes(node.type, self.mesh)
-            copies = 1.0 + (1.0 + self.state_bytes if node.requires_grad else 0.0)
-            gathered = used.dims != stored.dims
-            extra = used.local_bytes(node.type, self.mesh) if gathered else 0
             cost.append(count * seconds)
-            memory.append(count * (held * copies + extra))
             beside.append(count * self._beside_seconds(node, stored, used))
+            held, read = (float(side.local_bytes(node.type, self.mesh)) for side in (stored, used))
+            gathered = read if used.dims != stored.dims else 0.0
+            amounts = (held * (1 + state), gathered, read, gathered, held, held)
+            for role, nbytes in zip(roles, amounts, strict=True):
+                rows[role, -1].append(nbytes)
         if any(beside):
             self.beside[share.name] = tuple(beside)
-        self._append(share.name, options, tuple(cost), tuple(memory))
+        kinds: tuple[Role, ...] = ("leaf", "gathered", "gradient")
+        kinds = kinds if node.requires_grad else kinds[:2]
+        together = zip(*(rows[kind, -1] for kind in kinds), strict=True)
+        self.sums[share.name] = tuple(count * sum(amounts) for amounts in together)
+        self._append(share.name, options, tuple(cost), rows)
         self.position[node.name] = self.position[share.name]
 
     def _append(
-        self,
-        name: str,
-        options: tuple[Option, ...],
-        cost: tuple[float, ...],
-        memory: tuple[float, ...],
+        self, name: str, options: tuple[Option, ...], cost: tuple[float, ...], rows: Rows
     ) -> None:
         self.position[name] = len(self.choices)
         labels = tuple(option.label for option in options)
-        self.choices.append(Choices(name, labels, cost, memory, (0, 1)))
+        memory = np.zeros((len(self.alive.points), len(options)))
+        for key, copies in self.alive.copies.get(name, {}).items():
+            if key in rows:
+                memory += np.outer(copies, rows[key])
+        pieces = pieces_of(memory) or [((0, 0), (0.0,) * len(options))]
+        (live, nbytes), more = pieces[0], tuple(pieces[1:])
+        self.choices.append(Choices(name, labels, cost, nbytes, live, more))
         self.options.append(options)
         self.names.append(name)
 
@@ -273,23 +194,48 @@ class Builder:
         whole = Layout.replicated(len(node.type.shape))
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)
 
-    def _saved_bytes(self, node: Node, option: Option) -> float:
-        """Bytes that stay alive for this operator's backward, in all blocks.
-
-        What another operator pays for is left out.
-        """
-        total = 0.0
-        for place, value in enumerate(node.saved):
-            copies = self.savers[node.name, place]
-            if not copies:
-                continue
-            if value == node.name:
-                layout = option.results[0]
-            else:
-                layout = option.operands[node.inputs.index(value)]
-            total += copies * layout.local_bytes(self.graph[value].type, self.mesh)
-        extra = sum(tensor.nbytes for tensor in node.saved_types)
-        return total + self.graph.multiplicity[node.name] * option.share * extra
+    def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
+        """Bytes of one copy of everything that an operator allocates, under each choice."""
+        if node.is_leaf:
+            sizes = [o.results[0].local_bytes(node.type, self.mesh) for o in options]
+            return {("leaf", -1): list(map(float, sizes))}
+        operands = tuple(self.graph[name] for name in node.inputs)
+        used = {
+            place: {option.results[0].dims for option in self.options[self.position[name]]}
+            for place, name in enumerate(node.inputs)
+            if self.options[self.position[self.graph.template[name]]][0].stored is not None
+        }
+        rows: Rows = {}
+        for option in options:
+            into, out = option.operands, option.results
+            made = recipe(node, operands, into, out, self.mesh, self.accelerator)
+            amounts: dict[tuple[Role, int], float] = {
+                ("value", -1): sum(made.results),
+                ("owed", -1): sum(made.results) if out[0].partial else 0.0,
+                ("waiting", -1): sum(made.results),
+                ("extra", -1): sum(made.extra),
+                ("scratch", -1): made.scratch,
+                ("backward", -1): made.backward_scratch,
+            }
+            for place, nbytes in enumerate(made.gradients):
+                amounts["new", place] = max(nbytes, 0.0)
+            for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
+                amounts["value", place] = float(layout.local_bytes(read.type, self.mesh))
+                # A parameter that is never used so is gathered, or split, for this operator.
+                copied = place in used and layout.dims not in used[place]
+                amounts["copy", place] = amounts["value", place] if copied else 0.0
+            for place in made.saved:
+                layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
+                amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
+            for key, nbytes in amounts.items():
+                rows.setdefault(key, []).append(nbytes)
+        count = self.graph.multiplicity[node.name]
+        saved = count * np.array(rows["extra", -1], dtype=np.float64)
+        for place in kept(node, self.accelerator):
+            copies = self.alive.payers.get((node.name, place), 0)
+            saved += copies * np.array(rows["kept", place])
+        self.sums[node.name] = tuple(saved.tolist())
+        return rows
 
     def edges(self) -> Iterator[Edge]:
         """One resharding matrix per use of a value.
@@ -342,7 +288,30 @@ class Builder:
         )
         price = np.array(self.resharder.costs(tensor, tuple(sources), tuple(targets), grad))
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
-        return Edge(a, b, count * matrix)
+        return Edge(a, b, self._gathered_once(source, node, index, count * matrix))
+
+    def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
+        """Forbids to gather a parameter behind its share, or behind a transpose of that, where its
+        share can do so at no higher price: there the copy's memory is counted.
+        """
+        a, b = self.position[source], self.position[node.name]
+        root = self.graph[source]
+        while root.op in TRANSPOSES:
+            root = self.graph[root.inputs[0]]
+        stored = [option.stored for option in self.options[self.position[root.name]]]
+        if stored[0] is None or len(self.graph.users[source]) > 1:
+            return cost
+        rows = [option.results[0].dims for option in self.options[a]]
+        columns = [option.operands[index].dims for option in self.options[b]]
+        alike = np.array([[row == column for column in columns] for row in rows])
+        total, group = cost, np.zeros(len(rows), dtype=np.int64)
+        if root.name == source:
+            total = cost + np.array(self.choices[a].cost)[:, None]
+            kinds = {layout: number for number, layout in enumerate(dict.fromkeys(stored))}
+            group = np.array([kinds[layout] for layout in stored])
+        least = np.full((group.max() + 1, len(columns)), np.inf)
+        np.minimum.at(least, group, np.where(alike, total, np.inf))
+        return np.where(~alike & (least[group] <= total * (1 + 1e-9)), FORBIDDEN, cost)
 
 
 def build(
@@ -396,7 +365,7 @@ def build(
     fixed.check()
     choices = tuple(builder.choices)
     if memory_limit is not None:
-        _check_memory(choices, memory_limit)
+        _check_memory(choices, builder.alive.points, memory_limit)
     progress("reshardings")
     problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
     return Built(
@@ -408,30 +377,22 @@ def build(
         builder.backward,
         builder.beside,
         slowdown,
+        builder.sums,
+        builder.alive.points,
     )
 
 
-def _check_memory(choices: tuple[Choices, ...], limit: float) -> None:
-    """InfeasibleError if every node's most frugal choice together need more than `limit` bytes."""
-    frugal = sorted(((min(node.memory), node.name) for node in choices), reverse=True)
-    least = sum(nbytes for nbytes, _ in frugal)
+def _check_memory(choices: tuple[Choices, ...], points: tuple[str, ...], limit: float) -> None:
+    """InfeasibleError if at some time the most frugal choices together need more than `limit`."""
+    worst, bytes_of = frugal(choices)
+    least = sum(bytes_of.values())
     if least > limit:
-        largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in frugal[:3])
+        ranked = sorted(((nbytes, name) for name, nbytes in bytes_of.items()), reverse=True)
+        largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
         raise InfeasibleError(
             f"no plan fits into {format_bytes(limit)} a device",
+            where=points[worst],
             why=f"the most frugal plan needs {format_bytes(least)}, {format_bytes(least - limit)} "
             f"more; largest: {largest}",
             todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
         )
-
-
-def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, NodePlan]:
-    """The plan's entries for a choice: node -> its layouts, with shapes."""
-    plan: dict[str, NodePlan] = {}
-    for name, options, index in zip(built.names, built.options, choice, strict=True):
-        node, option = graph[name], options[index]
-        plan[name] = option.entry(graph, node)
-        if option.stored is not None:
-            stored = graph.template[node.inputs[0]]
-            plan[stored] = NodePlan((), ((graph[stored].type.shape, option.stored),))
-    return plan

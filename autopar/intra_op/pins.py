@@ -218,6 +218,12 @@ def _names(key: str, names: set[str]) -> bool:
     return any(fnmatchcase(name, key) for name in names)
 
 
+def naming(graph: Graph, pins: Mapping[str, str]) -> dict[str, str]:
+    """Those pins that name something in a graph, such as a stage of a model."""
+    names = set().union(*Pins(graph, {}).names.values())
+    return {key: text for key, text in pins.items() if _names(key, names)}
+
+
 def parts(text: str) -> list[str]:
     """The pins that stand in a row in one text."""
     return re.split(r"\s*;\s*", text.strip())

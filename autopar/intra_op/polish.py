@@ -10,7 +10,7 @@ gradient does. Where memory allows to store every such parameter whole, `polish`
 
 from __future__ import annotations
 
-from autopar.intra_op.build import Built
+from autopar.intra_op.built import Built
 from autopar.intra_op.options import Option
 from autopar.intra_op.problem import Edge, evaluate
 
@@ -32,12 +32,12 @@ def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
         return problem.nodes[node].cost[index] + float(sum(around))
 
     for node in reversed(range(len(now))):
-        options, memory = built.options[node], problem.nodes[node].memory
+        options = built.options[node]
         current = cost(node, now[node])
         for index, option in enumerate(options):
             if (
                 _sums_earlier(option, options[now[node]])
-                and memory[index] <= memory[now[node]]
+                and problem.nodes[node].lighter(index, now[node])
                 and cost(node, index) <= current * (1 + 1e-12)
             ):
                 now[node] = index

@@ -2,12 +2,14 @@
 
 A problem is a graph. Every node has a list of choices, each with a cost in seconds and a memory in
 bytes that is held during the node's half-open interval of time; every edge has a matrix of costs,
-one entry for each pair of choices at its two ends. The task is to pick one choice for every node so
-that the sum of all costs is least and the memory held at any time is at most the limit.
+one entry for each pair of choices at its two ends. A node may hold further memory at other times.
+The task is to pick one choice for every node so that the sum of all costs is least and the memory
+held at any time is at most the limit.
 
 The JSON form is that of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep
 learning (IOPDDL), so that its instances can be read and ours can be published. It knows neither the
-names of nodes nor the labels of choices: these are not written.
+names of nodes nor the labels of choices: these are not written. It knows one interval a node, so
+that further memory of a node is written as further nodes that must agree with it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +37,10 @@ FORBIDDEN = 1e18
 """A choice, or a pair of choices, with this cost or more must not be taken."""
 
 
+Held = tuple[tuple[int, int], tuple[float, ...]]
+"""A half-open interval of time, and the bytes of each choice that are held in it."""
+
+
 @dataclass(frozen=True)
 class Choices:
     """One node: parallel lists of what it may choose.
@@ -45,6 +51,7 @@ class Choices:
         cost: seconds of each choice; `FORBIDDEN` or more means that it must not be taken.
         memory: bytes of each choice, held at every time t with live[0] <= t < live[1].
         live: the half-open interval of time; (t, t) is empty.
+        more: further memory that is held at other times, or at the same ones beside it.
 
     Raises:
         ProblemError: no choices, lists of different lengths, a cost that is not a number or is
@@ -57,6 +64,7 @@ class Choices:
     cost: tuple[float, ...]
     memory: tuple[float, ...]
     live: tuple[int, int]
+    more: tuple[Held, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"node {self.name!r}"
@@ -66,22 +74,44 @@ class Choices:
         object.__setattr__(self, "live", tuple(self.live))
         if not cost:
             raise ProblemError("a node has no choices", where=where)
-        if not len(cost) == len(self.labels) == len(self.memory):
+        more = tuple((tuple(live), tuple(map(float, nbytes))) for live, nbytes in self.more)
+        object.__setattr__(self, "more", more)
+        if not len(cost) == len(self.labels):
             raise ProblemError(
                 "a node's lists differ in length",
                 where=where,
                 why=f"{len(self.labels)} labels, {len(cost)} costs, {len(self.memory)} memories",
             )
-        # Both comparisons are false for a NaN. min() above may hide one, hence self.cost.
+        # The comparison is false for a NaN. min() above may hide one, hence self.cost.
         if not all(value > -math.inf for value in self.cost):
             raise ProblemError("a cost is not a number or is minus infinity", where=where)
-        if not all(0 <= value < math.inf for value in self.memory):
-            raise ProblemError("memory is negative or not a finite number of bytes", where=where)
-        if len(self.live) != 2 or self.live[0] > self.live[1]:
-            raise ProblemError(
-                "a live interval ends before it begins", where=where, why=f"live = {self.live}"
-            )
+        for live, nbytes in self.held:
+            _check_memory(where, len(cost), live, nbytes)
         object.__setattr__(self, "cost", cost)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """All of its memory: one interval, and then further ones."""
+        return ((self.live, self.memory), *self.more)
+
+    def lighter(self, index: int, other: int) -> bool:
+        """Whether choice `index` holds no more than choice `other` at any time."""
+        return all(nbytes[index] <= nbytes[other] for _, nbytes in self.held)
+
+
+def _check_memory(where: str, count: int, live: tuple[int, int], nbytes: Sequence[float]) -> None:
+    if len(nbytes) != count:
+        raise ProblemError(
+            "a node's lists differ in length",
+            where=where,
+            why=f"{count} costs, {len(nbytes)} memories",
+        )
+    if not all(0 <= value < math.inf for value in nbytes):  # false for a NaN
+        raise ProblemError("memory is negative or not a finite number of bytes", where=where)
+    if len(live) != 2 or live[0] > live[1]:
+        raise ProblemError(
+            "a live interval ends before it begins", where=where, why=f"live = {live}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,20 +219,40 @@ class Problem:
             ) from error
 
     def to_json(self) -> str:
-        """Returns the contest's JSON text; without a memory limit, it has no `usage_limit`."""
+        """Returns the contest's JSON text; without a memory limit, it has no `usage_limit`.
+
+        Nodes that hold further memory are followed, after all others, by one for each further
+        interval, which must agree with them.
+        """
+        split = self.split()
         nodes = {
-            "intervals": [list(node.live) for node in self.nodes],
-            "costs": [_numbers(node.cost) for node in self.nodes],
-            "usages": [_numbers(node.memory) for node in self.nodes],
+            "intervals": [list(node.live) for node in split.nodes],
+            "costs": [_numbers(node.cost) for node in split.nodes],
+            "usages": [_numbers(node.memory) for node in split.nodes],
         }
         edges = {
-            "nodes": [[edge.a, edge.b] for edge in self.edges],
-            "costs": [_numbers(edge.cost.ravel().tolist()) for edge in self.edges],
+            "nodes": [[edge.a, edge.b] for edge in split.edges],
+            "costs": [_numbers(edge.cost.ravel().tolist()) for edge in split.edges],
         }
         problem: dict[str, Any] = {"name": self.name, "nodes": nodes, "edges": edges}
         if self.memory_limit is not None:
             problem["usage_limit"] = _numbers([self.memory_limit])[0]
         return json.dumps({"problem": problem})
+
+    def split(self) -> Problem:
+        """The same problem with one interval a node: its own nodes, and after them further ones
+        that must agree with them.
+        """
+        nodes = [replace(node, more=()) for node in self.nodes]
+        edges = list(self.edges)
+        for index, node in enumerate(self.nodes):
+            size = len(node.cost)
+            agree = np.where(np.eye(size, dtype=bool), 0.0, FORBIDDEN)
+            for number, (live, nbytes) in enumerate(node.more):
+                edges.append(Edge(index, len(nodes), agree))
+                name = f"{node.name}, further memory {number}"
+                nodes.append(Choices(name, node.labels, (0.0,) * size, nbytes, live))
+        return replace(self, nodes=tuple(nodes), edges=tuple(edges))
 
 
 @dataclass(frozen=True)
@@ -270,11 +320,11 @@ def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation
                 why=f"choice {index} of {len(node.cost)}",
             )
         prices.append(node.cost[index])
-        start, end = node.live
-        if start < end:
-            amount = Fraction(node.memory[index])
-            changes[start] += amount
-            changes[end] -= amount
+        for (start, end), nbytes in node.held:
+            if start < end:
+                amount = Fraction(nbytes[index])
+                changes[start] += amount
+                changes[end] -= amount
     for edge in problem.edges:
         prices.append(float(edge.cost[choice[edge.a], choice[edge.b]]))
     held = peak = Fraction(0)
@@ -284,6 +334,29 @@ def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation
     allowed = all(price < FORBIDDEN for price in prices)
     fits = problem.memory_limit is None or peak <= problem.memory_limit
     return Evaluation(math.fsum(prices) if allowed else math.inf, float(peak), allowed and fits)
+
+
+def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
+    """The time at which the most frugal choices hold most, and the bytes of each node's then.
+
+    No choice of all nodes has a lower peak than their sum. Without memory, the time is 0.
+    """
+    changes: defaultdict[int, float] = defaultdict(float)
+    for node in nodes:
+        for (start, end), nbytes in node.held:
+            changes[start] += min(nbytes)
+            changes[end] -= min(nbytes)
+    held, most, worst = 0.0, -math.inf, 0
+    for time in sorted(changes):
+        held += changes[time]
+        if held > most:
+            most, worst = held, time
+    least: defaultdict[str, float] = defaultdict(float)
+    for node in nodes:
+        for (start, end), nbytes in node.held:
+            if start <= worst < end:
+                least[node.name] += min(nbytes)
+    return worst, dict(least)
 
 
 def read_problem(path: str | Path) -> Problem:

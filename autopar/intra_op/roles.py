@@ -102,8 +102,9 @@ class Roles:
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The class that leads the most inputs, at most one."""
-        outer = (self.dims.outer(node.name) for node in self.graph.leaves("input"))
+        """The class that leads the most inputs, at most one; in a stage also of what it receives."""
+        leaves = (*self.graph.leaves("input"), *self.graph.leaves("received"))
+        outer = (self.dims.outer(node.name) for node in leaves)
         votes = Counter(dims[0] for dims in outer if dims and dims[0] is not None)
         return tuple(cls for cls, _ in votes.most_common(1))
 

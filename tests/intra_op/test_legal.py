@@ -12,6 +12,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanError
 from autopar.intra_op import legal
 from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.problem import frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.capture import capture
@@ -48,7 +49,7 @@ def plan_of(graph: Graph, built: Built, choice: tuple[int, ...], mesh: Mesh = ME
 def test_every_plan_of_the_solver_is_legal(name: str) -> None:
     graph, built, plan = planned(name)
     legal.check(graph, plan, rules())
-    least = sum(min(node.memory) for node in built.problem.nodes)
+    least = sum(frugal(built.problem.nodes)[1].values())
     tight = solve(replace(built.problem, memory_limit=1.1 * least), gap=1e-2)
     legal.check(graph, plan_of(graph, built, tight.choice), rules())
     generator = random.Random(0)

@@ -21,14 +21,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Choices, Edge, Problem
-from autopar.intra_op.reduce.flat import (
-    Flat,
-    critical_times,
-    flatten,
-    held_at,
-    infinite,
-    spans_of,
-)
+from autopar.intra_op.reduce.flat import Flat, critical_times, flatten, infinite
 from autopar.intra_op.reduce.run import Reduced, run
 
 __all__ = [
@@ -37,12 +30,10 @@ __all__ = [
     "Reduction",
     "critical_times",
     "flatten",
-    "held_at",
     "infinite",
     "problem_of",
     "reduce",
     "run",
-    "spans_of",
     "too_little_memory",
 ]
 

@@ -101,7 +101,9 @@ def flatten(problem: Problem) -> Flat:
     sizes = np.array([len(node.cost) for node in problem.nodes], dtype=np.int64)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
     times = critical_times(problem) if limit < math.inf else np.zeros(0, dtype=np.int64)
-    spans = np.array(spans_of(problem, times), dtype=np.int64).reshape(-1, 2)
+    held = [(v, *piece) for v, node in enumerate(problem.nodes) for piece in node.held]
+    owner = np.array([v for v, _, _ in held], dtype=np.int64)
+    spans = np.searchsorted(times, np.array([live for _, live, _ in held]).reshape(-1, 2))
     live = np.flatnonzero(spans[:, 0] < spans[:, 1])
     return Flat(
         offsets(sizes),
@@ -109,9 +111,9 @@ def flatten(problem: Problem) -> Flat:
         np.array([(edge.a, edge.b) for edge in problem.edges], dtype=np.int64).reshape(-1, 2),
         offsets([edge.cost.size for edge in problem.edges]),
         infinite(_joined(edge.cost.ravel() for edge in problem.edges)),
-        np.column_stack([live, spans[live]]),
-        offsets(sizes[live]),
-        _joined(problem.nodes[v].memory for v in live),
+        np.column_stack([owner[live], spans[live]]),
+        offsets(sizes[owner[live]]),
+        _joined(held[k][2] for k in live),
         np.zeros(len(times)),
         limit,
         0.0,
@@ -140,7 +142,7 @@ def critical_times(problem: Problem) -> Ints:
     Memory that fits at these times fits at all: between two of them nodes only end and then only
     start, so that the live nodes are a subset of those at the one or the other.
     """
-    lives = [node.live for node in problem.nodes if node.live[0] < node.live[1]]
+    lives = [live for node in problem.nodes for live, _ in node.held if live[0] < live[1]]
     ends = np.unique(np.array([end for _, end in lives], dtype=np.int64))
     starts = np.unique(np.array([start for start, _ in lives], dtype=np.int64))
     if not len(starts):
@@ -149,18 +151,3 @@ def critical_times(problem: Problem) -> Ints:
     following = np.append(starts[1:], ends[-1])
     index = np.searchsorted(ends, starts, side="right")
     return starts[ends[index] <= following]
-
-
-def held_at(spans: Iterable[tuple[int, int]], amounts: Iterable[float], times: Ints) -> Floats:
-    """Returns the sum of the amounts at each time, given the range of times each is held for."""
-    change = np.zeros(len(times) + 1)
-    for (low, high), amount in zip(spans, amounts, strict=True):
-        change[low] += amount
-        change[high] -= amount
-    return np.cumsum(change)[:-1]
-
-
-def spans_of(problem: Problem, times: Ints) -> list[tuple[int, int]]:
-    """Returns for every node the range of positions in `times` at which it is live."""
-    bounds = np.searchsorted(times, [node.live for node in problem.nodes]).tolist()
-    return [(low, high) for low, high in bounds]

@@ -80,10 +80,11 @@ def _costs(problem: Problem, choice: list[NDArray[np.int64]]) -> NDArray[np.floa
 def _peaks(problem: Problem, choice: list[NDArray[np.int64]]) -> NDArray[np.float64]:
     """The most bytes of each combination; memory only grows at the start of some node."""
     peak = np.zeros(choice[0].shape if choice else 1)
-    for moment in {node.live[0] for node in problem.nodes}:
+    for moment in {live[0] for node in problem.nodes for live, _ in node.held}:
         held = np.zeros_like(peak)
         for node, k in zip(problem.nodes, choice, strict=True):
-            if node.live[0] <= moment < node.live[1]:
-                held += np.array(node.memory)[k]
+            for (begin, end), nbytes in node.held:
+                if begin <= moment < end:
+                    held += np.array(nbytes)[k]
         np.maximum(peak, held, out=peak)
     return peak

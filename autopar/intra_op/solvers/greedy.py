@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.reduce import critical_times, held_at, infinite, spans_of
+from autopar.intra_op.reduce import critical_times, infinite
 
 MOST_SWEEPS = 100
 
@@ -27,7 +27,7 @@ def solve(problem: Problem) -> Solution:
     tables = Tables(problem)
     starts = [
         [int(np.argmin(cost)) for cost in tables.cost],
-        [int(np.argmin(memory)) for memory in tables.memory],
+        [int(np.argmin(tables.most(v))) for v in range(len(problem.nodes))],
     ]
     found = [choice for choice in map(tables.descend, starts) if tables.fits(choice)]
     if not found:
@@ -46,22 +46,25 @@ class Tables:
     """A problem as arrays, forbidden costs infinite, so that single changes are priced at once.
 
     Attributes:
-        cost, memory: per node, one entry for each choice.
+        cost: per node, one entry for each choice.
         edges: per node, its neighbours and the matrices with its own choices first.
-        times, spans: the critical times, and per node the range of them at which it is live.
+        times: the critical times.
+        pieces: per node its memory, each with the range of these times at which it is held.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.limit = math.inf if problem.memory_limit is None else problem.memory_limit
         self.cost = [infinite(np.array(node.cost)) for node in problem.nodes]
-        self.memory = [np.array(node.memory) for node in problem.nodes]
         self.edges: list[list[tuple[int, NDArray[np.float64]]]] = [[] for _ in problem.nodes]
         for edge in problem.edges:
             matrix = infinite(edge.cost)
             self.edges[edge.a].append((edge.b, matrix))
             self.edges[edge.b].append((edge.a, matrix.T))
         self.times = critical_times(problem)
-        self.spans = spans_of(problem, self.times)
+        self.pieces = [
+            [(*np.searchsorted(self.times, live).tolist(), np.array(held)) for live, held in n.held]
+            for n in problem.nodes
+        ]
 
     def price(self, choice: Sequence[int]) -> float:
         """Returns seconds, infinite if something forbidden is taken."""
@@ -72,8 +75,27 @@ class Tables:
 
     def held(self, choice: Sequence[int]) -> NDArray[np.float64]:
         """Returns bytes at each critical time."""
-        amounts = [float(memory[k]) for memory, k in zip(self.memory, choice, strict=True)]
-        return held_at(self.spans, amounts, self.times)
+        held = np.zeros(len(self.times))
+        for v, k in enumerate(choice):
+            self.hold(held, v, k)
+        return held
+
+    def hold(self, held: NDArray[np.float64], node: int, choice: int, sign: float = 1.0) -> None:
+        """Adds a node's bytes at each critical time, or with a sign of -1 takes them away."""
+        for low, high, nbytes in self.pieces[node]:
+            held[low:high] += sign * nbytes[choice]
+
+    def most(self, node: int) -> NDArray[np.float64]:
+        """Returns the bytes of each choice, those of all its pieces together."""
+        return sum((b for _, _, b in self.pieces[node]), np.zeros(len(self.cost[node])))
+
+    def above(self, held: NDArray[np.float64], node: int) -> NDArray[np.float64]:
+        """Returns how far each choice exceeds the limit beside what others hold, at the worst."""
+        found = np.zeros(len(self.cost[node]))
+        for low, high, nbytes in self.pieces[node]:
+            if low < high:
+                np.maximum(found, nbytes + held[low:high].max() - self.limit, out=found)
+        return found
 
     def fits(self, choice: Sequence[int]) -> bool:
         """Returns whether nothing forbidden is taken and the peak is within the limit."""
@@ -104,14 +126,13 @@ class Tables:
                     barred = np.isinf(price)
                     wrong += barred
                     total += np.where(barred, 0.0, price)
-                low, high = self.spans[node]
-                memory, now = self.memory[node], choice[node]
-                others = float(held[low:high].max(initial=0.0)) - memory[now]
-                above = np.maximum(memory - (self.limit - others), 0.0) * (low < high)
+                now = choice[node]
+                self.hold(held, node, now, -1.0)
+                above = self.above(held, node)
                 best = int(np.lexsort((total, above, wrong))[0])
                 if (wrong[best], above[best], total[best]) < (wrong[now], above[now], total[now]):
-                    held[low:high] += memory[best] - memory[now]
                     choice[node], changed = best, True
+                self.hold(held, node, choice[node])
             if not changed:
                 break
         return tuple(choice)

@@ -1,0 +1,105 @@
+"""A strategy problem with what its choices mean: figures, and the layouts of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost.overlap import side_by_side
+from autopar.intra_op.options import Option
+from autopar.intra_op.problem import Problem, evaluate
+from autopar.ir.graph import Graph
+from autopar.plan import NodePlan
+
+
+@dataclass(frozen=True)
+class Built:
+    """A Problem and what its choices mean.
+
+    Attributes:
+        problem: the strategy problem.
+        names: IR node of each problem node (a parameter's share stands for both).
+        options: the meaning of each choice.
+        replicated: operators that run whole for want of a rule.
+        exchanged: node -> seconds of each choice that it takes to ask other devices.
+        backward: node -> seconds of each choice for the kernels of the backward.
+        beside: parameter's share -> seconds of each choice for synchronising the gradient next to
+            the parameter, for which the backward does not wait.
+        sums: node -> bytes of each choice: of a parameter with gradient, optimizer state and the
+            gathered copy, of an operator what it keeps for the backward, in all blocks.
+        points: what each time of the problem is to a person.
+        slowdown: how many times as long kernels and collectives take side by side.
+    """
+
+    problem: Problem
+    names: tuple[str, ...]
+    options: tuple[tuple[Option, ...], ...]
+    replicated: tuple[str, ...]
+    exchanged: Mapping[str, tuple[float, ...]]
+    backward: Mapping[str, tuple[float, ...]]
+    beside: Mapping[str, tuple[float, ...]]
+    slowdown: float
+    sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    points: tuple[str, ...] = ()
+
+    def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of the backward's kernels, and of the gradients synchronised beside them."""
+        chosen = dict(zip(self.names, choice, strict=True))
+        return tuple(  # type: ignore[return-value]
+            math.fsum(seconds[chosen[name]] for name, seconds in part.items())
+            for part in (self.backward, self.beside)
+        )
+
+    def hidden(self, choice: tuple[int, ...]) -> float:
+        """Seconds saved by not waiting for gradients."""
+        kernels, collectives = self.side_by_side(choice)
+        together = side_by_side(kernels, collectives, self.slowdown)
+        return max(kernels + collectives - together, 0.0)
+
+    def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
+        """Seconds and bytes per device of a choice, by cause.
+
+        `compute_seconds` of operators, `exchange_seconds` of what they ask other devices for,
+        `parameter_seconds` of gathering parameters and of synchronising gradients,
+        `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
+        `activation_bytes` saved for the backward. `peak_bytes` is the most that the problem counts
+        at any of its times, less than their sum, since no step holds all of them at once;
+        `step_seconds` is the sum of the seconds less `hidden_seconds`, in which gradients are
+        synchronised beside the backward.
+        """
+        causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
+        totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
+        for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
+            parameter = options[index].stored is not None
+            inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
+            totals["exchange_seconds"] += inside
+            cause = "parameter_seconds" if parameter else "compute_seconds"
+            totals[cause] += node.cost[index] - inside
+            held = self.sums[node.name][index] if node.name in self.sums else 0.0
+            totals["parameter_bytes" if parameter else "activation_bytes"] += held
+        for edge in self.problem.edges:
+            parameter = self.options[edge.a][choice[edge.a]].stored is not None
+            cause = "parameter_seconds" if parameter else "reshard_seconds"
+            totals[cause] += float(edge.cost[choice[edge.a], choice[edge.b]])
+        hidden = self.hidden(choice)
+        step = sum(value for name, value in totals.items() if name.endswith("seconds")) - hidden
+        peak = evaluate(self.problem, choice).peak
+        return {"step_seconds": step, "peak_bytes": peak, **totals, "hidden_seconds": hidden}
+
+    def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
+        """Seconds of each operator that runs whole for want of a rule."""
+        rows = zip(self.names, self.problem.nodes, choice, strict=True)
+        return {name: node.cost[at] for name, node, at in rows if name in self.replicated}
+
+
+def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, NodePlan]:
+    """The plan's entries for a choice: node -> its layouts, with shapes."""
+    plan: dict[str, NodePlan] = {}
+    for name, options, index in zip(built.names, built.options, choice, strict=True):
+        node, option = graph[name], options[index]
+        plan[name] = option.entry(graph, node)
+        if option.stored is not None:
+            stored = graph.template[node.inputs[0]]
+            plan[stored] = NodePlan((), ((graph[stored].type.shape, option.stored),))
+    return plan
