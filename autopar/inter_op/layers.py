@@ -1,0 +1,276 @@
+"""Layers: what a model is cut between, so that stages can be made of them.
+
+Repeated blocks are layers. What stands between them joins a neighbour if it is light, else it is a
+layer of its own, or several, so that a heavy embedding or head is balanced like anything else. A
+model without repeated blocks is clustered as in Alpa (OSDI 2022, section 5.3): so many layers, none
+above (1 + slack) times the mean, with the fewest bytes between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import GraphError
+from autopar.ir.graph import Graph, Node
+
+Floats = NDArray[np.float64]
+
+# A segment joins a neighbour if it weighs less than this part of a layer.
+_LIGHT = 0.1
+# How many layers a model without repeated blocks is clustered into, unless told.
+_LAYERS = 16
+# What hangs on no parameter and weighs less than this part of the model is computed again where it
+# is needed rather than sent.
+_CHEAP = 0.01
+# Bytes are compared first; among equal ones cuts into even layers win.
+_EVEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A graph's operators in contiguous layers.
+
+    Attributes:
+        ends: the last operator of every layer; no `autopar.share`, which other graphs lack.
+        weights: seconds or FLOPs of every layer.
+        forward: bytes of one microbatch's values that cross each border between two layers: all
+            that is read behind it, skips included, but no inputs, parameters or what is cheap to
+            compute again.
+        backward: the same of gradients.
+        kinds: equal for layers that are equal.
+    """
+
+    ends: tuple[str, ...]
+    weights: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    kinds: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+
+def find_layers(
+    graph: Graph,
+    weights: Mapping[str, float],
+    count: int | None = None,
+    slack: float = 0.5,
+    most: int = 128,
+) -> Layers:
+    """`graph` in layers.
+
+    Args:
+        graph: with its repeats, if it has any.
+        weights: of each operator, seconds or FLOPs; what is missing weighs nothing.
+        count: how many layers; None for the repeated blocks and what a model of them needs besides,
+            at most 16, fewer where operators are too heavy for that.
+        slack: by which part of the mean a layer of a cluster may exceed it (Alpa's delta).
+        most: how many layers there may be; repeated blocks stand together where there are more.
+
+    Raises:
+        GraphError: the graph has no operator, or fewer than `count`.
+    """
+    row = _Row(graph, weights)
+    if not row.nodes:
+        raise GraphError(
+            f"{graph.name} has no operator", todo="give a graph that computes something"
+        )
+    if count is not None and not 1 <= count <= len(row.nodes):
+        raise GraphError(
+            f"{graph.name} cannot be cut into {count} layers",
+            why=f"it has {len(row.nodes)} operators",
+            todo="ask for fewer layers",
+        )
+    if count is None and (blocks := row.blocks(most)):
+        return row.layers(row.around(blocks, slack))
+    exact = count is not None
+    return row.layers(row.clustered(0, len(row.nodes), count or _LAYERS, slack, exact))
+
+
+class _Row:
+    """The operators of a graph, `autopar.share`s left out, as arrays."""
+
+    def __init__(self, graph: Graph, weights: Mapping[str, float]) -> None:
+        self.graph = graph
+        self.nodes = [
+            node for node in graph.nodes if not node.is_leaf and node.op != "autopar.share"
+        ]
+        self.place = {node.name: at for at, node in enumerate(self.nodes)}
+        self.weights = np.array([float(weights.get(node.name, 0.0)) for node in self.nodes])
+        self.sums = np.concatenate([[0.0], np.cumsum(self.weights)])
+        self.forward, self.backward = self._crossing()
+
+    def _crossing(self) -> tuple[Floats, Floats]:
+        """[operators + 1]: bytes of values and of gradients that cross the place before each."""
+        graph, size = self.graph, len(self.nodes)
+        last: dict[str, int] = {}  # the last place where a value is read
+        for node in reversed(graph.nodes):
+            readers = graph.users[node.name]  # a share is read where its readers are
+            reads = [self.place[user] if user in self.place else last[user] for user in readers]
+            last[node.name] = max(reads, default=self.place.get(node.name, -1))
+        cheap = self._cheap()
+        forward, backward = np.zeros(size + 1), np.zeros(size + 1)
+        for at, node in enumerate(self.nodes):
+            if node.name in cheap or (node.alias is not None and self._sent_anyway(node, last)):
+                continue
+            nbytes = float(sum(t.nbytes for t in node.types)) if len(node.types) == 1 else 0.0
+            forward[at + 1 : last[node.name] + 1] += nbytes
+            if node.requires_grad:
+                backward[at + 1 : last[node.name] + 1] += nbytes
+        return forward, backward
+
+    def _sent_anyway(self, node: Node, last: Mapping[str, int]) -> bool:
+        """Whether the value that a node is a view of crosses wherever the view does."""
+        assert node.alias is not None
+        base = self.graph[node.alias]
+        return (
+            not base.is_leaf
+            and len(base.types) == 1
+            and last[base.name] >= last[node.name]
+            and base.type.nbytes >= node.type.nbytes
+        )
+
+    def _cheap(self) -> set[str]:
+        """What is computed from inputs and buffers alone in next to no time."""
+        total = float(self.sums[-1])
+        cost: dict[str, float] = {}
+        for node in self.graph.nodes:
+            if node.is_leaf:
+                if node.op != "param":
+                    cost[node.name] = 0.0
+            elif not node.requires_grad and all(name in cost for name in node.inputs):
+                at = self.place.get(node.name)
+                own = 0.0 if at is None else float(self.weights[at])
+                cost[node.name] = own + sum(cost[name] for name in dict.fromkeys(node.inputs))
+        return {name for name, seconds in cost.items() if seconds <= _CHEAP * total}
+
+    def blocks(self, most: int) -> list[tuple[int, int]]:
+        """[start, stop) of the repeated blocks, if they are most of the model; else none."""
+        found: list[tuple[int, int]] = []
+        total = sum(repeat.count for repeat in self.graph.repeats)
+        for repeat in self.graph.repeats:
+            stops = [
+                1 + max(self.place[name] for name in block if name in self.place)
+                for block in repeat.iterations
+            ]
+            starts = [min(self.place[n] for n in repeat.iterations[0] if n in self.place), *stops]
+            together = -(-total // most)
+            for at in range(0, repeat.count, together):
+                found.append((starts[at], stops[min(at + together, repeat.count) - 1]))
+        covered = sum(self.sums[stop] - self.sums[start] for start, stop in found)
+        return found if covered >= self.sums[-1] / 2 and len(found) > 1 else []
+
+    def around(self, blocks: list[tuple[int, int]], slack: float) -> list[int]:
+        """The ends of layers where blocks are given: light segments between them join them."""
+        mean = sum(float(self.sums[b] - self.sums[a]) for a, b in blocks) / len(blocks)
+        ends: list[int] = []
+        at = 0
+        for start, stop in [*blocks, (len(self.nodes), len(self.nodes))]:
+            weight = float(self.sums[start] - self.sums[at])
+            if start > at and weight >= _LIGHT * mean:
+                parts = min(start - at, max(1, round(weight / mean)))
+                ends += self.clustered(at, start, parts, slack)
+            elif start > at and start == len(self.nodes) and ends:
+                ends[-1] = start  # what ends the model joins the last block
+            if stop > start:
+                ends.append(stop)
+            at = stop
+        return ends
+
+    def clustered(
+        self, start: int, stop: int, count: int, slack: float, exact: bool = False
+    ) -> list[int]:
+        """The ends of layers of the operators from `start` to before `stop`.
+
+        Of `count` layers, or the most below it, that weigh between (1 - slack) and (1 + slack)
+        times the mean, or what one operator weighs alone: those with the fewest bytes between them.
+        With `exact` there are `count` layers, some of which may weigh less.
+        """
+        sums = self.sums[start : stop + 1] - self.sums[start]
+        crossing = (self.forward + self.backward)[start : stop + 1].copy()
+        crossing[0] = crossing[-1] = 0.0
+        crossing /= float(crossing.max()) or 1.0
+        for at in range(1, stop - start):  # the results of one operator stay together
+            if self.nodes[start + at].op == "getitem":
+                crossing[at] = np.inf
+        for number in range(min(count, stop - start), 0, -1):
+            mean = float(sums[-1]) / number
+            limit = _limit(sums, number, (1 + slack) * mean)
+            ends = _cluster(sums, crossing, number, limit, 0.0 if exact else (1 - slack) * mean)
+            if ends:
+                return [start + end for end in ends]
+        raise GraphError(f"the operators of {self.graph.name} cannot be clustered")
+
+    def layers(self, ends: list[int]) -> Layers:
+        """The layers that end before those places."""
+        starts = [0, *ends[:-1]]
+        numbers: dict[tuple[str, ...], int] = {}
+        kinds = []
+        for start, stop in zip(starts, ends, strict=True):
+            looks = tuple(self.graph.template[node.name] for node in self.nodes[start:stop])
+            kinds.append(numbers.setdefault(looks, len(numbers)))
+        return Layers(
+            tuple(self.nodes[end - 1].name for end in ends),
+            tuple(float(self.sums[b] - self.sums[a]) for a, b in zip(starts, ends, strict=True)),
+            tuple(float(self.forward[end]) for end in ends[:-1]),
+            tuple(float(self.backward[end]) for end in ends[:-1]),
+            tuple(kinds),
+        )
+
+
+def _cluster(
+    sums: Floats, crossing: Floats, count: int, most: float, least: float
+) -> list[int]:  # fmt: skip
+    """The ends of `count` parts with the fewest bytes between them; none if there are none.
+
+    Args:
+        sums: weights of the operators before each place.
+        crossing: bytes at each place.
+        count: number of parts.
+        most, least: weight of a part.
+    """
+    size, mean = len(sums) - 1, float(sums[-1]) / count
+    best = np.full((count + 1, size + 1), np.inf)
+    came = np.zeros((count + 1, size + 1), dtype=np.int64)
+    best[0, 0] = 0.0
+    for part in range(1, count + 1):
+        for end in range(part, size + 1):
+            low = max(part - 1, int(np.searchsorted(sums, sums[end] - most)))
+            high = min(end, int(np.searchsorted(sums, sums[end] - least, side="right")))
+            if low < high:
+                weight = (sums[end] - sums[low:high]) / mean if mean else end - np.arange(low, high)
+                total = best[part - 1, low:high] + _EVEN * weight**2
+                at = int(total.argmin())
+                best[part, end] = total[at] + crossing[end]
+                came[part, end] = low + at
+    if best[count, size] == np.inf:
+        return []
+    ends = [size]
+    for part in range(count, 1, -1):
+        ends.append(int(came[part, ends[-1]]))
+    return ends[::-1]
+
+
+def _limit(sums: Floats, count: int, wished: float) -> float:
+    """The smallest weight, but at least `wished`, that `count` layers need not exceed."""
+
+    def parts(limit: float) -> int:
+        number, at = 0, 0
+        while at < len(sums) - 1:
+            after = int(np.searchsorted(sums, sums[at] + limit * (1 + 1e-12), side="right")) - 1
+            if after <= at:
+                return len(sums)
+            number, at = number + 1, after
+        return number
+
+    if parts(wished) <= count:
+        return wished * (1 + 1e-12)
+    low, high = wished, float(sums[-1])
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if parts(middle) <= count else (middle, high)
+    return high * (1 + 1e-12)
