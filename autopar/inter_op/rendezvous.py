@@ -45,6 +45,7 @@ class _Play:
         batches: transfers that each rank has posted and that are not done, batch by batch.
         sent, received: those of each link, in the order in which they were posted.
         done: what each rank has computed, sent and received.
+        there: all that is in each rank's row.
     """
 
     lowered: Lowered
@@ -53,6 +54,7 @@ class _Play:
     sent: dict[_Link, deque[Action]] = field(default_factory=lambda: defaultdict(deque))
     received: dict[_Link, deque[Action]] = field(default_factory=lambda: defaultdict(deque))
     done: list[set[Action]] = field(init=False)
+    there: list[set[Action]] = field(init=False)
 
     def __post_init__(self) -> None:
         schedule, rows = self.lowered.schedule, self.lowered.rows
@@ -65,6 +67,7 @@ class _Play:
         self.left = [deque(_entries(row)) for row in rows]
         self.batches = [deque() for _ in rows]
         self.done = [set() for _ in rows]
+        self.there = [set(row) for row in rows]
         self._check_posts()
 
     def _check_posts(self) -> None:
@@ -85,12 +88,12 @@ class _Play:
                 seen.add(action)
 
     def _check_transfer(self, action: Action, rank: int, seen: set[Action]) -> None:
-        stages = self.lowered.schedule.stages
         other = action.stage + (1 if action.kind in ("SEND_F", "RECV_B") else -1)
-        if not 0 <= other < stages or self.lowered.schedule.rank_of(action) != rank:
+        holds = (action.stage, action.copy) in self.lowered.schedule.holds[rank]
+        if not holds or not 0 <= other < self.lowered.schedule.stages:
             raise _wrong(action, rank, "no such transfer begins or ends there")
         peer = self.lowered.peer(action)
-        if peer == rank or _counterpart(action) not in self.lowered.rows[peer]:
+        if peer == rank or _counterpart(action) not in self.there[peer]:
             raise _wrong(action, rank, f"there is no {_counterpart(action)} on rank {peer}")
         kinds = {"SEND_F": "F", "SEND_B": "BI"}.get(action.kind)
         if kinds and not any(action._replace(kind=kind) in seen for kind in kinds):
@@ -99,7 +102,7 @@ class _Play:
     def _check_sum(self, action: Action, rank: int) -> None:
         for copy, ranks in enumerate(self.lowered.schedule.placement):
             other = action._replace(copy=copy)
-            if other not in self.lowered.rows[ranks[action.stage]]:
+            if other not in self.there[ranks[action.stage]]:
                 raise _wrong(action, rank, f"there is no {other} on rank {ranks[action.stage]}")
 
     def _needs(self, action: Action, rank: int) -> list[set[Action]]:
@@ -116,11 +119,9 @@ class _Play:
 
     def advance(self) -> bool:
         """Does all that can be done at once; whether there was anything."""
-        moved = (
-            sum(map(self._step, range(len(self.left)))) > 0
-        )  # all of them, whatever the first did
-        met = sum(map(self._meet, sorted(self.sent.keys() & self.received.keys()))) > 0
-        return moved or met or self._reduce()
+        steps = sum(map(self._step, range(len(self.left))))
+        meetings = sum(map(self._meet, sorted(self.sent.keys() & self.received.keys())))
+        return steps > 0 or meetings > 0 or self._reduce()
 
     def _step(self, rank: int) -> bool:
         """Computes and posts what the rank can."""

@@ -55,7 +55,10 @@ class StageCost(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule, costs: Sequence[StageCost], transfers: Sequence[float] = ()
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    transfers: Sequence[float] = (),
+    returns: Sequence[float] | None = None,
 ) -> Timeline:
     """Returns when each action of a schedule runs; see `Prepared.run`.
 
@@ -63,7 +66,7 @@ def simulate(
         ScheduleError: the schedule is not whole, or there are not as many costs as stages.
         DeadlockError: actions of the schedule wait for one another.
     """
-    return prepare(schedule).run(costs, transfers)
+    return prepare(schedule).run(costs, transfers, returns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,22 +84,31 @@ class Prepared:
     link: Ints  # on which the result of an action travels, or -1
     order: Ints  # in which an action comes after all that it needs
 
-    def run(self, costs: Sequence[StageCost], transfers: Sequence[float] = ()) -> Timeline:
+    def run(
+        self,
+        costs: Sequence[StageCost],
+        transfers: Sequence[float] = (),
+        returns: Sequence[float] | None = None,
+    ) -> Timeline:
         """Returns when each action runs.
 
         Args:
             costs: of the stages, in their order.
-            transfers: seconds from each stage to the next, and of the gradient back; none where
-                empty. Between stages on one rank nothing is transferred.
+            transfers: seconds from each stage to the next; none where empty. Between stages on one
+                rank nothing is transferred.
+            returns: seconds of the gradient on its way back, in the same order; as `transfers`
+                where None.
 
         Raises:
             ScheduleError: there are not as many costs as stages, or a figure is no number from 0.
         """
-        table, hops = _figures(self.schedule.stages, costs, transfers)
+        back = transfers if returns is None else returns
+        table, hops = _figures(self.schedule.stages, costs, transfers, back)
         seconds = np.stack((table[0], table[1] + table[2], table[1], table[2]))
         duration = seconds[self.kind, self.stage]
-        hop = np.where(self.kind == _F, self.stage, self.stage - 1)
-        travel = np.where(self.link >= 0, hops[np.clip(hop, 0, len(hops) - 1)], 0.0)
+        forward = self.kind == _F
+        hop = np.clip(np.where(forward, self.stage, self.stage - 1), 0, hops.shape[1] - 1)
+        travel = np.where(self.link >= 0, np.where(forward, hops[0][hop], hops[1][hop]), 0.0)
         end = _run(self.order, self.begins, self.source, self.link, duration, travel)
         released = np.stack((-table[3], table[3], table[3] - table[4], table[4]))
         kept = -released[self.kind, self.stage]
@@ -112,10 +124,10 @@ class Prepared:
 
 
 def _figures(
-    stages: int, costs: Sequence[StageCost], transfers: Sequence[float]
+    stages: int, costs: Sequence[StageCost], transfers: Sequence[float], back: Sequence[float]
 ) -> tuple[Floats, Floats]:
-    """Forward, input, weight, activation and kept of each stage, and seconds of each hop."""
-    if len(costs) != stages or len(transfers) not in (0, stages - 1):
+    """Forward, input, weight, activation and kept of each stage; seconds of hops both ways."""
+    if len(costs) != stages or any(len(hops) not in (0, stages - 1) for hops in (transfers, back)):
         raise ScheduleError(
             f"{len(costs)} costs and {len(transfers)} transfers for {stages} stages",
             why="each stage has its costs, each pair of neighbours its transfer",
@@ -123,12 +135,13 @@ def _figures(
         )
     full = [(*cost[:4], cost.activation if cost.kept is None else cost.kept) for cost in costs]
     table = np.array(full, np.float64).T
-    hops = np.array(transfers or [0.0] * max(stages - 1, 1), np.float64)
-    figures = np.concatenate((table.ravel(), hops))
+    still = [0.0] * max(stages - 1, 1)
+    hops = np.array([list(seconds) or still for seconds in (transfers, back)], np.float64)
+    figures = np.concatenate((table.ravel(), hops.ravel()))
     if not (np.isfinite(figures).all() and (figures >= 0).all()):
         raise ScheduleError(
             "a stage or a transfer costs less than nothing, or no number",
-            why=f"costs {list(costs)}, transfers {list(transfers)}",
+            why=f"costs {list(costs)}, transfers {list(transfers)} and {list(back)}",
             todo="give seconds and bytes from 0",
         )
     return table, hops

@@ -95,6 +95,15 @@ def test_a_transfer_takes_its_time_once_and_not_within_a_rank() -> None:
     assert simulate(schedule("gpipe", 2, 1), costs[:2], [5]).seconds == 6 + 2 * 5
 
 
+def test_gradients_may_take_another_time_back() -> None:
+    costs, made = [StageCost(1, 1, 0)] * 3, schedule("gpipe", 3, 1)
+    assert simulate(made, costs, [5, 6], [1, 2]).seconds == 6 + 5 + 6 + 1 + 2
+    assert simulate(made, costs, [], [1, 2]).seconds == 6 + 1 + 2
+    assert simulate(made, costs, [5, 6], []).seconds == 6 + 5 + 6
+    with pytest.raises(ScheduleError):
+        simulate(made, costs, [5, 6], [1])
+
+
 def test_transfers_on_a_link_follow_one_another() -> None:
     """Four activations of 3 s each on one link, produced a second apart."""
     timeline = simulate(schedule("gpipe", 2, 4), [StageCost(1, 0, 0)] * 2, [3])

@@ -13,7 +13,7 @@ NEEDS = "an even number of ranks, an even number of microbatches; two copies of 
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:
-    """Returns Chimera's rows, by direct concatenation of units of D microbatches (section 3.5).
+    """Returns Chimera's rows, by direct concatenation of units of D microbatches.
 
     Rank r holds stage r of the first copy and stage D-1-r of the second. Of each unit the first
     half of the microbatches goes through the first copy, the other half through the second.
@@ -63,9 +63,9 @@ def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
     """Returns the share of (D-2) (max(F, B) + (u-1) |F-B|) idle seconds, for u whole units.
 
     Where a backward B takes as long as a forward F it is (D-2)/(D-2+2N); where it takes twice as
-    long, and for one unit, (D-2)/(D-2+3N/2). Both are published (sections 3.2 and 3.5); that units
-    in between leave gaps where F and B differ is why Chimera can also double forwards or halve
-    backwards. None where microbatches make no whole units.
+    long, and for one unit, (D-2)/(D-2+3N/2): both are published. The gaps between units where F
+    and B differ are why Chimera can also double forwards or halve backwards. None where the
+    microbatches make no whole units.
     """
     units, rest = divmod(microbatches, ranks)
     if rest:

@@ -2,8 +2,8 @@
 
 Where a transfer takes time, the first gradient comes back to a rank later by two transfers for each
 rank behind it, and 1F1B waits for it with nothing left to do. One more forward for each of these
-ranks is DAPPLE's second policy (arXiv:2007.01045, section 3.2) and Eager-1F1B (arXiv:2211.05322,
-section 4); as long as a transfer takes at most half of a microbatch's time on a rank, it is enough.
+ranks is DAPPLE's second policy (arXiv:2007.01045) and Eager-1F1B (arXiv:2211.05322); as long as a
+transfer takes at most half of a microbatch's time on a rank, it is enough.
 """
 
 from __future__ import annotations
