@@ -134,23 +134,19 @@ class OpenProgram:
     """
 
     def __init__(self, folder: Path) -> None:
-        settings = _read(folder / "program.toml", _toml)
-        source = _read(folder / "program.py", _text)
+        settings = read(folder / "program.toml", read_toml)
+        source = read(folder / "program.py", read_text)
         program = load(source, str(folder / "program.py"))
         cuda = dist.is_initialized() and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         runtime = Runtime(Mesh.parse(program.MESH), device)
         self.rank = runtime.rank
-        self.example = _read(folder / "batch.safetensors", load_file)
-        chosen = settings.get("optimizer", {"name": "AdamW"})
-        kind = getattr(torch.optim, chosen["name"], None)
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
+        self.example = read(folder / "batch.safetensors", load_file)
         self.executor = Executor(
             program,
             runtime,
-            _read(folder / "weights.safetensors", load_file),
-            functools.partial(kind, **chosen.get("keywords", {})),
+            read(folder / "weights.safetensors", load_file),
+            optimizer_of(settings, folder),
             tied=settings.get("tied", {}),
             clip_norm=settings.get("clip_norm"),
         )
@@ -160,7 +156,17 @@ class OpenProgram:
         return self.executor.step(batch)
 
 
-def _read(path: Path, reader: Callable[[Path], Content]) -> Content:
+def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
+    """The optimizer that program.toml names; ProgramError if torch has none of that name."""
+    chosen = settings.get("optimizer", {"name": "AdamW"})
+    kind = getattr(torch.optim, chosen["name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
+    return functools.partial(kind, **chosen.get("keywords", {}))
+
+
+def read(path: Path, reader: Callable[[Path], Content]) -> Content:
+    """What `reader` makes of a saved program's file; ProgramError if missing or damaged."""
     if not path.exists():
         if path.suffix != ".safetensors":
             raise ProgramError(f"{path} is missing", todo="save the program again")
@@ -175,12 +181,14 @@ def _read(path: Path, reader: Callable[[Path], Content]) -> Content:
         raise ProgramError(f"{path} cannot be read", why=str(error)) from error
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text."""
     return path.read_text(encoding="utf-8")
 
 
-def _toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(_text(path))
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as data."""
+    return tomllib.loads(read_text(path))
 
 
 @contextmanager
@@ -191,11 +199,18 @@ def open_program(file: str) -> Iterator[OpenProgram]:
         ProgramError: a file of the folder is missing or damaged.
         MeshError: there are more or fewer processes than the mesh has devices.
     """
+    with processes():
+        yield OpenProgram(Path(file).parent)
+
+
+@contextmanager
+def processes() -> Iterator[None]:
+    """Inside, the process group that torchrun describes, unless there is one already."""
     mine = not dist.is_initialized() and dist.is_torchelastic_launched()
     if mine:
         join_process_group()
     try:
-        yield OpenProgram(Path(file).parent)
+        yield
     finally:
         if mine:
             dist.destroy_process_group()
