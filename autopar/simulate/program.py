@@ -281,7 +281,7 @@ def _forward(layouts: _Layouts, outside: list[tuple[str, ...]]) -> Function:
     used += [node for _, node in graph.outputs]
     writer = _Writer(layouts, nodes, used)
     wanted = {name for node in nodes for name in node.inputs} | set(used)
-    for leaf in graph.leaves("input"):
+    for leaf in (*graph.leaves("input"), *graph.leaves("received")):
         if leaf.name in wanted:
             variable = writer.fresh()
             writer.lines.append(Assign(LEAF + leaf.name, variable))
