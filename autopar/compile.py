@@ -175,6 +175,7 @@ class Program:
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
         self._source = ""
+        self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,7 +247,8 @@ class Program:
             self._factory,
             self._clip_norm,
         )
-        self._plan, self._source = made.plan, "\n\n".join(made.sources)
+        self._plan, self._sources = made.plan, made.sources
+        self._source = "\n\n".join(made.sources)
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
@@ -331,12 +333,15 @@ class Program:
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
 
         def write() -> Path:
-            files = {
-                "program.py": folder.standalone(self._source),
-                "plan.toml": self.plan.to_toml(),
-                "graph.txt": format_graph(captured.graph),
-                "program.toml": folder.settings(tied, self._factory, self._clip_norm),
-            }
+            if isinstance(self.plan, PipelinePlan):
+                files = pipelined.files_of(captured, self.plan, self._sources)
+            else:
+                files = {
+                    "program.py": folder.standalone(self._source),
+                    "plan.toml": self.plan.to_toml(),
+                    "graph.txt": format_graph(captured.graph),
+                }
+            files["program.toml"] = folder.settings(tied, self._factory, self._clip_norm)
             weights = {name: value for name, value in full.items() if name not in tied}
             tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
             return folder.write(path, files, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,17 @@ from autopar.codegen.emit import emit
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory, state_bytes
 from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.codegen.pipeline_folder import program_source, stage_files
 from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
 from autopar.errors import BatchError
+from autopar.inter_op.gantt import gantt
+from autopar.inter_op.simulate import StageCost, simulate
 from autopar.intra_op import legal
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import NORMALISING
 from autopar.ir.structure import Structure
-from autopar.ir.text import fingerprint
+from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelining import (
     equal_parts,
@@ -31,6 +34,8 @@ from autopar.pipelining import (
     stage_graphs,
 )
 from autopar.planning import Options, Trace, capture_graph, cost_model
+
+_COLUMNS = 88  # of the schedule's picture
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ def make(
     pipeline = Pipeline(
         modules,
         placement_of(plan),
-        {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
+        inputs_of(captured),
         local_device(),
         values_of(model, captured),
         factory,
@@ -199,6 +204,32 @@ def make(
         clip_norm=clip_norm,
     )
     return Made(plan, sources, captured, pipeline)
+
+
+def files_of(captured: Captured, plan: PipelinePlan, sources: Sequence[str]) -> dict[str, str]:
+    """The text files of a saved pipeline; see `codegen/pipeline_folder.py`."""
+    files, names = stage_files(sources)
+    groups = len({start for stage in plan.stages for start in stage.starts})
+    schedule = schedule_of(plan.schedule, groups, plan.microbatches)
+    picture = gantt(simulate(schedule, [StageCost()] * schedule.stages), _COLUMNS)
+    program = program_source(
+        f"{captured.graph.name} in {len(plan.stages)} stages on {plan.mesh}",
+        names,
+        placement_of(plan),
+        inputs_of(captured),
+        [line.plain for line in picture],
+    )
+    return {
+        **files,
+        "program.py": program,
+        "plan.toml": plan.to_toml(),
+        "graph.txt": format_graph(captured.graph),
+    }
+
+
+def inputs_of(captured: Captured) -> dict[str, str]:
+    """The inputs of one microbatch, name -> type."""
+    return {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")}
 
 
 def values_of(model: nn.Module, captured: Captured) -> dict[str, Tensor]:

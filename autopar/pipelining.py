@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import MeshError, ScheduleError, StageError
+from autopar.errors import MeshError, PinError, ScheduleError, StageError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
 from autopar.intra_op.options import operand_types, whole_options
+from autopar.intra_op.pins import naming
 from autopar.intra_op.rule import resolve
+from autopar.intra_op.words import spell_out
 from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
@@ -169,9 +171,12 @@ def plan_stages(
             why=f"on {len(groups)} groups of devices it has {made.stages}",
             todo="cut the model into as many stages",
         )
-    known: dict[tuple[str, Mesh], tuple[Graph, Plan]] = {}
+    known: dict[tuple[str, Mesh, str], tuple[Graph, Plan]] = {}
     stages = []
-    for number, part in enumerate(stage_graphs(graph, ends, trace)):
+    parts = stage_graphs(graph, ends, trace)
+    first = made.placement[0]
+    pins = _pins(parts, [groups[place].mesh for place in first], options)
+    for number, part in enumerate(parts):
         held = [groups[placed[number]] for placed in made.placement]
         if any(sub.mesh != held[0].mesh for sub in held):
             raise StageError(
@@ -179,10 +184,11 @@ def plan_stages(
                 why=", ".join(str(sub.mesh) for sub in held),
                 todo="give all groups of devices of such a schedule one mesh",
             )
-        key = (alike(part), held[0].mesh)
-        if key not in known or options.pins:
-            plan = make_plan(part, held[0].mesh, options, trace, state_bytes)
-            known[key] = (part, plan)
+        # Pins are by name, and equal stages differ in names.
+        key = (alike(part), held[0].mesh, str(number) if pins[number] else "")
+        if key not in known:
+            own = replace(options, pins=pins[number])
+            known[key] = (part, make_plan(part, held[0].mesh, own, trace, state_bytes))
         plan = translated(*known[key], part)
         end = ends[number] if number < len(ends) else ""
         stages.append(StagePlan(end, tuple(sub.start for sub in held), plan))
@@ -197,6 +203,23 @@ def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph
         trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
         found.append(stage)
     return tuple(found)
+
+
+def _pins(parts: Sequence[Graph], meshes: Sequence[Mesh], options: Options) -> list[dict[str, str]]:
+    """What is said of each stage; PinError if something names nothing in any of them."""
+    said = [
+        spell_out(options.pins, part, mesh, options.table)
+        for part, mesh in zip(parts, meshes, strict=True)
+    ]
+    found = [naming(part, pins) for part, pins in zip(parts, said, strict=True)]
+    missing = set().union(*said) - set().union(*found)
+    if missing:
+        raise PinError(
+            f"pins that name nothing: {', '.join(sorted(missing))}",
+            why="a pin names a parameter, an input, a module or a node of some stage",
+            todo="take names from model.named_parameters(), model.named_modules() or the plan",
+        )
+    return found
 
 
 def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:

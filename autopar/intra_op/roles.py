@@ -102,7 +102,7 @@ class Roles:
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The class that leads the most inputs, at most one; in a stage also of what it receives."""
+        """The class that leads the most inputs, received values among them; at most one."""
         leaves = (*self.graph.leaves("input"), *self.graph.leaves("received"))
         outer = (self.dims.outer(node.name) for node in leaves)
         votes = Counter(dims[0] for dims in outer if dims and dims[0] is not None)

@@ -1,0 +1,184 @@
+"""Training in stages on several ranks against training on one device with the same microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.load import load
+from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.ir.capture import Captured
+from autopar.ir.mesh import Mesh
+from autopar.pins import data_parallel, megatron
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
+from autopar.pipelining import Devices, even_ends, plan_stages, schedule_of
+from autopar.planning import Options, Trace
+from tests import families, parity
+
+# Slow devices on fast links: even small tensors are worth splitting.
+DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
+STEPS, LEARNING_RATE, MOMENTUM = 5, 0.05, 0.9
+WORDS = {"data": data_parallel("gpu"), "tensor": megatron("gpu")}
+
+
+def mesh(devices: int) -> Mesh:
+    """A mesh of one axis."""
+    return Mesh.parse(f"{DEVICE}: gpu={devices} @10GB/s 1us")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a pipeline.
+
+    Attributes:
+        model: of tests/families.py.
+        schedule: name and options.
+        groups: number of devices of each rank of the schedule.
+        microbatches: in a step.
+        plan: of every stage: "free", "data" or "tensor".
+        dropout: of GPT-2.
+        clip: bound of the gradients' norm.
+    """
+
+    model: str
+    schedule: str = "1f1b"
+    groups: tuple[int, ...] = (1, 1, 1, 1)
+    microbatches: int = 4
+    plan: str = "free"
+    dropout: float = 0.0
+    clip: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        """What decides what is captured."""
+        return self.model, self.microbatches, self.dropout
+
+    @property
+    def devices(self) -> tuple[Devices, ...]:
+        """The groups in a row."""
+        starts = [sum(self.groups[:at]) for at in range(len(self.groups))]
+        return tuple(Devices(mesh(n), at) for n, at in zip(self.groups, starts, strict=True))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    norm: float | None = None
+
+    def error(self, other: Run) -> float:
+        """The largest relative error of a loss, or of a tensor by its norm or that of one step."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        errors = [abs(mine - its) / abs(its) for mine, its in pairs]
+        assert self.state.keys() == other.state.keys()
+        for name, its in other.state.items():
+            scale = max(float(its.double().norm()), LEARNING_RATE * its.numel() ** 0.5)
+            errors.append(float((self.state[name] - its).double().norm()) / scale)
+        if self.norm is not None and other.norm is not None:
+            errors.append(abs(self.norm - other.norm) / other.norm)
+        return max(errors)
+
+
+def make(model: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its batch; the same at every call."""
+    if dropout:
+        return parity.make(model, torch.float64, dropout)
+    return families.make(model)
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Has no noise where gradients are zero but for rounding, as Adam has."""
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output["loss"]
+
+
+def unsharded(case: Case) -> Run:
+    """The run on one device, without autopar: one microbatch after the other."""
+    model, batch = make(case.model, case.dropout)
+    updates, losses, norm = optimizer(model.parameters()), [], None
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        updates.zero_grad()
+        total = 0.0
+        for number in range(case.microbatches):
+            part = {k: v.chunk(case.microbatches)[number] for k, v in batch.items()}
+            loss = loss_of(model(**part)) / case.microbatches
+            loss.backward()
+            total += loss.item()
+        if case.clip is not None:
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))
+        updates.step()
+        losses.append(total)
+    return Run(losses, dict(model.state_dict()), norm)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, planned and emitted."""
+
+    case: Case
+    plan: PipelinePlan
+    sources: tuple[str, ...]
+    placement: Placement
+
+
+class Jobs:
+    """Cases that are captured, planned and emitted once for all ranks."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        self.captured: dict[tuple[str, int, float], Captured] = {}
+        self.jobs = [self._job(case) for case in cases]
+
+    def _job(self, case: Case) -> Job:
+        if case.key not in self.captured:
+            model, batch = make(case.model, case.dropout)
+            self.captured[case.key] = capture_microbatch(
+                model, (), batch, case.microbatches, Options(), Trace(None)
+            )
+        captured = self.captured[case.key]
+        options = Options(pins=None if case.plan == "free" else WORDS[case.plan])
+        stages = schedule_of(case.schedule, len(case.groups), case.microbatches).stages
+        plan = plan_stages(
+            captured.graph,
+            even_ends(captured.graph, stages, mesh(1), options),
+            case.devices,
+            mesh(sum(case.groups)),
+            case.microbatches,
+            case.schedule,
+            options,
+            Trace(None),
+        )
+        return Job(case, plan, sources_of(captured, plan, Options()), placement_of(plan))
+
+    def train(self) -> list[Run]:
+        """The runs of this rank."""
+        return [self._train(job) for job in self.jobs]
+
+    def _train(self, job: Job) -> Run:
+        captured = self.captured[job.case.key]
+        model, batch = make(job.case.model, job.case.dropout)
+        pipeline = Pipeline(
+            [load(s, f"<stage {n} of {job.case}>") for n, s in enumerate(job.sources)],
+            job.placement,
+            {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
+            torch.device("cpu"),
+            values_of(model, captured),
+            optimizer,
+            tied={k: v for k, v in captured.parameter_names.items() if k != v},
+            clip_norm=job.case.clip,
+        )
+        torch.manual_seed(1)
+        inputs = captured.inputs.flatten((), batch)
+        losses = [pipeline.step(inputs).item() for _ in range(STEPS)]
+        state = pipeline.state_dict()
+        norm = None if pipeline.grad_norm is None else float(pipeline.grad_norm)
+        return Run(losses, {k: state[k] for k in model.state_dict()}, norm)
