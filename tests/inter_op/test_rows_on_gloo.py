@@ -1,0 +1,68 @@
+"""Lowered rows on four gloo ranks, without tags: every action gets what it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.inter_op.lower import Lowered, Queue, lower
+from autopar.inter_op.schedules import schedule, schedules
+from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action
+from tests.ranks import run_ranks
+
+
+def _train(lowered: Lowered, groups: dict[int, dist.ProcessGroup]) -> int:
+    """Runs this rank's row; what is sent says what it is. Returns the number of transfers."""
+    rank = dist.get_rank()
+    waiting: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+    transfers = 0
+    for action in lowered.rows[rank]:
+        kind, stage, batch, copy = action
+        transfers += kind in TRANSFER
+        if kind.startswith("SEND"):
+            sent = torch.tensor([ord(kind[-1]), stage, batch, copy])
+            waiting[action] = (dist.isend(sent, lowered.peer(action)), sent)
+        elif kind.startswith("RECV"):
+            got = torch.zeros(4, dtype=torch.int64)
+            waiting[action] = (dist.irecv(got, lowered.peer(action)), got)
+        elif kind == REDUCE:
+            copies = torch.ones(1)
+            dist.all_reduce(copies, group=groups[stage])
+            assert copies.item() == lowered.schedule.copies
+        elif kind in COMPUTE and kind != "W":
+            letter = "F" if kind == "F" else "B"
+            receive = action._replace(kind=f"RECV_{letter}")
+            if receive in waiting:
+                work, got = waiting.pop(receive)  # gloo waits for another one if asked twice
+                work.wait()
+                origin = stage - 1 if letter == "F" else stage + 1
+                assert got.tolist() == [ord(letter), origin, batch, copy], str(action)
+    for work, _ in waiting.values():
+        work.wait()
+    return transfers
+
+
+def _all(names: list[str], queue: Queue) -> dict[str, int]:
+    found = {}
+    for name in names:
+        lowered = lower(schedule(name, 4, 8), queue)
+        groups = {}
+        if lowered.schedule.copies > 1:
+            for stage in range(lowered.schedule.stages):
+                held = sorted(ranks[stage] for ranks in lowered.schedule.placement)
+                groups[stage] = dist.new_group(held)
+        found[name] = _train(lowered, groups)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queue", ["link", "rank"])
+def test_rows_meet_on_gloo(queue: Queue) -> None:
+    names = [*schedules()]
+    found = run_ranks(_all, names, queue)
+    for name in names:
+        lowered = lower(schedule(name, 4, 8), queue)
+        moved = [sum("_" in one.kind for one in row) for row in lowered.rows]
+        assert [ranks[name] for ranks in found] == moved
+        assert min(moved) >= 16
