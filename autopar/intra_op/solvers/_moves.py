@@ -192,35 +192,50 @@ def better(now: float, over: float, before: float, over_before: float) -> bool:
     return over < over_before or (over == over_before and now < before - 1e-12 * abs(before))
 
 
+class Walk(NamedTuple):
+    """Where a walk over choices stands, and the best that it has met."""
+
+    choice: Ints
+    held: Floats
+    best: Ints
+    best_held: Floats
+    record: Floats  # what the best costs, and the bytes above the limit that it holds
+
+
 @inner
-def judged(
-    s: Local,
-    choice: Ints,
-    held: Floats,
-    old: Ints,
-    was: Floats,
-    before: float,
-    over_before: float,
-) -> tuple[float, float]:
-    """Keeps a choice if it is better than the old one, else goes back; what the kept one costs and
-    exceeds."""
+def walk(s: Local, choice: Ints, held: Floats) -> Walk:
+    """Returns a walk that begins with a choice."""
+    record = np.array([paid(s, choice), above(s, held)])
+    return Walk(choice.copy(), held.copy(), choice.copy(), held.copy(), record)
+
+
+@inner
+def judged(s: Local, choice: Ints, held: Floats, met: Walk, deviation: float) -> None:
+    """Goes on from a choice that costs little more than the best one met, else steps back.
+
+    The best one is kept. "Little" is a share `deviation` of its cost, with 0 nothing gets worse:
+    Dueck, "New Optimization Heuristics: The Great Deluge Algorithm and the Record-to-Record
+    Travel", J. Comput. Phys. 104 (1993).
+    """
     now, over = paid(s, choice), above(s, held)
-    if better(now, over, before, over_before):
-        old[:] = choice
-        was[:] = held
-        return now, over
-    choice[:] = old
-    held[:] = was
-    return before, over_before
+    if better(now, over, met.record[0], met.record[1]):
+        met.record[0], met.record[1] = now, over
+        met.best[:] = choice
+        met.best_held[:] = held
+    if over <= met.record[1] and now <= met.record[0] + deviation * abs(met.record[0]):
+        met.choice[:] = choice
+        met.held[:] = held
+    else:
+        choice[:] = met.choice
+        held[:] = met.held
 
 
 @entry
-def kicks(s: Local, choice: Ints, held: Floats, rounds: int, seed: int) -> None:
-    """Kicks random nodes, with all that must follow, and descends; keeps what is better."""
+def kicks(s: Local, choice: Ints, held: Floats, rounds: int, deviation: float, seed: int) -> None:
+    """Kicks random nodes, with all that must follow, and descends; leaves the best choice met."""
     np.random.seed(seed)
-    n = len(choice)
-    locked, old, was = np.zeros(n, np.int64), choice.copy(), held.copy()
-    before, over_before = paid(s, choice), above(s, held)
+    n, met = len(choice), walk(s, choice, held)
+    locked = np.zeros(n, np.int64)
     for mark in range(1, rounds + 1):
         v = np.random.randint(n)
         size = s.graph.start[v + 1] - s.graph.start[v]
@@ -228,4 +243,6 @@ def kicks(s: Local, choice: Ints, held: Floats, rounds: int, seed: int) -> None:
             continue
         _kick(s, choice, held, v, np.random.randint(size), locked, mark)
         descend(s, choice, held, FITTING, 3)
-        before, over_before = judged(s, choice, held, old, was, before, over_before)
+        judged(s, choice, held, met, deviation)
+    choice[:] = met.best
+    held[:] = met.best_held

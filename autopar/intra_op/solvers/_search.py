@@ -29,7 +29,8 @@ ROUNDS = 8
 FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
 LOOKS = 12  # at what a choice exceeds while it is made to fit
 TREE = 200  # nodes of a block that is made optimal at once, at most
-BLOCKS = 0.05  # such blocks for each kick
+DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # by turns, how much worse than the best kicks may lead
+WORK = 100_000_000  # pairs of choices that one call of `shake` may look at: under a second
 
 
 class Search:
@@ -159,17 +160,21 @@ class Search:
             weight *= 8
         descend(self.moves, choice, held, FITTING, 50)
 
+    def rounds(self, most: int) -> int:
+        """Returns how often to kick between two looks at the clock: less often what is large."""
+        return max(1, min(most, WORK // (len(self.core.matrix) + 1)))
+
     def shake(self, rounds: int) -> bool:
-        """Kicks the best choice so often, and makes blocks of it optimal; whether that helped."""
+        """Kicks the best choice so often, single nodes and then trees; whether that helped."""
         if self.best is None:
             return False
         before = self.price
         choice, held = self.best.copy(), np.zeros(len(self.times))
         holds(self.moves, choice, held)
         self.seed += 1
-        kicks(self.moves, choice, held, rounds, self.seed)
-        blocks = max(1, round(BLOCKS * rounds))
-        trees(self.moves, choice, held, self.prices, blocks, TREE, self.seed)
+        deviation = DEVIATIONS[self.seed % len(DEVIATIONS)]
+        kicks(self.moves, choice, held, rounds, deviation, self.seed)
+        trees(self.moves, choice, held, self.prices, rounds, TREE, deviation, self.seed)
         self.offer(choice)
         return self.price < before
 

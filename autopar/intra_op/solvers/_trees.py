@@ -3,7 +3,9 @@
 A block grows from a random node by neighbours of which just one is in it already, so that what is
 between its nodes is a tree, and dynamic programming finds its best choices beside those of all
 other nodes. Memory is priced per byte and time meanwhile. Hamze & de Freitas, "From Fields to
-Trees" (UAI 2004), draw samples in blocks that are trees; here the best replaces the sample.
+Trees" (UAI 2004), draw samples in blocks that are trees; here the best replaces the sample. Mostly
+the first node is told to change, and the block becomes the best beside that: a kick to which
+hundreds of nodes answer at once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import numpy as np
 
 from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Floats, Ints
-from autopar.intra_op.solvers._moves import FITTING, Local, above, descend, judged, paid, shift
+from autopar.intra_op.solvers._moves import FITTING, Local, descend, judged, shift, walk
 from autopar.intra_op.solvers._trws import near
 
 
@@ -20,16 +22,24 @@ from autopar.intra_op.solvers._trws import near
 def _grow(s: Local, root: int, most: int, block: Ints, parent: Ints, inside: Ints) -> int:
     """Writes the nodes of a block, each behind its parent, with the half-edges to those.
 
+    It grows at random: other trees join the same nodes.
+
     Returns how many there are; `inside` holds a node's place in the block, or -1.
     """
     g = s.graph
     block[0], parent[0], inside[root] = root, -1, 0
     count, at = 1, 0
     while at < count < most:
+        other = np.random.randint(at, count)
+        block[at], block[other] = block[other], block[at]
+        parent[at], parent[other] = parent[other], parent[at]
+        inside[block[at]], inside[block[other]] = at, other
         u = block[at]
         at += 1
-        for k in range(g.first[u], g.first[u + 1]):
-            w = near(g, g.halves[k])[0]
+        degree = g.first[u + 1] - g.first[u]
+        turn = np.random.randint(max(degree, 1))
+        for k in range(degree):
+            w = near(g, g.halves[g.first[u] + (k + turn) % degree])[0]
             if inside[w] >= 0 or count == most:
                 continue
             touching, edge = 0, -1
@@ -62,9 +72,19 @@ def _alone(s: Local, choice: Ints, inside: Ints, v: int, priced: Floats, view: F
 
 @inner
 def _best(
-    s: Local, choice: Ints, block: Ints, parent: Ints, inside: Ints, count: int, priced: Floats
+    s: Local,
+    choice: Ints,
+    block: Ints,
+    parent: Ints,
+    inside: Ints,
+    count: int,
+    priced: Floats,
+    asked: int,
 ) -> Ints:
-    """The best choices of a block: from its leaves to its root, and back."""
+    """The best choices of a block: from its leaves to its root, and back.
+
+    The root takes the choice that is asked of it, or its best one if it has that already.
+    """
     g = s.graph
     start = np.zeros(count + 1, np.int64)
     for b in range(count):
@@ -90,7 +110,7 @@ def _best(
             value[start[upper] + i] += least
             answer[answers[b] + i] = found
     made = np.empty(count, np.int64)
-    made[0] = np.argmin(value[: start[1]])
+    made[0] = np.argmin(value[: start[1]]) if asked == choice[block[0]] else asked
     for b in range(1, count):
         made[b] = answer[answers[b] + made[told[b]]]
     return made
@@ -98,31 +118,44 @@ def _best(
 
 @entry
 def trees(
-    s: Local, choice: Ints, held: Floats, prices: Floats, rounds: int, most: int, seed: int
+    s: Local,
+    choice: Ints,
+    held: Floats,
+    prices: Floats,
+    rounds: int,
+    most: int,
+    deviation: float,
+    seed: int,
 ) -> None:
-    """Makes blocks of up to `most` nodes optimal, and descends; keeps what is better.
+    """Makes blocks the best beside what is asked of their roots, and descends; leaves the best
+    choice met.
 
     Args:
         s: the problem.
         choice, held: of every node, and the bytes at each time; both are changed.
         prices: seconds a byte at each time, in the choice of a block only.
         rounds: how many blocks.
-        most: nodes of a block.
-        seed: of the roots.
+        most: nodes of a block; there are as many small ones as large ones.
+        deviation: see `judged`.
+        seed: of the roots and what is asked of them.
     """
     np.random.seed(seed)
-    n = len(choice)
+    n, met = len(choice), walk(s, choice, held)
     block, parent = np.empty(most, np.int64), np.empty(most, np.int64)
-    inside, old, was = np.full(n, -1, np.int64), choice.copy(), held.copy()
+    inside = np.full(n, -1, np.int64)
     priced = np.zeros(len(held) + 1)
     priced[1:] = np.cumsum(prices)
-    before, over_before = paid(s, choice), above(s, held)
     for _ in range(rounds):
-        count = _grow(s, np.random.randint(n), most, block, parent, inside)
-        made = _best(s, choice, block, parent, inside, count, priced)
+        root, size = np.random.randint(n), int(np.ceil(most ** np.random.random()))
+        count = _grow(s, root, size, block, parent, inside)
+        asked = np.random.randint(s.graph.start[root + 1] - s.graph.start[root])
+        made = _best(s, choice, block, parent, inside, count, priced, asked)
         for b in range(count):
             inside[block[b]] = -1
-            shift(s, held, block[b], choice[block[b]], made[b])
-            choice[block[b]] = made[b]
+            if made[b] != choice[block[b]]:
+                shift(s, held, block[b], choice[block[b]], made[b])
+                choice[block[b]] = made[b]
         descend(s, choice, held, FITTING, 3)
-        before, over_before = judged(s, choice, held, old, was, before, over_before)
+        judged(s, choice, held, met, deviation)
+    choice[:] = met.best
+    held[:] = met.best_held

@@ -53,4 +53,4 @@ def solve(
 
 
 def _shaken(search: Search) -> None:
-    search.shake(KICKS)
+    search.shake(search.rounds(KICKS))

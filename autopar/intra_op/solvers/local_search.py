@@ -7,8 +7,8 @@ from collections.abc import Callable
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.solvers._search import Search, Watch, relax
 
-KICKS = 200
-PATIENCE = 40  # times so many kicks without a better choice
+KICKS = 500  # of single nodes, and as many of trees, between two looks at the clock
+PATIENCE = 10_000  # such kicks without a better choice
 
 
 def solve(
@@ -23,8 +23,9 @@ def solve(
     """Returns the best choice found, with the bound of the relaxation.
 
     Memory is priced and costs are moved about for a bound; the choices met on the way are made to
-    fit, and improved by changes of single nodes and by kicks, until kicks no longer help. The same
-    seed gives the same choice, unless time runs out.
+    fit, and improved by changes of single nodes and by kicks of nodes and of trees, which may lead
+    over what costs more, until kicks no longer help. The same seed gives the same choice, unless
+    time runs out.
 
     Args: as of `ilp.solve`.
 
@@ -33,7 +34,11 @@ def solve(
     """
     search = Search(problem, time_limit, gap, progress, watch, seed)
     relax(search)
-    idle = 0
-    while not search.done and search.best is not None and idle < PATIENCE:
-        idle = 0 if search.shake(KICKS) else idle + 1
+    idle, rounds, taken = 0, search.rounds(KICKS), 0.0
+    while not search.proved and search.best is not None and idle < PATIENCE:
+        if search.left() <= 2 * taken:  # the last ones may have been quick
+            break
+        begun = search.elapsed()
+        idle = 0 if search.shake(rounds) else idle + rounds
+        taken = search.elapsed() - begun
     return search.solution("local_search")
