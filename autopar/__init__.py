@@ -6,11 +6,13 @@ from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.annotation import shard
 from autopar.ir.mesh import Mesh
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 __all__ = [
     "Mesh",
     "OpRule",
+    "PipelinePlan",
     "Plan",
     "Program",
     "compile",

@@ -161,6 +161,10 @@ class PipelinePlan:
             last = max(stage.starts, default=0) + stage.plan.mesh.size
             if not stage.starts or min(stage.starts) < 0 or last > self.mesh.size:
                 faults.append(f"stage {number} runs on ranks that {self.mesh} does not have")
+        spans = {(start, stage.plan.mesh.size) for stage in self.stages for start in stage.starts}
+        held = [rank for start, size in spans for rank in range(start, start + size)]
+        if not faults and sorted(held) != list(range(self.mesh.size)):
+            faults.append(f"the stages' ranks are not those of {self.mesh}, each in one group")
         if faults:
             raise PlanError(
                 "the plan has a damaged entry", where=where, why="; ".join(dict.fromkeys(faults))

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from autopar.codegen.emit import emit
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory, state_bytes
-from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.pipeline_folder import program_source, stage_files
 from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
-from autopar.errors import BatchError
+from autopar.codegen.routes import Placement
+from autopar.errors import BatchError, PlanError
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.simulate import StageCost, simulate
 from autopar.intra_op import legal
@@ -151,9 +152,30 @@ def sources_of(captured: Captured, plan: PipelinePlan, options: Options) -> tupl
 
 
 def placement_of(plan: PipelinePlan) -> Placement:
-    """Where the stages of a plan run, and when."""
+    """Where the stages of a plan run, and when.
+
+    Raises:
+        ScheduleError: there is no such schedule for the plan's sizes.
+        PlanError: the schedule wants the stages elsewhere.
+    """
     groups = len({start for stage in plan.stages for start in stage.starts})
     schedule = schedule_of(plan.schedule, groups, plan.microbatches)
+    wanted = [
+        tuple(copy[number] for copy in schedule.placement) for number in range(schedule.stages)
+    ]
+    given = [stage.starts for stage in plan.stages]
+    pairs = {
+        pair
+        for places, starts in zip(wanted, given, strict=False)
+        for pair in zip(places, starts, strict=False)
+    }
+    alike = [len(starts) for starts in given] == [len(places) for places in wanted]
+    if not alike or len(pairs) != groups:
+        raise PlanError(
+            f"the plan's stages do not stand as the schedule {plan.schedule!r} wants them",
+            why=f"their first ranks are {given}; groups of ranks with the numbers {wanted} do them",
+            todo="correct the entries `ranks`, or plan again",
+        )
     ranks = tuple(
         tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
     )

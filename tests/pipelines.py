@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.load import load
-from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.codegen.pipeline import Pipeline
+from autopar.codegen.routes import Placement
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.schedules import schedules
+from autopar.pipelining import schedule_of
 from tests.pipelines import Case, Jobs, unsharded
 from tests.ranks import run_ranks
 
@@ -37,3 +45,49 @@ def check(cases: list[Case]) -> None:
         elif any(run.losses != runs[0].losses for run in runs):
             wrong[case] = "the ranks report different losses"
     assert not wrong, "\n".join(f"{case}: {fault}" for case, fault in wrong.items())
+
+
+SCHEDULES = sorted(schedules())
+GROUPS = ((1, 1, 1, 1), (2, 2), (1, 1, 2))
+
+
+def legal(case: Case) -> bool:
+    """Whether the schedule exists for the case, and has a copy of a stage on one kind of mesh."""
+    try:
+        made = schedule_of(case.schedule, len(case.groups), case.microbatches)
+    except ScheduleError:
+        return False
+    sizes = [{case.groups[rank] for rank in ranks} for ranks in zip(*made.placement, strict=True)]
+    return all(len(found) == 1 for found in sizes)
+
+
+def cases_of(model: str, plans: tuple[str, ...] = ("free",)) -> list[Case]:
+    """Every schedule on every division of four devices."""
+    cases = [
+        Case(model, schedule, groups, 4 if len(groups) == 2 else 8, plan)
+        for schedule, groups, plan in product(SCHEDULES, GROUPS, plans)
+        if plan == "free" or max(groups) > 1
+    ]
+    return [case for case in cases if legal(case) and case not in QUICK]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gpt2_by_every_schedule(schedule: str) -> None:
+    cases = cases_of("gpt2", ("free", "data", "tensor"))
+    more = [replace(case, dropout=0.1, clip=0.5) for case in cases if case.plan == "tensor"]
+    check([case for case in [*cases, *more] if case.schedule == schedule])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "t5"])
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_other_models_by_every_schedule(model: str, groups: tuple[int, ...]) -> None:
+    check([case for case in cases_of(model) if case.groups == groups])
+
+
+@pytest.mark.slow
+def test_resnet() -> None:
+    """Running statistics are those of the microbatches, one after another, on one copy."""
+    one = [s for s in SCHEDULES if s != "chimera"]
+    check([case for case in cases_of("resnet") if case.schedule in one])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.codegen.post import Letter, Post, Way, Wires
+from autopar.codegen.post import Letter, Post, Queues, Way, Wires, queues
 from autopar.codegen.stage import Stage
 from autopar.codegen.state import Parameter
 from autopar.ir.crossing import Side, crossing
@@ -56,6 +56,8 @@ class Copies:
                         sides = (self._side(key, held[key]) for key in (a, b))
                         self._ways.append(Way(tensor, crossing(tensor, *sides)))
 
+        self._queues = self._coming()
+
     def _side(self, key: Key, parameter: Parameter) -> Side:
         comm = self.stages[key].runtime
         return Side(comm.mesh, comm.ranks, parameter.layout)
@@ -69,7 +71,7 @@ class Copies:
         """Give all copies of each parameter the sum of their gradients; all ranks call it."""
         if not self.holders:
             return
-        post = self._post()
+        post = Post(self._ways, self._queues, self.rank, self.device, self.wires)
         mine = {key: stage for key, stage in self.stages.items() if stage.runtime.rank >= 0}
         for (name, a, _), number in self._numbers.items():
             if a in mine:
@@ -92,11 +94,11 @@ class Copies:
         for parameter, total in totals:
             parameter.grad = total
 
-    def _post(self) -> Post:
+    def _coming(self) -> Queues:
         sends: dict[tuple[int, ...], list[Letter]] = {}
         for (_, a, _), number in self._numbers.items():
             sends.setdefault(self.stages[a].runtime.ranks, []).append(Letter(number, 0))
-        return Post(self._ways, sends.items(), self.rank, self.device, self.wires)
+        return queues(self._ways, sends.items(), self.rank)
 
 
 def _gradient(stage: Stage, name: str) -> Tensor:

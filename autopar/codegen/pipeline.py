@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -23,119 +21,18 @@ from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
-from autopar.codegen.post import Letter, Post, Way, Wires
+from autopar.codegen.post import Post, Queues, Wires, queues
+from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
 from autopar.codegen.state import State, check_state_dict, scale, whole
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
-from autopar.ir.crossing import Side, crossing
 from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 
 Row = Sequence[Action]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the stages are, and what is done there.
-
-    Attributes:
-        ranks: `ranks[copy][stage]` are the global ranks of that copy of a stage, row-major on the
-            stage's mesh. Stages with the same first rank share their ranks.
-        rows: the actions of each group of ranks, in any order of groups.
-        microbatches: in a step.
-    """
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    rows: tuple[tuple[Action, ...], ...]
-    microbatches: int
-
-    @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each row."""
-        return tuple(self.ranks[row[0].copy][row[0].stage] for row in self.rows)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.ranks[0])
-
-    def row_of(self, rank: int) -> int:
-        """The row of a global rank."""
-        return next(n for n, ranks in enumerate(self.groups) if rank in ranks)
-
-
-@dataclass(frozen=True)
-class Route:
-    """A value that goes from the stage that makes it to one that reads it.
-
-    Attributes:
-        value: its name.
-        maker, reader: the stages.
-        copy: of the stages, where there are several.
-        there: number of its way.
-        back: number of its gradient's way, None where there is none.
-    """
-
-    value: str
-    maker: int
-    reader: int
-    copy: int
-    there: int
-    back: int | None
-
-
-@dataclass(frozen=True)
-class Routes:
-    """All routes of a pipeline, in one order for all ranks."""
-
-    routes: tuple[Route, ...]
-    ways: tuple[Way, ...]
-
-    @classmethod
-    def of(cls, modules: Sequence[ModuleType], placement: Placement) -> Routes:
-        """The routes that the modules' tables of results and of received values imply."""
-        meshes = [Mesh.parse(module.MESH) for module in modules]
-        routes: list[Route] = []
-        ways: list[Way] = []
-        for copy, ranks in enumerate(placement.ranks):
-            for reader, module in enumerate(modules):
-                for name, value in getattr(module, "RECEIVED", {}).items():
-                    maker = next(n for n, other in enumerate(modules) if name in other.OUTPUTS)
-                    dtype, shape, layout = typed(modules[maker].OUTPUTS[name])
-                    tensor = TensorType(dtype, shape)
-                    made = Side(meshes[maker], ranks[maker], layout)
-                    read = Side(meshes[reader], ranks[reader], value.layout)
-                    there, back = len(ways), None
-                    ways.append(Way(tensor, crossing(tensor, made, read)))
-                    if value.gradient:
-                        back = len(ways)
-                        ways.append(Way(tensor, crossing(tensor, read, made)))
-                    routes.append(Route(name, maker, reader, copy, there, back))
-        return cls(tuple(routes), tuple(ways))
-
-    def around(
-        self, action: Action
-    ) -> tuple[tuple[tuple[str, Letter], ...], tuple[tuple[str, Letter], ...]]:
-        """What a compute action waits for and what it sends when it has run, by name of value."""
-        kind, stage, microbatch, copy = action
-        mine = [route for route in self.routes if route.copy == copy]
-        made = [route for route in mine if route.maker == stage]
-        read = [route for route in mine if route.reader == stage]
-        if kind == "F":
-            sides = ([(r.value, r.there) for r in side] for side in (read, made))
-        elif kind == "W":
-            return (), ()
-        else:
-            sides = (
-                [(r.value, r.back) for r in side if r.back is not None] for side in (made, read)
-            )
-        waits, sends = (
-            tuple((value, Letter(way, microbatch)) for value, way in side) for side in sides
-        )
-        return waits, sends
 
 
 class Pipeline:
@@ -208,6 +105,9 @@ class Pipeline:
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(device, rounds)
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
+        self._in_training = self._coming(placement.rows)
+        forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
+        self._in_evaluation = self._coming(forwards)
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(self.world))
         self._random = any(module.RANDOM for module in modules)
@@ -260,7 +160,7 @@ class Pipeline:
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
         """Do this rank's row; the losses of the microbatches whose last stage is here."""
-        post = self._post(self.placement.rows)
+        post = self._post(self._in_training)
         losses: list[Tensor] = []
         with self._states(self.row) as enter:
             for place, action in enumerate(self.row):
@@ -282,13 +182,16 @@ class Pipeline:
         post.finish()
         return losses
 
-    def _post(self, rows: Sequence[Row]) -> Post:
-        """The messages of one run over `rows`."""
+    def _coming(self, rows: Sequence[Row]) -> Queues:
+        """What comes to this rank in one run over `rows`."""
         sends = [
             (ranks, [letter for action in row for _, letter in self.routes.around(action)[1]])
             for ranks, row in zip(self.placement.groups, rows, strict=True)
         ]
-        return Post(self.routes.ways, sends, self.rank, self.device, self.wires)
+        return queues(self.routes.ways, sends, self.rank)
+
+    def _post(self, coming: Queues) -> Post:
+        return Post(self.routes.ways, coming, self.rank, self.device, self.wires)
 
     def _backward(
         self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
@@ -388,9 +291,8 @@ class Pipeline:
         """
         with self.watch:
             parts = self._prepare(batch)
-            rows = [[a for a in row if a.kind == "F"] for row in self.placement.rows]
-            row = rows[self.placement.row_of(self.rank)]
-            post = self._post(rows)
+            row = [action for action in self.row if action.kind == "F"]
+            post = self._post(self._in_evaluation)
             found: dict[tuple[str, int], Tensor] = {}
             with self._states(row) as enter:
                 for action in row:

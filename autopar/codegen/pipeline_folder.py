@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autopar.codegen.folder import MAIN, optimizer_of, processes, read, read_text, read_toml
 from autopar.codegen.load import load
-from autopar.codegen.pipeline import Pipeline, Placement
+from autopar.codegen.pipeline import Pipeline
+from autopar.codegen.routes import Placement
 from autopar.errors import MeshError
 from autopar.ir.action import format_row, parse_row
 

@@ -62,12 +62,38 @@ class Wires(NamedTuple):
         return self.up if sender < receiver else self.down
 
 
+Queues = dict[int, tuple[tuple[Letter, int], ...]]
+
+
+def queues(
+    ways: Sequence[Way], sends: Iterable[tuple[Sequence[int], Sequence[Letter]]], rank: int
+) -> Queues:
+    """What each other rank sends to this one in a step: letters and numbers of boxes, in order.
+
+    Args:
+        ways: all ways there are.
+        sends: groups of global ranks, each with the letters that it sends, in that order.
+        rank: this process's global rank.
+    """
+    found: Queues = {}
+    for ranks, letters in sends:
+        for sender in ranks:
+            if sender != rank:
+                found[sender] = tuple(
+                    (letter, number)
+                    for letter in letters
+                    for number, box in enumerate(ways[letter.way].crossing.boxes)
+                    if (box.sender, box.receiver) == (sender, rank)
+                )
+    return found
+
+
 class Post:
     """The messages of this rank in one step.
 
     Args:
         ways: all ways there are.
-        sends: groups of global ranks, each with the letters that it sends, in that order.
+        queues: what comes.
         rank: this process's global rank.
         device: where it computes.
         wires: what the messages go through; None for a single rank.
@@ -76,23 +102,14 @@ class Post:
     def __init__(
         self,
         ways: Sequence[Way],
-        sends: Iterable[tuple[Sequence[int], Sequence[Letter]]],
+        queues: Queues,
         rank: int,
         device: torch.device,
         wires: Wires | None,
     ) -> None:
         self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
-        self._queues: dict[int, list[tuple[Letter, int]]] = {}
-        for ranks, letters in sends:
-            for sender in ranks:
-                if sender != rank:
-                    self._queues[sender] = [
-                        (letter, number)
-                        for letter in letters
-                        for number, box in enumerate(self.crossing(letter).boxes)
-                        if (box.sender, box.receiver) == (sender, rank)
-                    ]
-        self._asked = dict.fromkeys(self._queues, 0)
+        self._queues = queues
+        self._asked = dict.fromkeys(queues, 0)
         self._coming: dict[tuple[Letter, int], tuple[dist.Work | None, Tensor]] = {}
         self._sent: dict[int, int] = {}
         self._going: list[tuple[dist.Work, Tensor]] = []

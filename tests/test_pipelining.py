@@ -1,0 +1,251 @@
+"""Cuts, parts of a mesh and plans of pipelines, without processes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import autopar
+from autopar import pipelining
+from autopar.errors import (
+    BatchError,
+    MeshError,
+    PinError,
+    PlanError,
+    PlanMismatchError,
+    ScheduleError,
+    StageError,
+)
+from autopar.ir.capture import Captured
+from autopar.ir.mesh import Mesh
+from autopar.ir.text import fingerprint
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import (
+    Request,
+    capture_microbatch,
+    microbatch,
+    placement_of,
+    plan_evenly,
+    sources_of,
+)
+from autopar.pipelining import (
+    Devices,
+    equal_parts,
+    even_ends,
+    groups_for,
+    plan_stages,
+    read_schedule,
+    schedule_of,
+)
+from autopar.planning import Options, Trace
+from tests import models
+
+DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
+LINE = Mesh.parse(f"{DEVICE}: gpu=4 @10GB/s 1us")
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Captured:
+    torch.manual_seed(0)
+    model, batch = models.mlp((8, 16, 16, 16, 16, 8), batch=8)
+    options = Options(loss_fn=models.squared_error)
+    return capture_microbatch(model, (), batch, 2, options, Trace(None))
+
+
+@pytest.fixture(scope="module")
+def plan(mlp: Captured) -> PipelinePlan:
+    return plan_evenly(mlp, LINE, Request(2, 2, "1f1b"), Options(), Trace(None))
+
+
+def test_parts_of_a_mesh() -> None:
+    grid = Mesh.parse("H100: node=4, gpu=8")
+    for count, shape in [(1, (4, 8)), (2, (2, 8)), (4, (1, 8)), (8, (1, 4)), (32, (1, 1))]:
+        parts = equal_parts(grid, count)
+        assert {part.mesh.shape for part in parts} == {shape}
+        assert [part.start for part in parts] == [n * 32 // count for n in range(count)]
+        # Ranks of a part are a box of the mesh: they agree in all axes that were cut through.
+        for part in parts:
+            places = [grid.coordinate(part.start + n) for n in range(part.mesh.size)]
+            for axis, size in zip(grid.names, shape, strict=True):
+                assert len({place[axis] for place in places}) == size
+    for count in (3, 6, 64):
+        with pytest.raises(MeshError, match="does not divide"):
+            equal_parts(grid, count)
+
+
+def test_schedules_by_text() -> None:
+    assert read_schedule("interleaved_1f1b chunks=2") == ("interleaved_1f1b", {"chunks": 2})
+    assert groups_for("1f1b", 4, 8) == 4
+    assert groups_for("interleaved_1f1b chunks=2", 4, 8) == 2
+    assert groups_for("zb_v", 4, 8) == 2
+    with pytest.raises(ScheduleError, match="cannot read"):
+        read_schedule("1f1b chunks")
+    with pytest.raises(ScheduleError, match="does not take"):
+        schedule_of("1f1b chunks=2", 2, 4)
+    with pytest.raises(ScheduleError, match="there is no schedule"):
+        groups_for("2f2b", 2, 4)
+    with pytest.raises(ScheduleError, match="3 ranks"):
+        groups_for("chimera", 3, 4)
+    with pytest.raises(ScheduleError, match="does not take 3 stages"):
+        groups_for("zb_v", 3, 4)
+
+
+def slowest(seconds: list[float], ends: tuple[int, ...]) -> float:
+    """Of the stages that end behind those places."""
+    edges = [0, *(end + 1 for end in ends), len(seconds)]
+    return max(sum(seconds[a:b]) for a, b in itertools.pairwise(edges))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
+    """No cut has a slowest stage that is faster by more than the slack."""
+    found = even_ends(mlp.graph, stages, LINE, Options())
+    seconds, blocks = pipelining._weights(mlp.graph, LINE, Options())
+    names, weights = list(seconds), list(seconds.values())
+    mine = slowest(weights, tuple(names.index(end) for end in found))
+    legal = [
+        at
+        for at in range(len(names) - 1)
+        if names[at] not in blocks or blocks[names[at]] != blocks.get(names[at + 1])
+    ]
+    best = min(slowest(weights, ends) for ends in itertools.combinations(legal, stages - 1))
+    assert best <= mine <= best * (1 + pipelining._SLACK) * (1 + 1e-6)
+
+
+def test_blocks_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, batch = models.gpt2(layers=4)
+    captured = capture_microbatch(model, (), batch, 4, Options(), Trace(None))
+    ends = even_ends(captured.graph, 4, LINE, Options())
+    nodes = list(captured.graph.nodes)
+    modules = [captured.graph[end].source.module for end in ends]
+    for end, module in zip(ends, modules, strict=True):
+        assert module.startswith("transformer.h."), module
+        after = nodes[[node.name for node in nodes].index(end) + 1]
+        assert after.source.module.split(".")[:3] != module.split(".")[:3]
+    with pytest.raises(StageError, match="cannot be cut into"):
+        even_ends(captured.graph, 10_000, LINE, Options())
+
+
+def test_equal_stages_are_planned_once() -> None:
+    torch.manual_seed(0)
+    model, batch = models.gpt2(layers=6)
+    captured = capture_microbatch(model, (), batch, 4, Options(), Trace(None))
+    graph = captured.graph
+    blocks = [f"transformer.h.{n}" for n in range(6)]
+    last = {node.source.module: node.name for node in graph.nodes if not node.is_leaf}
+    ends = [last[block] for block in blocks]
+    groups = [Devices(Mesh.parse(f"{DEVICE}: gpu=1"), n) for n in range(7)]
+    mesh = Mesh.parse(f"{DEVICE}: gpu=7")
+    with patch.object(pipelining, "make_plan", wraps=pipelining.make_plan) as made:
+        plan = plan_stages(graph, ends, groups, mesh, 4, "1f1b", Options(), Trace(None))
+    assert made.call_count == 3  # the first with the embedding, the middle ones, the head
+    assert len(sources_of(captured, plan, Options())) == 7
+    nowhere = Options(pins={"nowhere": "[4]"})
+    with pytest.raises(PinError, match="name nothing: nowhere"):
+        plan_stages(graph, ends, groups, mesh, 4, "1f1b", nowhere, Trace(None))
+    with pytest.raises(StageError, match="7 stages for the schedule 'zb_v'"):
+        plan_stages(graph, ends, groups, mesh, 4, "zb_v", Options(), Trace(None))
+    uneven = [*groups[:5], Devices(Mesh.parse(f"{DEVICE}: gpu=2"), 5)]
+    with pytest.raises(StageError, match="unequal meshes"):
+        plan_stages(graph, ends[:5], uneven, mesh, 4, "chimera", Options(), Trace(None))
+
+
+def test_a_plan_is_a_file(plan: PipelinePlan, tmp_path: Path) -> None:
+    plan = replace(plan, predicted={"step_seconds": 0.25}, model={"source": "mlp"})
+    assert PipelinePlan.from_toml(plan.to_toml()) == plan
+    plan.save(tmp_path / "plan.toml")
+    assert PipelinePlan.load(tmp_path / "plan.toml") == plan
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.toml"]
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        PipelinePlan.load(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("microbatches = 2", "microbatches = 0", "damaged entry"),
+        ("microbatches = 2", 'microbatches = "two"', "no usable entry 'microbatches'"),
+        ("version = 1", "version = 9", "version 9"),
+        ("ranks = [2]", "ranks = [3]", "damaged entry"),
+        ("ranks = [2]", "ranks = [1]", "damaged entry"),
+        ("ranks = [2]", "ranks = 2", "damaged entry"),
+        ("ranks = [2]", "ranks = [0, 2]", "damaged entry"),
+        ("gpu=2", "gpu=two", "damaged entry"),
+        ("[[stages]]", "[[steps]]", "no usable entry 'stages'"),
+        ("graph =", "graph", "not readable TOML"),
+    ],
+)
+def test_damaged_plans_are_refused(plan: PipelinePlan, old: str, new: str, error: str) -> None:
+    text = plan.to_toml()
+    assert old in text
+    with pytest.raises(PlanError, match=error):
+        PipelinePlan.from_toml(text.replace(old, new), where="plan.toml")
+
+
+def test_stages_stand_where_the_schedule_wants_them(plan: PipelinePlan) -> None:
+    assert placement_of(plan).ranks == (((0, 1), (2, 3)),)
+    first, second = plan.stages
+    turned = replace(plan, schedule="zb_v", stages=(first, second))
+    with pytest.raises(PlanError, match="do not stand as the schedule 'zb_v'"):
+        placement_of(turned)
+    with pytest.raises(ScheduleError, match="there is no schedule"):
+        placement_of(replace(plan, schedule="2f2b"))
+
+
+def test_plans_for_others_are_refused(mlp: Captured, plan: PipelinePlan) -> None:
+    plan.check(fingerprint(mlp.graph), LINE)
+    with pytest.raises(PlanMismatchError, match="another model"):
+        plan.check("another sha256:0", LINE)
+    with pytest.raises(PlanMismatchError, match="another mesh"):
+        plan.check(fingerprint(mlp.graph), Mesh.parse(f"{DEVICE}: gpu=2"))
+
+
+def test_microbatches_are_slices() -> None:
+    batch = {"x": torch.arange(6.0).reshape(6, 1), "deep": [torch.arange(6), {"n": 3}]}
+    args, kwargs = microbatch((torch.ones(()),), batch, 3)
+    assert args[0].shape == ()
+    assert kwargs["x"].tolist() == [[0.0], [1.0]]
+    assert kwargs["deep"][0].tolist() == [0, 1]
+    assert kwargs["deep"][1] == {"n": 3}
+    with pytest.raises(BatchError, match="'x' does not divide into 4 microbatches"):
+        microbatch((), batch, 4)
+
+
+def test_on_one_device_it_is_gradient_accumulation() -> None:
+    """Two stages in turns on one rank, against torch, without any process group."""
+    torch.manual_seed(0)
+    model, batch = models.mlp((8, 16, 16, 8), batch=8)
+    model, batch = model.double(), {"x": batch["x"].double()}
+    program = autopar.compile(
+        model,
+        f"{DEVICE}: gpu=1",
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        loss_fn=models.squared_error,
+        stages=2,
+        microbatches=4,
+        schedule="zb_v",
+        example_inputs=batch,
+    )
+    whole = program(**batch)
+    torch.testing.assert_close(whole, model(**batch))
+    loss = program.step(**batch)
+    updates = torch.optim.SGD(model.parameters(), 0.1)
+    total = 0.0
+    for x in batch["x"].chunk(4):
+        part = models.squared_error(model(x), x) / 4
+        part.backward()
+        total += float(part)
+    updates.step()
+    assert abs(float(loss) - total) < 1e-12
+    for name, value in program.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])
+    program.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    assert all(not value.any() for value in program.state_dict().values())
+    with pytest.raises(BatchError, match="the input 'x' is f64"):
+        program.step(x=batch["x"][:4])
