@@ -177,7 +177,7 @@ def test_a_plan_is_a_file(plan: PipelinePlan, tmp_path: Path) -> None:
         ("ranks = [2]", "ranks = 2", "damaged entry"),
         ("ranks = [2]", "ranks = [0, 2]", "damaged entry"),
         ("gpu=2", "gpu=two", "damaged entry"),
-        ("[[stages]]", "[[steps]]", "no usable entry 'stages'"),
+        ("stages", "steps", "no usable entry 'stages'"),
         ("graph =", "graph", "not readable TOML"),
     ],
 )

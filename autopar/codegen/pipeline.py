@@ -359,7 +359,8 @@ class Pipeline:
                 if name in full:
                     continue
                 if stage.runtime.rank >= 0:
-                    value = stage.state.whole(name, stage.tensors)
+                    # A copy, as on the ranks that do not hold it.
+                    value = stage.state.whole(name, stage.tensors).clone()
                 else:
                     dtype = next(p.dtype for p in stage.state.parameters if p.name == name)
                     value = torch.empty(
