@@ -69,6 +69,8 @@ class Plan:
             its predicted seconds.
         pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
             again under it. A plan that is only used need not keep it.
+        memory: what it was made within: the "limit" in bytes a device, and the optimizer's "state"
+            in units of a parameter's own bytes (AdamW: 2).
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -82,6 +84,7 @@ class Plan:
     replicated: dict[str, float] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     solver: dict[str, str | float] = field(default_factory=dict, compare=False)
+    memory: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -100,6 +103,8 @@ class Plan:
             document["replicated"] = dict(self.replicated)
         if self.pins:
             document["pins"] = dict(self.pins)
+        if self.memory:
+            document["memory"] = dict(self.memory)
         if self.solver:
             document["solver"] = dict(self.solver)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
@@ -139,7 +144,8 @@ class Plan:
                 for name, value in table.get("solver", {}).items()
             }
             mesh = Mesh.parse(table["mesh"])
-            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins, solver)
+            memory = {name: _figure(value) for name, value in table.get("memory", {}).items()}
+            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins, solver, memory)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 

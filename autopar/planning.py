@@ -5,6 +5,7 @@ What `compile` and the command line do before anything is emitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,23 +17,29 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import ProgramError
-from autopar.intra_op.build import build, layouts
+from autopar.errors import InfeasibleError, ProgramError
+from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find, solve
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
+from autopar.intra_op.works import works
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import PASSES, Pass, prepare
 from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.units import format_bytes
 from autopar.ir.verify import verify
 from autopar.plan import Plan
+from autopar.simulate import run, settings_on, tasks
+
+TRIES = 4  # plans that are simulated before one fits
+SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 
 
 @dataclass(frozen=True)
@@ -130,38 +137,136 @@ def make_plan(
     limit = device(mesh).memory if options.memory is None else options.memory
     limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
     pins = spell_out(options.pins, graph, mesh, options.table)
+    prices = cost_model(mesh, options)
     built = build(
         graph,
         mesh,
-        cost_model(mesh, options),
+        prices,
         options.table,
-        memory_limit=limit,
+        memory_limit=math.inf,
         state_bytes=state_bytes,
         unknown_ops=options.unknown_ops,
         pins=pins,
         slowdown=device(mesh).slowdown,
     )
-    trace("problem.json", built.problem.to_json)
-    solution = solve_side_by_side(built, lambda problem: solve(problem, solver=options.solver))
+    trace("problem.json", replace(built.problem, memory_limit=max(limit, 0.0)).to_json)
+    within = {"limit": limit, "state": state_bytes} if limit < math.inf else {"state": state_bytes}
+
+    def planned(allowed: float) -> tuple[Plan, float]:
+        problem = replace(built.problem, memory_limit=allowed)
+        choice, solution = _solved(replace(built, problem=problem), options.solver)
+        found = Plan(
+            fingerprint(graph),
+            mesh,
+            layouts(built, graph, choice),
+            built.figures(choice),
+            replicated=built.replicated_seconds(choice),
+            pins=pins,
+            solver=found_by(built.problem, solution),
+            memory=within,
+        )
+        peak = simulated_peak(graph, found, options.table, prices, state_bytes)
+        simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
+        return simulated, found.predicted["peak_bytes"]
+
+    made = _fitting(planned, built.problem, limit)
+    trace("plan.toml", made.to_toml)
+    return made
+
+
+def _solved(built: Built, solver: str) -> tuple[tuple[int, ...], Solution]:
+    """The polished choice and what the solver says of it.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    solution = solve_side_by_side(built, lambda problem: solve(problem, solver=solver))
     # The judge is not the party: a plan that breaks the limit must never be used.
     judged = evaluate(built.problem, solution)
     if not judged.feasible:
         raise ProgramError(
-            f"the solver {options.solver} returned a plan that is not feasible",
-            why=f"peak {judged.peak:.4g} bytes, limit {limit:.4g}",
+            f"the solver {solver} returned a plan that is not feasible",
+            why=f"peak {judged.peak:.4g} bytes, limit {built.problem.memory_limit}",
         )
-    choice = polish(built, solution.choice)
-    made = Plan(
-        fingerprint(graph),
-        mesh,
-        layouts(built, graph, choice),
-        built.figures(choice),
-        replicated=built.replicated_seconds(choice),
-        pins=pins,
-        solver=found_by(built.problem, solution),
+    return polish(built, solution.choice), solution
+
+
+def _fitting(
+    planned: Callable[[float], tuple[Plan, float]], problem: Problem, limit: float
+) -> Plan:
+    """The first plan whose simulated step fits.
+
+    The problem does not see what layouts change between two operators. Where that is more than the
+    memory has room for, the problem is given as much less, and solved again; the last to be tried
+    is about the smallest plan there is.
+
+    Args:
+        planned: a plan, with its simulated peak, of a problem of so many bytes, and the bytes that
+            the problem counts.
+        problem: what is solved.
+        limit: bytes a device.
+
+    Raises:
+        InfeasibleError: no plan was found that fits; says how much is missing.
+    """
+    _, held = frugal(problem.nodes)
+    allowed, least = max(limit, 0.0), sum(held.values())
+    for _ in range(TRIES):
+        if allowed < least:
+            break
+        try:
+            made, counted = planned(allowed)
+        except InfeasibleError:
+            break
+        peak = made.predicted["peak_bytes"]
+        if peak <= limit:
+            return made
+        allowed = min(allowed, counted) - (peak - limit)
+    made = _smallest(planned, least)
+    need = made.predicted["peak_bytes"]
+    if need <= limit:
+        return made
+    ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
+    largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
+    raise InfeasibleError(
+        f"no plan was found that fits into {format_bytes(max(limit, 0.0))} a device",
+        why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
+        f"{largest}",
+        todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
     )
-    trace("plan.toml", made.to_toml)
-    return made
+
+
+def _smallest(planned: Callable[[float], tuple[Plan, float]], least: float) -> Plan:
+    """A plan of little more than the least memory; InfeasibleError if pins leave none at all."""
+    for slack in SLACKS:
+        try:
+            return planned(slack * least)[0]
+        except InfeasibleError:
+            continue
+    return planned(math.inf)[0]
+
+
+def simulated_peak(
+    graph: Graph,
+    plan: Plan,
+    known: dict[str, OpRule],
+    prices: CostModel,
+    state_bytes: float = 2.0,
+) -> float:
+    """Bytes a device at the peak of a simulated step; those that the planner counts without a loss.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        known: rules by operator.
+        prices: under which layouts change, as code generation chooses the collectives.
+        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+    """
+    if graph.loss is None:
+        return plan.predicted.get("peak_bytes", 0.0)
+    settings = settings_on(plan.mesh.device, state_bytes)
+    done = tasks(graph, plan, works(graph, plan, known), prices, settings)
+    return run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
 
 
 def found_by(problem: Problem, solution: Solution) -> dict[str, str | float]:

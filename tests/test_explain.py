@@ -104,7 +104,8 @@ def test_every_view_adds_up_to_the_prediction(name: str, seed: int | None, by: s
     assert len(rows) > 2
     assert len({row.name for row in rows}) == len(rows)
     assert sum(row.time for row in rows) == pytest.approx(said["step_seconds"], rel=1e-12)
-    assert sum(row.held for row in rows) == pytest.approx(said["peak_bytes"], rel=1e-12)
+    held = said["parameter_bytes"] + said["activation_bytes"]
+    assert sum(row.held for row in rows) == pytest.approx(held, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -150,7 +151,7 @@ def test_an_edited_plan_has_the_figures_of_its_layouts(name: str, seed: int | No
     figures = repriced(found, graph)
     assert set(figures) <= set(plan.predicted)
     for figure, value in figures.items():
-        expected = plan.predicted[figure]
+        expected = found.peak if figure == "peak_bytes" else plan.predicted[figure]
         assert value == pytest.approx(expected, rel=1e-9, abs=1e-9 * figures["step_seconds"])
     assert repriced(told(name, seed), graph) == plan.predicted
 

@@ -22,6 +22,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.plan import NodePlan, Plan
+from autopar.planning import simulated_peak
 
 
 @click.command("explain")
@@ -65,7 +66,8 @@ def command(
         if named:
             found = dims.rows(graph, chosen, known)
         else:
-            explanation = explained(graph, chosen, device(chosen.mesh).memory, known)
+            limit = chosen.memory.get("limit", device(chosen.mesh).memory)
+            explanation = explained(graph, chosen, limit, known)
     if named:
         print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
     elif as_json:
@@ -117,14 +119,19 @@ def explained(
             kernels += builder.backward[choices.name][index]
     collectives = sum(builder.gradient_seconds(node, chosen) for node in graph.folded)
     saved = kernels + collectives - side_by_side(kernels, collectives, slowdown)
+    state, peak = chosen.memory.get("state", 2.0), None
+    if graph.loss is not None:
+        peak = simulated_peak(graph, chosen, known or table(), price, state)
     return explain(
         graph,
         chosen,
         price.collective,
         costs,
         limit=limit,
+        state_bytes=state,
         whole=builder.replicated,
         hidden=max(saved, 0.0),
+        peak=peak,
     )
 
 

@@ -91,7 +91,9 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
     """
     mesh = as_mesh(mesh_text)
-    limit = device(mesh).memory if memory is None else parse_quantity(memory, "B")
+    within = Plan.load(source).memory if source else {}
+    limit = within.get("limit", device(mesh).memory)
+    limit = limit if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
     options = Options(None, limit, unknown_ops, trace, pins, solver, known, calibration)
@@ -102,7 +104,8 @@ def command(
         tracer = Stages(trace, stage)
         graph = capture_model(wanted, options, tracer)
         stage("strategies")
-        made = replace(make_plan(graph, mesh, options, tracer), model=wanted.table())
+        found = make_plan(graph, mesh, options, tracer, within.get("state", 2.0))
+        made = replace(found, model=wanted.table())
         explanation = explained(graph, made, limit, known)
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
 from autopar.plan import NodePlan, Plan
-from autopar.simulate import Settings, Timeline, run, tasks
+from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
 from autopar.simulate.timeline import FRAGMENTATION
 
@@ -81,19 +81,6 @@ def command(
             )
         print_out(f"{graph.name} on {chosen.mesh}")
         print_out(render(found, figures=shown, limit=chip.memory))
-
-
-def settings_on(name: str) -> Settings:
-    """How a program with AdamW runs on a kind of device.
-
-    On accelerators torch updates all parameters at once, and the program does not wait for
-    gradients; on the CPU it does one thing after another.
-    """
-    if name.lower() == "cpu":
-        return Settings()
-    return Settings(
-        update_bytes=1.0, at_once=True, accelerator=True, overlap=frozenset({"gradient"})
-    )
 
 
 def simulated(graph: Graph, plan: Plan, known: dict[str, OpRule], settings: Settings) -> Timeline:

@@ -42,7 +42,7 @@ from autopar.planning import Options, make_plan
 
 MOST = 12  # choices that one `why` solves again
 MEMORY = click.option(
-    "--memory", metavar="SIZE", help='The limit a device that the plan was made under: "80GiB".'
+    "--memory", metavar="SIZE", help='Another limit a device than the plan was made under: "80GiB".'
 )
 ALL = click.option("--all", "everything", is_flag=True, help="Every row of long tables.")
 
@@ -78,7 +78,8 @@ class Case:
         said = joined([self.plan.pins, pins])
         memory = self.limit if limit is None else limit
         options = Options(memory=memory, pins=said, table=self.rules)
-        made = make_plan(self.graph, self.plan.mesh, options, self.tracer)
+        state = self.plan.memory.get("state", 2.0)
+        made = make_plan(self.graph, self.plan.mesh, options, self.tracer, state)
         return made, time.perf_counter() - began
 
     def pins(self, node: str) -> dict[str, str]:
@@ -208,7 +209,8 @@ def _open(file: Path, stage: Any, **given: Any) -> Case:
     wanted = Wanted("", given["batch"], given["seq"], given["layers"])
     plan, graph = open_plan(file, given["model"], wanted, known, stage)
     memory: str | None = given["memory"]
-    limit = device(plan.mesh).memory if memory is None else parse_quantity(memory, "B")
+    limit = plan.memory.get("limit", device(plan.mesh).memory)
+    limit = limit if memory is None else parse_quantity(memory, "B")
     explanation = explained(graph, plan, limit, known)
     plan = replace(plan, predicted=repriced(explanation, graph))
     return Case(plan, graph, explanation.stale, known, limit, Stages(None, stage))

@@ -143,15 +143,15 @@ def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
         for move in parameter.moves
         if not _is_parameter(graph, move.value)
     )
-    peak = sum(explanation.memory.values())
+    held = sum(explanation.memory.values())
     return {
         "step_seconds": explanation.step,
-        "peak_bytes": peak,
+        "peak_bytes": held if explanation.peak is None else explanation.peak,
         "compute_seconds": seconds["compute"] + ending,
         "exchange_seconds": inside,
         "parameter_seconds": seconds["parameters"] - views,
         "reshard_seconds": seconds["activations"] + views - inside - ending,
-        "parameter_bytes": peak - activations,
+        "parameter_bytes": held - activations,
         "activation_bytes": activations,
         "hidden_seconds": explanation.hidden,
     }

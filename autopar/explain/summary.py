@@ -136,11 +136,12 @@ class Explanation:
         predicted: the figures of its file.
         sections: operators with the moves of activations, in order of execution.
         parameters: with the moves that belong to them.
-        memory: bytes per device by cause, at the peak.
+        memory: bytes per device by cause; a step never holds all of them at once.
         limit: memory of one device in bytes.
         whole: operators that run whole on every device for want of a rule.
         hidden: seconds in which gradients are synchronised beside the backward; causes, lines and
             views count them twice, `step` once.
+        peak: bytes per device at the peak of the step, where that has been simulated.
     """
 
     graph: str
@@ -152,6 +153,7 @@ class Explanation:
     limit: float
     whole: tuple[str, ...]
     hidden: float = 0.0
+    peak: float | None = None
 
     @property
     def step(self) -> float:
@@ -172,7 +174,12 @@ class Explanation:
     @property
     def stale(self) -> bool:
         """Whether the plan's own figures are not those of its layouts."""
-        own = {"step_seconds": self.step, "peak_bytes": sum(self.memory.values())}
+        activations = self.memory["activations"]
+        own = {
+            "step_seconds": self.step,
+            "parameter_bytes": sum(self.memory.values()) - activations,
+            "activation_bytes": activations,
+        }
         return any(
             not math.isclose(value, self.predicted.get(name, value), rel_tol=1e-6)
             for name, value in own.items()
@@ -196,6 +203,7 @@ def explain(
     state_bytes: float = 2.0,
     whole: Iterable[str] = (),
     hidden: float = 0.0,
+    peak: float | None = None,
 ) -> Explanation:
     """Everything that the plan makes a step do.
 
@@ -208,6 +216,7 @@ def explain(
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         whole: operators that run whole for want of a rule.
         hidden: seconds in which gradients are synchronised beside the backward.
+        peak: bytes per device at the peak of a simulated step.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -225,7 +234,7 @@ def explain(
     sections = tuple(_sections(graph, plan, moved, costs))
     return Explanation(
         plan.graph, str(plan.mesh), dict(plan.predicted), sections, table, memory, limit,
-        tuple(whole), hidden,
+        tuple(whole), hidden, peak,
     )  # fmt: skip
 
 

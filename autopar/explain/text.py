@@ -47,7 +47,8 @@ def render(
 def render_summary(explanation: Explanation) -> RenderableType:
     """What it is, and its time and memory by cause."""
     seconds, memory = explanation.seconds, explanation.memory
-    step, peak = explanation.step, sum(memory.values())
+    step, held = explanation.step, sum(memory.values())
+    peak = held if explanation.peak is None else explanation.peak
     limit = f" of {format_bytes(explanation.limit)} ({peak / explanation.limit:.1%})"
     parts: list[RenderableType] = [
         Text(f"{explanation.graph} on {explanation.mesh}", style="bold"),
@@ -56,6 +57,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
         *_hidden(explanation),
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
+        *_never_at_once(held, peak),
     ]
     if explanation.stale:
         said = explanation.predicted
@@ -66,6 +68,14 @@ def render_summary(explanation: Explanation) -> RenderableType:
         )
         parts.append(Text(note, style="yellow"))
     return Group(*parts)
+
+
+def _never_at_once(held: float, peak: float) -> list[Text]:
+    """That the causes are not there at one time, where the peak is known."""
+    if held == peak:
+        return []
+    said = f"  {format_bytes(held)} in all, not at one time: gradients come as activations go"
+    return [Text(said, style="dim")]
 
 
 def _hidden(explanation: Explanation) -> list[Text]:

@@ -51,8 +51,9 @@ class Builder:
         unknown_ops: str,
         pins: Pins,
         slowdown: float,
+        limited: bool = False,
     ) -> None:
-        self.slowdown = slowdown
+        self.slowdown, self.limited = slowdown, limited
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
         self.resharder = Resharder(mesh, self.model.collective)
@@ -200,11 +201,11 @@ class Builder:
             sizes = [o.results[0].local_bytes(node.type, self.mesh) for o in options]
             return {("leaf", -1): list(map(float, sizes))}
         operands = tuple(self.graph[name] for name in node.inputs)
-        used = {
-            place: {option.results[0].dims for option in self.options[self.position[name]]}
-            for place, name in enumerate(node.inputs)
-            if self.options[self.position[self.graph.template[name]]][0].stored is not None
-        }
+        used: dict[int, set[tuple[tuple[str, ...], ...]]] = {}
+        for place, name in enumerate(node.inputs):
+            at = self.position.get(self.graph.template[name])
+            if at is not None and self.options[at][0].stored is not None:
+                used[place] = {option.results[0].dims for option in self.options[at]}
         rows: Rows = {}
         for option in options:
             into, out = option.operands, option.results
@@ -299,7 +300,7 @@ class Builder:
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
         stored = [option.stored for option in self.options[self.position[root.name]]]
-        if stored[0] is None or len(self.graph.users[source]) > 1:
+        if not self.limited or stored[0] is None or len(self.graph.users[source]) > 1:
             return cost
         rows = [option.results[0].dims for option in self.options[a]]
         columns = [option.operands[index].dims for option in self.options[b]]
@@ -334,7 +335,8 @@ def build(
         mesh: the devices.
         model: prices, in seconds.
         table: rules by operator.
-        memory_limit: bytes per device.
+        memory_limit: bytes per device, infinite for one that is set later. With None, memory does
+            not matter, and parameters may be gathered where it is not counted.
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         unknown_ops: "replicate" or "error".
         pins: layouts that are fixed; see pins.py.
@@ -354,7 +356,8 @@ def build(
         )
     progress("strategies")
     fixed = Pins(graph, pins or {})
-    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown)
+    limited = memory_limit is not None
+    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # with its share

@@ -53,13 +53,14 @@ class Lifetimes:
         points: what each is to a person, "forward of %x", "backward of %x" or "update".
         copies: node of the folded graph -> (role, operand or -1) -> how many of that tensor are
             alive at each point, shape (points,).
-        payers: (node, operand or -1) -> how many blocks of it pay for what it keeps there, each
-            piece of storage having one payer.
+        payers: (node, operand or -1) -> how much of what all its blocks keep there it pays for.
+            What several operators keep is one tensor if all want one layout. So each pays for an
+            equal part of it, and for none is it free to keep another one.
     """
 
     points: tuple[str, ...]
     copies: dict[str, dict[tuple[Role, int], Copies]]
-    payers: dict[tuple[str, int], int]
+    payers: dict[tuple[str, int], float]
 
 
 def pieces_of(memory: Copies) -> list[Held]:
@@ -97,15 +98,14 @@ class _Step:
         self.returns = self._returns()
         self.moments, self.names = self._points()
         self.changes: dict[str, dict[tuple[Role, int], Copies]] = {}
-        self.payers: dict[tuple[str, int], int] = {}
+        self.payers: dict[tuple[str, int], float] = {}
 
     def result(self) -> Lifetimes:
         self._leaves()
         self._forward()
-        if self.graph.loss is not None:
-            self._backward(self.graph.loss)
+        self._backward()
         copies = {
-            name: {key: np.cumsum(change)[:-1] for key, change in changes.items()}
+            name: {key: np.cumsum(change)[:-1].round(12) for key, change in changes.items()}
             for name, changes in self.changes.items()
         }
         return Lifetimes(self.names, copies, self.payers)
@@ -179,27 +179,28 @@ class _Step:
                 self._alive(trained[at - 1][1], "update", self.last, self.last)
 
     def _forward(self) -> None:
-        backward = {name: 2 * self.end - i for name, i in self.place.items()}
-        keepers: dict[str, int] = {}
+        keepers: dict[str, list[tuple[int, int]]] = {}
         for i, node in enumerate(self.nodes):
             for place in kept(node, self.accelerator) if node.requires_grad else ():
                 value = node.name if place < 0 else node.inputs[place]
-                root = self._storage(value)
-                key = (self.graph.template[node.name], place)
-                pays = root not in keepers and self.graph[root].op != "param"
-                self.payers[key] = self.payers.get(key, 0) + pays
-                keepers.setdefault(root, i)
-                if pays:
-                    made = self.place.get(root, i)
-                    self._alive(node.name, "kept", made, backward[node.name], place)
+                keepers.setdefault(self._storage(value), []).append((i, place))
+        for root, found in keepers.items():
+            if self.graph[root].op == "param":
+                continue
+            made, freed = self.place.get(root, found[0][0]), 2 * self.end - found[0][0]
+            for i, place in found:
+                name = self.nodes[i].name
+                self._alive(name, "kept", made, freed, place, 1 / len(found))
+                key = self.graph.template[name], place
+                self.payers[key] = self.payers.get(key, 0.0) + 1 / len(found)
         for i, node in enumerate(self.nodes):
             end = self.returns.get(node.name, self.end)
             if node.requires_grad:
-                self._alive(node.name, "extra", i, backward[node.name])
+                self._alive(node.name, "extra", i, 2 * self.end - i)
             self._alive(node.name, "scratch", i, i)
             if self._is_parameter(node):
                 first = keepers.get(self._storage(node.name))
-                kept_until = end if first is None else 2 * self.end - first
+                kept_until = end if first is None else 2 * self.end - first[0][0]
                 self._alive(node.name, "gathered", i, kept_until)
                 for reader in self.graph.users[node.name]:
                     place = self.graph[reader].inputs.index(node.name)
@@ -220,9 +221,12 @@ class _Step:
         self._alive(node.name, "owed", read, read)
         self._alive(reader.name, "value", read, max(end, read), reader.inputs.index(node.name))
 
-    def _backward(self, loss: str) -> None:
-        arrived: dict[str, int] = {loss: self.end}
-        paid = {loss: True}  # whether a value's gradient is a buffer of its own
+    def _backward(self) -> None:
+        # A stage of a pipeline has no loss, but receives the gradients of what it sends.
+        loss = self.graph.loss
+        ends = [name for _, name in self.graph.outputs] if loss is None else [loss]
+        arrived = dict.fromkeys(ends, self.end)
+        paid = dict.fromkeys(ends, True)  # whether a value's gradient is a buffer of its own
         for i in reversed(range(len(self.nodes))):
             node, now = self.nodes[i], 2 * self.end - i
             if node.name not in arrived or not node.requires_grad:

@@ -8,8 +8,8 @@ a gradient needs until it is added. Solvers and code generation are not imported
 """
 
 from autopar.simulate.engine import run
-from autopar.simulate.step import Settings, tasks
+from autopar.simulate.step import Settings, settings_on, tasks
 from autopar.simulate.task import Task
 from autopar.simulate.timeline import Span, Timeline
 
-__all__ = ["Settings", "Span", "Task", "Timeline", "run", "tasks"]
+__all__ = ["Settings", "Span", "Task", "Timeline", "run", "settings_on", "tasks"]

@@ -52,6 +52,18 @@ class Settings:
     overlap: frozenset[str] = frozenset()
 
 
+def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
+    """How a program runs on a kind of device, "cpu" or an accelerator's name.
+
+    On accelerators torch updates all parameters at once, and the program does not wait for
+    gradients; on the CPU it does one thing after another. The optimizer is AdamW or one whose
+    state is `state_bytes` times as large as the parameters.
+    """
+    if name.lower() == "cpu":
+        return Settings(state_bytes)
+    return Settings(state_bytes, 1.0, True, True, frozenset({"gradient"}))
+
+
 def tasks(
     graph: Graph,
     plan: Plan,
@@ -135,10 +147,10 @@ class _Player:
                 continue
             layout = self.plan.nodes[self.graph.template[node.name]].results[0][1]
             nbytes = float(layout.local_bytes(node.type, self.plan.mesh))
-            kind = "batch" if node.op == "input" else "parameter"
+            kind = "batch" if node.op in ("input", "received") else "parameter"
             buffer = recorder.hold(recorder.allocate(kind, node.name, nbytes))
-            self.leaves[node.name] = Value(buffer, node.op == "param" and node.requires_grad)
-            if self.leaves[node.name].grad and self.settings.state_bytes:
+            self.leaves[node.name] = Value(buffer, node.requires_grad)
+            if node.op == "param" and node.requires_grad and self.settings.state_bytes:
                 state = nbytes * self.settings.state_bytes
                 recorder.hold(recorder.allocate("optimizer", node.name, state))
 
