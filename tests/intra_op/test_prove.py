@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar.errors import RuleError
 from autopar.intra_op.prove import prove, prove_node
@@ -21,15 +19,6 @@ from autopar.ir.passes import prepare
 from tests.models import MODELS, conv_net
 
 RULES = rules()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("op", sorted(RULES))
