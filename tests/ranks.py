@@ -52,13 +52,16 @@ def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args
     dist.destroy_process_group()
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, count: int = 4) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, count: int = 4, start: str = "forkserver"
+) -> list[Any]:
     """What `function(*args)` returns on each of `count` ranks, in rank order.
 
     The function must be importable (defined at the top of a module). An exception on a rank stops
-    the others and is raised here with that rank's traceback.
+    the others and is raised here with that rank's traceback. `start="spawn"` takes seconds longer
+    and gives every rank an interpreter of its own, as launchers do, whose sets have other orders.
     """
     with tempfile.TemporaryDirectory() as folder, forking():
         given = (count, folder, function, args)
-        start_processes(_rank, given, nprocs=count, start_method="forkserver")
+        start_processes(_rank, given, nprocs=count, start_method=start)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]

@@ -144,14 +144,16 @@ def outputs_of_two(state: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
     found = program(x)
     tensors = [found["loss"], found["states"][0], found["states"][1][0], found["best"]]
     assert all(type(tensor) is Tensor for tensor in tensors)
-    return {"found": found, "split": split(program.plan)}
+    return {"found": found, "split": split(program.plan), "source": program.source}
 
 
 def test_outputs_come_back_as_the_model_s_own_whole_tensors() -> None:
     torch.manual_seed(0)
     model, x = Several().double(), torch.randn(8, 16).double()
     expected = model(x)
-    for result in run_ranks(outputs_of_two, model.state_dict(), x, count=2):
+    ranks = run_ranks(outputs_of_two, model.state_dict(), x, count=2, start="spawn")
+    for result in ranks:
+        assert result["source"] == ranks[0]["source"]
         assert result["split"] == {"gpu"}
         found = result["found"]
         assert list(found) == list(expected)
