@@ -19,7 +19,7 @@ from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.passes import FINDING, prepare
-from autopar.ir.stages import alike, cut
+from autopar.ir.stages import alike, cut, free_values
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
@@ -236,9 +236,9 @@ def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:
 def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
     """Cuts into stages that take about the same time on one device, where little is sent.
 
-    Repeated blocks stay whole, where there are enough of them. The slowest stage is made as fast
-    as it can be; among cuts that come within a few per cent of that, those are taken behind which
-    the fewest bytes are read later.
+    Repeated blocks stay whole, where there are as many of them as stages. The slowest stage is
+    made as fast as it can be; among cuts that come within a few per cent of that, those are taken
+    behind which the fewest bytes are read later.
 
     Args:
         graph: normalised, without shares and repeats.
@@ -249,16 +249,15 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     Raises:
         StageError: there are fewer operators than stages.
     """
-    seconds, blocks = _weights(graph, mesh, options)
+    seconds, blocks = weights(graph, mesh, options)
     names = list(seconds)
     crossing = _crossing(graph, names)
+    whole = len(set(blocks.values())) >= stages
     legal = [
         at
         for at, name in enumerate(names[:-1])
-        if blocks.get(name) is None or blocks.get(name) != blocks.get(names[at + 1])
+        if not whole or name not in blocks or blocks[name] != blocks.get(names[at + 1])
     ]
-    if len(legal) < stages - 1:
-        legal = list(range(len(names) - 1))
     if len(legal) < stages - 1:
         raise StageError(
             f"{graph.name} cannot be cut into {stages} stages",
@@ -274,10 +273,13 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     return tuple(names[legal[at - 1]] for at in chosen)
 
 
-def _weights(
+def weights(
     graph: Graph, mesh: Mesh, options: Options
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Seconds of every operator on one device, and the block of those that are in one."""
+    """Seconds of the operators on one device, and the repeated block of those that are in one.
+
+    What every stage makes for itself is left out.
+    """
     whole = prepare(graph, passes=FINDING)
     model = cost_model(mesh, options)
     found: dict[str, float] = {}
@@ -295,7 +297,8 @@ def _weights(
         for number, block in enumerate(repeat.iterations)
         for name in block
     }
-    operators = [node.name for node in graph.nodes if not node.is_leaf]
+    free = free_values(graph)
+    operators = [n.name for n in graph.nodes if not n.is_leaf and n.name not in free]
     return {name: found[whole.template[name]] for name in operators}, blocks
 
 

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
-from autopar.pipelining import Devices, even_ends, plan_stages, schedule_of
+from autopar.pipelining import Devices, even_ends, plan_stages, schedule_of, weights
 from autopar.planning import Options, Trace
 from tests import families, parity
 
@@ -41,6 +41,7 @@ class Case:
         groups: number of devices of each rank of the schedule.
         microbatches: in a step.
         plan: of every stage: "free", "data" or "tensor".
+        cut: by "time" or by number of "operators".
         dropout: of GPT-2.
         clip: bound of the gradients' norm.
     """
@@ -50,6 +51,7 @@ class Case:
     groups: tuple[int, ...] = (1, 1, 1, 1)
     microbatches: int = 4
     plan: str = "free"
+    cut: str = "time"
     dropout: float = 0.0
     clip: float | None = None
 
@@ -102,6 +104,14 @@ def loss_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output["loss"]
 
 
+def ends_of(case: Case, captured: Captured, stages: int) -> tuple[str, ...]:
+    """Where the model is cut."""
+    if case.cut == "time":
+        return even_ends(captured.graph, stages, mesh(1), Options())
+    names = list(weights(captured.graph, mesh(1), Options())[0])
+    return tuple(names[len(names) * number // stages] for number in range(1, stages))
+
+
 def unsharded(case: Case) -> Run:
     """The run on one device, without autopar: one microbatch after the other."""
     model, batch = make(case.model, case.dropout)
@@ -150,7 +160,7 @@ class Jobs:
         stages = schedule_of(case.schedule, len(case.groups), case.microbatches).stages
         plan = plan_stages(
             captured.graph,
-            even_ends(captured.graph, stages, mesh(1), options),
+            ends_of(case, captured, stages),
             case.devices,
             mesh(sum(case.groups)),
             case.microbatches,

@@ -66,7 +66,7 @@ def cases_of(model: str, plans: tuple[str, ...] = ("free",)) -> list[Case]:
     cases = [
         Case(model, schedule, groups, 4 if len(groups) == 2 else 8, plan)
         for schedule, groups, plan in product(SCHEDULES, GROUPS, plans)
-        if plan == "free" or max(groups) > 1
+        if plan == "free" or groups == (2, 2)
     ]
     return [case for case in cases if legal(case) and case not in QUICK]
 
@@ -89,5 +89,5 @@ def test_other_models_by_every_schedule(model: str, groups: tuple[int, ...]) -> 
 @pytest.mark.slow
 def test_resnet() -> None:
     """Running statistics are those of the microbatches, one after another, on one copy."""
-    one = [s for s in SCHEDULES if s != "chimera"]
-    check([case for case in cases_of("resnet") if case.schedule in one])
+    cases = [replace(case, cut="operators") for case in cases_of("resnet")]
+    check([case for case in cases if case.schedule != "chimera"])

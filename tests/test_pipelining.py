@@ -105,7 +105,7 @@ def slowest(seconds: list[float], ends: tuple[int, ...]) -> float:
 def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
     """No cut has a slowest stage that is faster by more than the slack."""
     found = even_ends(mlp.graph, stages, LINE, Options())
-    seconds, blocks = pipelining._weights(mlp.graph, LINE, Options())
+    seconds, blocks = pipelining.weights(mlp.graph, LINE, Options())
     names, weights = list(seconds), list(seconds.values())
     mine = slowest(weights, tuple(names.index(end) for end in found))
     legal = [

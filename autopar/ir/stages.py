@@ -58,7 +58,7 @@ def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
     """
     stage = _stages(graph, ends)
     _refuse_shared_writes(graph, stage)
-    free = _free(graph)
+    free = free_values(graph)
     results = {name for _, name in graph.outputs} | ({graph.loss} if graph.loss else set())
     sent: dict[str, None] = {}
     parts: list[Graph] = []
@@ -123,8 +123,8 @@ def _refuse_shared_writes(graph: Graph, stage: dict[str, int]) -> None:
                     )
 
 
-def _free(graph: Graph) -> set[str]:
-    """What every stage may make for itself."""
+def free_values(graph: Graph) -> set[str]:
+    """What every stage that reads it makes for itself."""
     written = {name for node in graph.nodes for name in writes(node)}
     free: set[str] = set()
     for node in graph.nodes:
