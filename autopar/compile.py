@@ -64,14 +64,22 @@ def plan(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
-) -> Plan:
+    stages: int = 1,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
     options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
+    made, state = as_mesh(mesh), state_bytes(optimizer)
+    request = Request(stages, microbatches, schedule)
+    if request != _WHOLE:
+        captured = pipelined.capture_microbatch(model, args, kwargs, microbatches, options, tracer)
+        return pipelined.plan_evenly(captured, made, request, options, tracer, state)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
-    return make_plan(graph, as_mesh(mesh), options, tracer, state_bytes(optimizer))
+    return make_plan(graph, made, options, tracer, state)
 
 
 def compile(

@@ -73,7 +73,7 @@ def test_a_saved_pipeline_trains_by_itself(tmp_path: Path) -> None:
     assert {file.name for file in target.iterdir()} == FILES | stages
     assert PipelinePlan.load(target / "plan.toml") == plan
     source = (target / "program.py").read_text()
-    assert re.search(r"^# 0-1  F0F1F0", source, re.MULTILINE)
+    assert re.search(r"^# 0-1  F0-F1-F0", source, re.MULTILINE)
     ruff = [
         sys.executable,
         "-m",
