@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
+import networkx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.lower import Lowered, Queue, lower
@@ -190,6 +193,74 @@ def test_sums_in_different_orders_are_named() -> None:
     assert "rank 0 waits in REDUCE1 for rank 1" in str(caught.value)
     with pytest.raises(ScheduleError, match="REDUCE1 cannot stand"):
         check(replace(lowered, rows=(first[:-1], second)))
+
+
+def ends(lowered: Lowered) -> bool:
+    """Whether what has to come before what, written as a graph, has no circle."""
+    graph = networkx.DiGraph()
+    links: dict[tuple[int, int], list[object]] = defaultdict(list)
+    for rank, row in enumerate(lowered.rows):
+        computed, batch, last = ("begin", rank), 0, ""
+        for action in row:
+            if action.kind in TRANSFER:
+                send = action.kind.startswith("SEND")
+                way = 1 if action.kind in ("SEND_F", "RECV_B") else -1
+                sender = action.stage if send else action.stage + way
+                pair = ("pair", action.kind[-1], sender, action.microbatch, action.copy)
+                batch += last not in TRANSFER
+                if lowered.queue == "rank":
+                    graph.add_edge((rank, "batch", batch - 1, "done"), (rank, "batch", batch))
+                    graph.add_edge((rank, "batch", batch), pair)
+                    graph.add_edge(pair, (rank, "batch", batch, "done"))
+                graph.add_edge(computed, pair)
+                if send:
+                    links[rank, lowered.peer(action)].append(pair)
+            elif action.kind in COMPUTE:
+                graph.add_edge(computed, action)
+                letter, back = ("F", -1) if action.kind == "F" else ("B", 1)
+                if action.kind != "W" and action._replace(kind=f"RECV_{letter}") in row:
+                    pair = ("pair", letter, action.stage + back, action.microbatch, action.copy)
+                    graph.add_edge(pair, action)
+                computed = action
+            last = action.kind
+    for pairs in links.values():
+        graph.add_edges_from(pairwise(pairs))
+    return networkx.is_directed_acyclic_graph(graph)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "chimera"]),
+    st.sampled_from(WAYS),
+    st.sampled_from(["link", "rank"]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), max_size=6),
+)
+def test_the_judge_says_what_a_graph_of_all_that_waits_says(
+    name: str, way: tuple[Queue, int], judged: Queue, swaps: list[tuple[int, int]]
+) -> None:
+    """Rows made for either queue are judged for either, after random swaps of neighbours."""
+    lowered = lower(schedule(name, 4, 4), *way)
+    rows = [list(row) for row in lowered.rows]
+    for rank, at in swaps:
+        row = rows[rank]
+        transfers = [place for place in range(1, len(row)) if row[place].kind in TRANSFER]
+        place = transfers[at % len(transfers)]
+        row[place - 1], row[place] = row[place], row[place - 1]
+    moved = replace(lowered, rows=tuple(map(tuple, rows)), queue=judged)
+    try:
+        check(moved)
+    except DeadlockError:
+        assert not ends(moved)
+    except ScheduleError:
+        return  # sends and receives in two orders, or before what is sent is there
+    else:
+        assert ends(moved)
+
+
+def test_the_graph_sees_circles_too() -> None:
+    ahead = lower(schedule("1f1b", 3, 3), "link", 1)
+    assert ends(ahead)
+    assert not ends(replace(ahead, queue="rank"))
 
 
 def changed(lowered: Lowered, rank: int, old: str, new: str) -> Lowered:
