@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from autopar.inter_op.prices import Prices
 from autopar.inter_op.stage import Law
@@ -32,9 +34,47 @@ class Space:
         devices: of the cluster.
         memory: bytes of a device.
         most_stages: how many there may be.
+        cuts: the layers cut evenly into each number of chunks, as far as it was asked for.
     """
 
     prices: Prices
     devices: int
     memory: float
     most_stages: int
+    cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def even(self, count: int, microbatches: int) -> tuple[int, ...]:
+        """The ends of `count` contiguous chunks as fast as one another, by optimistic seconds."""
+        if count not in self.cuts:
+            bounds, row = self.prices.bounds(microbatches), self.prices.row
+            seconds = [float(bounds[row[at, at], -1, 0]) for at in range(len(row))]
+            self.cuts[count] = balanced(seconds, count)
+        return self.cuts[count]
+
+
+def balanced(seconds: list[float], count: int) -> tuple[int, ...]:
+    """Ends of `count` non-empty contiguous parts, the largest of whose sums is least.
+
+    Of such cuts it is one that is even otherwise, too: parts take what is an equal share of the
+    rest, within the largest sum.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    size = len(seconds)
+    least = np.full((count + 1, size + 1), np.inf)
+    least[0, 0] = 0.0
+    for part in range(1, count + 1):
+        for end in range(part, size + 1):
+            starts = np.arange(part - 1, end)
+            least[part, end] = np.min(np.maximum(least[part - 1, starts], sums[end] - sums[starts]))
+    most = least[count, size] * (1 + 1e-9)
+    ends = [size]
+    for part in range(count - 1, 0, -1):
+        end = ends[-1]
+        fits = [
+            start
+            for start in range(part, end)
+            if sums[end] - sums[start] <= most and least[part, start] <= most
+        ]
+        share = sums[end] / (part + 1)
+        ends.append(min(fits, key=lambda start: abs(sums[end] - sums[start] - share)))
+    return tuple(reversed(ends))

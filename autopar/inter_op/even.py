@@ -100,9 +100,7 @@ class Even:
         """The chunks of every rank: as fast as one another, by optimistic seconds."""
         if (stages, q) not in self._shapes:
             law, row = self.law, self.space.prices.row
-            bounds = self.space.prices.bounds(self.microbatches)
-            seconds = [float(bounds[row[at, at], q, 0]) for at in range(len(row))]
-            ends = balanced(seconds, stages * law.chunks // law.copies)
+            ends = self.space.even(stages * law.chunks // law.copies, self.microbatches)
             spans = [(a, b - 1) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
             ranks = [
                 tuple((int(row[spans[at]]), *spans[at]) for at in sorted(law.holds(rank, stages)))
@@ -207,31 +205,3 @@ def _fastest(ways: list[_Way], tops: list[float], most: float) -> int:
         if top <= most and (best < 0 or way.seconds < ways[best].seconds):
             best = at
     return best
-
-
-def balanced(seconds: list[float], count: int) -> tuple[int, ...]:
-    """Ends of `count` non-empty contiguous parts, the largest of whose sums is least.
-
-    Of such cuts it is one that is even otherwise, too: parts take what is an equal share of the
-    rest, within the largest sum.
-    """
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
-    size = len(seconds)
-    least = np.full((count + 1, size + 1), np.inf)
-    least[0, 0] = 0.0
-    for part in range(1, count + 1):
-        for end in range(part, size + 1):
-            starts = np.arange(part - 1, end)
-            least[part, end] = np.min(np.maximum(least[part - 1, starts], sums[end] - sums[starts]))
-    most = least[count, size] * (1 + 1e-9)
-    ends = [size]
-    for part in range(count - 1, 0, -1):
-        end = ends[-1]
-        fits = [
-            start
-            for start in range(part, end)
-            if sums[end] - sums[start] <= most and least[part, start] <= most
-        ]
-        share = sums[end] / (part + 1)
-        ends.append(min(fits, key=lambda start: abs(sums[end] - sums[start] - share)))
-    return tuple(reversed(ends))

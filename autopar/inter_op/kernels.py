@@ -8,8 +8,8 @@ share a row: `row[first, last]`. Each row holds up to K options for every sub-me
     top[row, submesh, option]     seconds that count for the slowest stage
     fixed, each[...]              bytes: fixed + in_flight * each must fit into memory
 
-A stage may only use options whose `top` is at most a threshold; what is minimised then is the sum of
-`time` and of the transfers between stages.
+A stage may only use options whose `top` is at most a threshold; what is minimised then is the sum
+of `time` and of the transfers between stages.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ still be better is asked until there is none: the result is exact, whatever the 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
@@ -18,7 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.inter_op import kernels
 from autopar.inter_op.draft import Draft, Space
 from autopar.inter_op.even import Even
-from autopar.inter_op.prices import Floats, LowerBound, Prices, StageCost
+from autopar.inter_op.prices import Floats, LowerBound, Prices, StageCost, Table
 from autopar.inter_op.stage import Candidate, Chunk, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
@@ -27,6 +29,9 @@ from autopar.inter_op.submeshes import SubMesh
 # microbatch takes over it, activations forwards and gradients backwards together
 Transfer = Callable[[int, SubMesh, SubMesh, int], float]
 Config = Straight | Even
+
+# Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
+_FRONT = 8
 
 
 def partition(
@@ -43,6 +48,7 @@ def partition(
     most_stages: int | None = None,
     most_calls: int | None = None,
     gap: float = 0.0,
+    scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
@@ -53,16 +59,19 @@ def partition(
         laws: schedules to choose from.
         microbatches: numbers of them to choose from.
         memory: bytes of a device.
-        stage_cost: (first layer, last layer, both counted in; sub-mesh; microbatches) -> ways to run
-            them, none where there is none.
+        stage_cost: (first layer, last layer, both counted in; sub-mesh; microbatches) -> ways to
+            run them, none where there is none.
         lower_bound: the same -> a Candidate none of whose figures is above those of any way.
         transfer: see `Transfer`.
-        borders: for each layer but the first, in what the border before it differs from others; equal
-            ones have equal transfers. None: all differ.
+        borders: for each layer but the first, in what the border before it differs from others;
+            equal ones have equal transfers. None: all differ.
         most_stages: how many stages there may be.
         most_calls: how many stage costs may be asked for; what is not asked for by then shows in
             `Found.bound`.
         gap: the search stops if the best is proved to be this close, as part of its seconds.
+        scaling: believe that stages do not get more efficient with more devices, more microbatches
+            or fewer layers, nor than the most efficient one that is known (efficient: near to
+            `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
         progress: called after every stage cost.
 
     Raises:
@@ -70,7 +79,7 @@ def partition(
         CostError: a stage cost with a figure that is negative or not finite.
     """
     space = Space(
-        Prices(kinds, submeshes, stage_cost, lower_bound),
+        Prices(kinds, submeshes, stage_cost, lower_bound, scaling),
         max(part.size for part in submeshes),
         memory,
         min(len(kinds), most_stages or len(kinds)),
@@ -84,6 +93,7 @@ def partition(
         for count in microbatches
     ]
     search = _Search(space, configs, most_calls, gap, progress)
+    search.probe()
     search.guess()
     search.prove()
     return search.result()
@@ -132,25 +142,59 @@ class _Search:
         """Of the best pipeline that is known."""
         return float("inf") if self.best is None else self.best.seconds
 
+    def probe(self) -> None:
+        """Ask for one stage on a whole host, so that guesses begin with a usual efficiency."""
+        prices = self.prices
+        q = max(at for at, part in enumerate(prices.submeshes) if part.hosts == 1)
+        stages = min(self.space.most_stages, max(1, self.space.devices // int(prices.sizes[q])))
+        count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
+        ends = (0, *self.space.even(stages, count))
+        middle = stages // 2
+        prices.ask(count, int(prices.row[ends[middle], ends[middle + 1] - 1]), q)
+
     def guess(self) -> None:
-        """Ask for what the best pipeline by guesses needs until all of it is known."""
-        last = dict.fromkeys(range(len(self.configs)), 0.0)
-        while len(self.prices.known) < self.most_calls:
-            tables = {b: self.prices.table(b, "guess") for b in self._microbatches}
-            cutoff, found = self.seconds, None
-            order = sorted(last, key=lambda at: last[at])
-            for at, rough in [*((at, True) for at in order), *((at, False) for at in order)]:
-                config = self.configs[at]
+        """Ask for what the best pipeline by guesses needs until all of it is known.
+
+        First among pipelines of equal sub-meshes, which need few different stage costs.
+        """
+        for rough in (True, False):
+            last = dict.fromkeys(range(len(self.configs)), 0.0)
+            everything = True
+            while len(self.prices.known) < self.most_calls:
+                order = sorted(last, key=lambda at: last[at])
+                found = self._guessed(order if everything else order[:_FRONT], last, rough)
+                if found is None and everything:
+                    break
+                everything = found is None
+                if found is not None and not self._ask(found, "looking for good pipelines"):
+                    self.best = found
+        if len(self.prices.known) >= self.most_calls:
+            self._known()
+
+    def _guessed(self, order: list[int], last: dict[int, float], rough: bool) -> Draft | None:
+        """The best by guesses, if it is better than the best known; `last` gets their seconds."""
+        tables: dict[int, Table] = {}
+        cutoff, found = self.seconds * (1 - self.gap), None
+        for at in order:
+            config = self.configs[at]
+            if config.microbatches not in tables:
+                tables[config.microbatches] = self.prices.table(config.microbatches, "guess")
+            search = config.rough if rough else config.best
+            draft = search(tables[config.microbatches], cutoff)
+            last[at] = cutoff if draft is None else draft.seconds
+            if draft is not None:
+                cutoff, found = draft.seconds, draft
+                if not rough and len(order) == _FRONT:
+                    break  # good enough to ask for what it needs
+        return found
+
+    def _known(self) -> None:
+        """Take the best of what is known."""
+        for rough in (True, False):
+            for config in self.configs:
+                table = self.prices.table(config.microbatches, "none")
                 search = config.rough if rough else config.best
-                draft = search(tables[config.microbatches], cutoff)
-                if not rough:
-                    last[at] = cutoff if draft is None else draft.seconds
-                if draft is not None:
-                    cutoff, found = draft.seconds, draft
-            if found is None:
-                return
-            if not self._ask(found, "looking for good pipelines"):
-                self.best = found
+                self.best = search(table, self.seconds) or self.best
 
     def prove(self) -> None:
         """Ask for what a pipeline might need that is better than the best; set the bound."""
@@ -239,8 +283,7 @@ class _Search:
         where = {first: q for q, numbers in draft.stages for _, first, _, _ in numbers}
         order = sorted(where)
         way = sum(
-            float(transfers[count][b, where[a], where[b]])
-            for a, b in zip(order, order[1:], strict=False)
+            float(transfers[count][b, where[a], where[b]]) for a, b in itertools.pairwise(order)
         )
         return Pipeline(
             law.name,
@@ -287,7 +330,7 @@ class _Search:
             f"no pipeline fits into {self.space.memory / gib:.2f} GiB a device",
             why=f"the most frugal one found, {words}, needs {peak / gib:.2f} GiB, "
             f"{(peak - self.space.memory) / gib:.2f} GiB too much",
-            todo="use more devices, smaller microbatches, or allow recomputation and state sharding",
+            todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
         )
 
 

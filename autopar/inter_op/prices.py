@@ -1,4 +1,4 @@
-"""What stages cost, as far as it is known: asked for lazily, bounded and guessed where it is not."""
+"""What stages cost: asked for lazily, bounded and guessed where it is not known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LowerBound = Callable[[int, int, SubMesh, int], Candidate]
 
 _SECONDS, _ONCE, _FIXED, _EACH, _TRANSIENT = range(5)
 _FIGURES = 5
-# A guess forgets so much of what a known price is above the best known efficiency, for each doubling
+# A guess keeps so much of what a known price is above the best known efficiency, for each doubling
 # of devices, microbatches or work between the two.
 _MEMORY = 0.75
 
@@ -44,6 +44,10 @@ class Table:
 class Prices:
     """Frontiers of stage costs by signature: the kinds of the layers, sub-mesh and microbatches.
 
+    With `scaling`, bounds are raised by what is known: no price is nearer to its bound than the
+    best known one, nor than a known one of the same kinds of layers with at most its devices and
+    microbatches and at least its layers.
+
     Attributes:
         row: [layers, layers], the number of the signature of (first, last).
         ranges: for each signature the first range that has it.
@@ -56,10 +60,11 @@ class Prices:
         submeshes: Sequence[SubMesh],
         stage_cost: StageCost,
         lower_bound: LowerBound,
+        scaling: bool = False,
     ) -> None:
         self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
         self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
-        self._stage_cost, self._lower_bound = stage_cost, lower_bound
+        self._stage_cost, self._lower_bound, self._scaling = stage_cost, lower_bound, scaling
         self.row, self.ranges = _signatures(self.kinds)
         families: dict[tuple[Hashable, ...], int] = {}
         self.family = np.array(
@@ -124,6 +129,8 @@ class Prices:
         count = np.zeros(bounds.shape[:2], dtype=np.int64)
         if unknown == "bound" or (unknown == "guess" and not any(self.known.values())):
             figures[:, :, 0] = bounds
+            if unknown == "bound" and self._scaling:
+                figures[:, :, 0, _SECONDS] *= self._ratios(microbatches)
             count[:] = 1
         elif unknown == "guess":
             figures, count = self._guesses(microbatches, figures.shape[2])
@@ -132,6 +139,27 @@ class Prices:
             for k, candidate in enumerate(answer):
                 figures[row, q, k] = _figures(candidate)
         return Table(figures, count)
+
+    def _ratios(self, microbatches: int) -> Floats:
+        """[rows, submeshes]: how many times its bound a price is at least, by what is known."""
+        found = np.ones((len(self.ranges), len(self.submeshes)))
+        for (b, row, q), answer in self.known.items():
+            bound = self.bounds(b)[row, q, _SECONDS]
+            if answer and bound > 0:
+                ratio = min(candidate.seconds for candidate in answer) / bound
+                like = (self.family == self.family[row]) & (self.lengths <= self.lengths[row])
+                worse = like[:, None] & (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
+                found = np.where(worse, np.maximum(found, ratio), found)
+        return np.maximum(found, self._best_ratio())
+
+    def _best_ratio(self) -> float:
+        """How many times its bound the known price is that is nearest to it."""
+        ratios = [
+            min(candidate.seconds for candidate in answer) / bound
+            for (b, row, q), answer in self.known.items()
+            if answer and (bound := self.bounds(b)[row, q, _SECONDS]) > 0
+        ]
+        return max(1.0, min(ratios, default=1.0))
 
     def _guesses(self, microbatches: int, options: int) -> tuple[Floats, Ints]:
         """Frontiers like that of the most similar known price, in the ratio of their bounds.
@@ -154,8 +182,8 @@ class Prices:
             distance[at] = (
                 np.abs(np.log2(devices / self.sizes[q]))
                 + 0.5 * abs(np.log2(microbatches / b))
-                + 0.25 * np.abs(work - there)
-                + 2.0 * (self.family[:, None] != self.family[row])
+                + 0.05 * np.abs(work - there)
+                + 0.3 * (self.family[:, None] != self.family[row])
             )
         ratios = fronts[:, :, _SECONDS].min(axis=1) / np.maximum(origins[:, _SECONDS], 1e-30)
         nearest = distance.argmin(axis=0)
@@ -170,7 +198,7 @@ class Prices:
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
         scales = np.stack([scale[:, :, _SECONDS], fixed, fixed, each, each], axis=-1)
         figures = front * scales[:, :, None]
-        ratio, best = np.maximum(ratios[nearest], 1e-30), ratios.min()
+        ratio, best = np.maximum(ratios[nearest], 1e-30), self._best_ratio()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
         figures[..., _SECONDS] *= drawn[:, :, None]
         count = np.array([len(answer) for _, answer in points])[nearest]

@@ -164,6 +164,8 @@ class _Program:
     def minimum(self, stages: list[int], cutoff: float) -> tuple[float, Ints] | None:
         """The least total below `cutoff` over those numbers of stages, with its stages."""
         values = self.values
+        if not np.isfinite(self.work[-1]):
+            return None
         best: tuple[float, Ints] | None = None
         tried_any = False
         intervals = [(self._smallest(), len(values) - 1, self.work[-1] / self.devices)]

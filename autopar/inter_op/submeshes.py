@@ -72,19 +72,11 @@ class Cluster:
 
         Raises:
             UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
-            MeshError: an axis within a host stands outside one between hosts.
         """
         network = Network(mesh, device(mesh))
         parts: list[tuple[Level, Axis]] = []
         for axis in mesh.axes:
             parts += [(level, axis) for level in network.levels((axis.name,))]
-        outer = [level.resource == INTER for level, _ in parts]
-        if outer != sorted(outer, reverse=True):
-            raise MeshError(
-                f"the hosts of {mesh} cannot be told apart",
-                why="an axis inside a host stands before one between hosts",
-                todo='write hosts first, as in "node=4, gpu=8"',
-            )
         links = []
         for level, same in groupby(parts, lambda part: part[0]._replace(size=0)):
             members = list(same)
@@ -140,7 +132,7 @@ def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
         most_axes: how many axes a part's logical shapes may have.
 
     Raises:
-        UnknownDeviceError, CostError, MeshError: see `Cluster.of`.
+        UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
     """
     cluster = Cluster.of(mesh)
     hosts, devices = cluster.hosts, cluster.devices
