@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import MeshError, PinError, ScheduleError, StageError
+from autopar.errors import MeshError, ScheduleError, StageError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
 from autopar.intra_op.options import operand_types, whole_options
-from autopar.intra_op.pins import naming
 from autopar.intra_op.rule import resolve
-from autopar.intra_op.words import spell_out
 from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
@@ -25,6 +23,7 @@ from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning import Options, Trace, cost_model, make_plan
+from autopar.stage_pins import stage_pins
 
 Floats = NDArray[np.float64]
 _SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
@@ -175,7 +174,7 @@ def plan_stages(
     stages = []
     parts = stage_graphs(graph, ends, trace)
     first = made.placement[0]
-    pins = _pins(parts, [groups[place].mesh for place in first], options)
+    pins = stage_pins(graph, parts, [groups[place].mesh for place in first], options)
     for number, part in enumerate(parts):
         held = [groups[placed[number]] for placed in made.placement]
         if any(sub.mesh != held[0].mesh for sub in held):
@@ -203,23 +202,6 @@ def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph
         trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
         found.append(stage)
     return tuple(found)
-
-
-def _pins(parts: Sequence[Graph], meshes: Sequence[Mesh], options: Options) -> list[dict[str, str]]:
-    """What is said of each stage; PinError if something names nothing in any of them."""
-    said = [
-        spell_out(options.pins, part, mesh, options.table)
-        for part, mesh in zip(parts, meshes, strict=True)
-    ]
-    found = [naming(part, pins) for part, pins in zip(parts, said, strict=True)]
-    missing = set().union(*said) - set().union(*found)
-    if missing:
-        raise PinError(
-            f"pins that name nothing: {', '.join(sorted(missing))}",
-            why="a pin names a parameter, an input, a module or a node of some stage",
-            todo="take names from model.named_parameters(), model.named_modules() or the plan",
-        )
-    return found
 
 
 def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:

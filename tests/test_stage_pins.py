@@ -1,0 +1,72 @@
+"""What is said of a model reaches the stages that it concerns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.errors import PinError
+from autopar.intra_op.pins import Pins
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.pins import data_parallel, megatron
+from autopar.pipelined import capture_microbatch
+from autopar.pipelining import stage_graphs
+from autopar.planning import Options, Trace
+from autopar.stage_pins import stage_pins
+from tests import models
+
+MESH = Mesh.parse("H100: gpu=2")
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[Graph, tuple[Graph, ...]]:
+    """GPT-2 in five stages of which the first has no linear and some are cut inside a block."""
+    torch.manual_seed(0)
+    model, batch = models.gpt2(layers=4)
+    graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
+    last = {node.source.module: node.name for node in graph.nodes if not node.is_leaf}
+    first = next(node.name for node in graph.nodes if node.op == "aten.embedding")
+    ends = [first, last["transformer.h.0.attn.c_proj"], last["transformer.h.2"], last["lm_head"]]
+    return graph, stage_graphs(graph, ends, Trace(None))
+
+
+def test_a_word_speaks_of_the_whole_model(gpt2: tuple[Graph, tuple[Graph, ...]]) -> None:
+    """Every linear of every block is split as Megatron splits it, wherever the cuts are."""
+    graph, parts = gpt2
+    found = stage_pins(graph, parts, [MESH] * 5, Options(pins=megatron("gpu")))
+    told = {}
+    for part, pins in zip(parts, found, strict=True):
+        fixed = Pins(part, pins)
+        for node in part.nodes:
+            if node.op != "param" or not part.users[node.name]:
+                continue
+            share = part[part.template[part.users[node.name][0]]]
+            for key, pin in fixed.pins:
+                if key in fixed.names[share.name]:
+                    told.setdefault(node.target, set()).add(pin.layout.dims)
+    for block in range(4):
+        name = f"transformer.h.{block}"
+        assert told[f"{name}.attn.c_attn.weight"] == {((), ("gpu",))}
+        assert told[f"{name}.attn.c_proj.weight"] == {(("gpu",), ())}
+        assert told[f"{name}.mlp.c_fc.weight"] == {((), ("gpu",))}
+        assert told[f"{name}.mlp.c_proj.weight"] == {(("gpu",), ())}
+
+
+def test_layouts_by_name_go_where_the_name_is(gpt2: tuple[Graph, tuple[Graph, ...]]) -> None:
+    graph, parts = gpt2
+    pins = {"transformer.wpe.weight": "[32, 32]", "transformer.h.*.mlp.c_fc.bias": "[128]"}
+    said = [pins, data_parallel("gpu")]
+    found = stage_pins(graph, parts, [MESH] * 5, Options(pins=said))
+    holds = [{key for key in pins if key in told} for told in found]
+    wpe, bias = pins
+    assert holds == [set(), {wpe}, {bias}, {bias}, set()]
+    assert stage_pins(graph, parts, [MESH] * 5, Options()) == [{}] * 5
+
+
+def test_refusals(gpt2: tuple[Graph, tuple[Graph, ...]]) -> None:
+    graph, parts = gpt2
+    with pytest.raises(PinError, match="name nothing: nowhere"):
+        stage_pins(graph, parts, [MESH] * 5, Options(pins={"nowhere": "[4]"}))
+    with pytest.raises(PinError, match="is no pin"):
+        stage_pins(graph, parts, [MESH] * 5, Options(pins=[3]))  # type: ignore[list-item]
