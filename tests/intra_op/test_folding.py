@@ -210,7 +210,7 @@ def test_within_a_limit_it_is_feasible_and_between_its_bounds(name: str, mesh: s
     # One function for all blocks keeps its variables until it returns.
     more = evaluate(free.unfolded.problem, free.expand(tight.choice)).peak
     assert more >= evaluate(folded, tight).peak
-    whole = replace(free.unfolded.problem, memory_limit=more)
+    whole = replace(free.unfolded.problem, memory_limit=more * (1 + 1e-12))
     split = solve(whole, gap=1e-3)
     judged = evaluate(whole, free.expand(tight.choice))
     assert judged.feasible
