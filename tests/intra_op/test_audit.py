@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from autopar.intra_op.audit import KEPT, audit
 from autopar.intra_op.rule import OpRule, rule
 from autopar.intra_op.rules import rules
 
 RULES = rules()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # torch's recurrent kernels do not check the sizes of what they are given: a wrong split is a crash.

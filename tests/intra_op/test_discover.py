@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,15 +68,6 @@ def gated_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 gated.register_autograd(
     gated_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def signature(item: OpRule, example: str) -> Signature:

@@ -105,12 +105,9 @@ PARTS = 8
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with warnings.catch_warnings(), fake_mesh() as found:
         warnings.simplefilter("ignore")
         yield found
-    torch.set_num_threads(before)
 
 
 def check(found: Comparison) -> None:

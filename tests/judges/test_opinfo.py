@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-import torch
 
 from autopar.ir.graph import Graph
 
@@ -49,12 +48,9 @@ def opinfo() -> Iterator[ModuleType]:
     """The judge, imported late: torch takes seconds to list its samples."""
     from tests.judges import opinfo
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with warnings.catch_warnings():  # samples try what is deprecated, too
         warnings.simplefilter("ignore")
         yield opinfo
-    torch.set_num_threads(before)
 
 
 def test_some_operators_pass(opinfo: ModuleType) -> None:
