@@ -186,9 +186,10 @@ class _Row:
     ) -> list[int]:
         """The ends of layers of the operators from `start` to before `stop`.
 
-        Of `count` layers, or the most below it, that weigh between (1 - slack) and (1 + slack)
-        times the mean, or what one operator weighs alone: those with the fewest bytes between them.
-        With `exact` there are `count` layers, some of which may weigh less.
+        Of `count` layers, or the most below it, those with the fewest bytes between them. None
+        weighs more than (1 + slack) times the mean, but for what one operator weighs alone, nor
+        less than (1 - slack) times the mean of `count` layers. With `exact` there are `count`
+        layers, some of which may weigh less.
         """
         sums = self.sums[start : stop + 1] - self.sums[start]
         crossing = (self.forward + self.backward)[start : stop + 1].copy()
@@ -197,10 +198,10 @@ class _Row:
         for at in range(1, stop - start):  # the results of one operator stay together
             if self.nodes[start + at].op == "getitem":
                 crossing[at] = np.inf
+        least = 0.0 if exact else (1 - slack) * float(sums[-1]) / count
         for number in range(min(count, stop - start), 0, -1):
-            mean = float(sums[-1]) / number
-            limit = _limit(sums, number, (1 + slack) * mean)
-            ends = _cluster(sums, crossing, number, limit, 0.0 if exact else (1 - slack) * mean)
+            limit = _limit(sums, number, (1 + slack) * float(sums[-1]) / number)
+            ends = _cluster(sums, crossing, number, limit, least)
             if ends:
                 return [start + end for end in ends]
         raise GraphError(f"the operators of {self.graph.name} cannot be clustered")
@@ -268,9 +269,9 @@ def _limit(sums: Floats, count: int, wished: float) -> float:
         return number
 
     if parts(wished) <= count:
-        return wished * (1 + 1e-12)
+        return wished * (1 + 1e-9)
     low, high = wished, float(sums[-1])
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if parts(middle) <= count else (middle, high)
-    return high * (1 + 1e-12)
+    return high * (1 + 1e-9)
