@@ -59,7 +59,7 @@ class _Play:
     def __post_init__(self) -> None:
         schedule, rows = self.lowered.schedule, self.lowered.rows
         computed = tuple(tuple(one for one in row if one.kind in COMPUTE) for row in rows)
-        if computed != schedule.rows:
+        if computed != tuple(schedule.rows):
             raise ScheduleError(
                 "the lowered rows do not compute what the schedule says",
                 todo="lower the schedule again",

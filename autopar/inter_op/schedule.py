@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from autopar.errors import ScheduleError
 from autopar.ir.action import Action, format_row
 
 Row = tuple[Action, ...]
+
+
+class Rows(Sequence[Row]):
+    """The rows of ranks, made when they are first looked at: who plans asks for sizes only."""
+
+    def __init__(self, make: Callable[[], Sequence[Row]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> tuple[Row, ...]:
+        return tuple(self._make())
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Row, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> Row | tuple[Row, ...]:
+        return self._made[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._made)
 
 
 class Times(NamedTuple):
@@ -53,7 +82,7 @@ class Schedule:
     name: str
     stages: int
     microbatches: int
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     placement: tuple[tuple[int, ...], ...]
     in_flight: tuple[int, ...]
     bubble: Callable[[Times], float | None] = field(repr=False, compare=False)
@@ -62,7 +91,7 @@ class Schedule:
     @property
     def ranks(self) -> int:
         """Number of ranks, or of groups of devices that work as one."""
-        return len(self.rows)
+        return 1 + max(max(ranks) for ranks in self.placement)
 
     @property
     def copies(self) -> int:
@@ -77,7 +106,7 @@ class Schedule:
     @cached_property
     def holds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each rank the (stage, copy) pairs that it holds, in the order of stages."""
-        held: list[list[tuple[int, int]]] = [[] for _ in self.rows]
+        held: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for copy, ranks in enumerate(self.placement):
             for stage, rank in enumerate(ranks):
                 held[rank].append((stage, copy))

@@ -115,7 +115,7 @@ class Prepared:
         counted = np.array((1, -1, 0, -1))[self.kind]
         rows = [slice(*pair) for pair in zip(self.begins[:-1], self.begins[1:], strict=True)]
         return Timeline(
-            self.schedule.rows,
+            tuple(self.schedule.rows),
             tuple(end[row] - duration[row] for row in rows),
             tuple(end[row] for row in rows),
             tuple(int(np.cumsum(counted[row]).max(initial=0)) for row in rows),

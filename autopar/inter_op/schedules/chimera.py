@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, fraction
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, fraction
 from autopar.ir.action import Action
 
 NAME = "chimera"
@@ -30,7 +30,7 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
             todo=f"use {ranks + ranks % 2} ranks and {microbatches + microbatches % 2}"
             " microbatches, or another schedule",
         )
-    rows = tuple(_row(rank, ranks, microbatches) for rank in range(ranks))
+    rows = Rows(lambda: [_row(rank, ranks, microbatches) for rank in range(ranks)])
     placement = (tuple(range(ranks)), tuple(reversed(range(ranks))))
     most = [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
     in_flight = tuple(min(count, microbatches) for count in most)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, fraction, vee
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, fraction, vee
 from autopar.inter_op.schedules._writer import Writer
 
 NAME = "dualpipe_v"
@@ -31,7 +31,7 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
             why=f"the V of {2 * ranks} stages is full with as many microbatches",
             todo=f"use {2 * ranks} microbatches or more, or zb_v, which takes any number",
         )
-    rows = tuple(_row(rank, ranks, microbatches) for rank in range(ranks))
+    rows = Rows(lambda: [_row(rank, ranks, microbatches) for rank in range(ranks)])
     in_flight = tuple(2 * ranks + 1 for rank in range(ranks))
     closed = partial(bubble, ranks, microbatches)
     return Schedule(NAME, 2 * ranks, microbatches, rows, vee(ranks), in_flight, closed)

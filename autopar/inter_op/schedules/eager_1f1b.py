@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Schedule, check_sizes, line
+from autopar.inter_op.schedule import Rows, Schedule, check_sizes, line
 from autopar.inter_op.schedules.one_f_one_b import bubble, row
 
 NAME = "eager_1f1b"
@@ -35,6 +35,6 @@ def schedule(ranks: int, microbatches: int, extra: int = 1) -> Schedule:
         )
     behind = [ranks - 1 - rank for rank in range(ranks)]
     in_flight = tuple(min(1 + (1 + extra) * count, microbatches) for count in behind)
-    rows = tuple(row(rank, microbatches, in_flight[rank] - 1) for rank in range(ranks))
+    rows = Rows(lambda: [row(rank, microbatches, in_flight[rank] - 1) for rank in range(ranks)])
     closed = partial(bubble, ranks, microbatches)
     return Schedule(NAME, ranks, microbatches, rows, line(ranks), in_flight, closed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, fraction, loop
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, fraction, loop
 from autopar.ir.action import Action
 
 NAME = "interleaved_1f1b"
@@ -43,8 +43,10 @@ def schedule(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     total = chunks * microbatches
     ahead = [(chunks - 1) * size + 2 * (ranks - 1 - rank) for rank in range(ranks)]
     warm_up = [min(count, total) for count in ahead]
-    rows = tuple(
-        _row(rank, ranks, microbatches, chunks, size, warm_up[rank]) for rank in range(ranks)
+    rows = Rows(
+        lambda: [
+            _row(rank, ranks, microbatches, chunks, size, warm_up[rank]) for rank in range(ranks)
+        ]
     )
     in_flight = tuple(min(count + 1, total) for count in ahead)
     closed = partial(bubble, ranks, microbatches, chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.inter_op.schedule import Schedule, Times, check_sizes, fraction, line
+from autopar.inter_op.schedule import Rows, Schedule, Times, check_sizes, fraction, line
 from autopar.ir.action import Action
 
 NAME = "naive"
@@ -18,9 +18,11 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
         ScheduleError: there is no rank or no microbatch.
     """
     check_sizes(NAME, ranks, microbatches)
-    rows = tuple(
-        tuple(Action(kind, rank, batch) for batch in range(microbatches) for kind in "FB")
-        for rank in range(ranks)
+    rows = Rows(
+        lambda: [
+            tuple(Action(kind, rank, batch) for batch in range(microbatches) for kind in "FB")
+            for rank in range(ranks)
+        ]
     )
     closed = partial(bubble, ranks)
     return Schedule(NAME, ranks, microbatches, rows, line(ranks), (1,) * ranks, closed)

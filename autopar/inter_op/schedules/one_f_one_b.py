@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, fraction, line
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, fraction, line
 from autopar.ir.action import Action
 
 NAME = "1f1b"
@@ -19,7 +19,7 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
     """
     check_sizes(NAME, ranks, microbatches)
     in_flight = tuple(min(ranks - rank, microbatches) for rank in range(ranks))
-    rows = tuple(row(rank, microbatches, in_flight[rank] - 1) for rank in range(ranks))
+    rows = Rows(lambda: [row(rank, microbatches, in_flight[rank] - 1) for rank in range(ranks)])
     closed = partial(bubble, ranks, microbatches)
     return Schedule(NAME, ranks, microbatches, rows, line(ranks), in_flight, closed)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.inter_op.schedule import Schedule, Times, check_sizes, fraction, line
+from autopar.inter_op.schedule import Rows, Schedule, Times, check_sizes, fraction, line
 from autopar.inter_op.schedules._split import row
 
 NAME = "zb_h1"
@@ -21,8 +21,11 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
         ScheduleError: there is no rank or no microbatch.
     """
     check_sizes(NAME, ranks, microbatches)
-    rows = tuple(
-        row(rank, microbatches, min(ranks - 1 - rank, microbatches), rank) for rank in range(ranks)
+    rows = Rows(
+        lambda: [
+            row(rank, microbatches, min(ranks - 1 - rank, microbatches), rank)
+            for rank in range(ranks)
+        ]
     )
     in_flight = (min(ranks, microbatches),) * ranks
     closed = partial(bubble, ranks, microbatches)

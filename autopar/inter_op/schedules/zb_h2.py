@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.schedule import Schedule, Times, check_sizes, fraction, line
+from autopar.inter_op.schedule import Rows, Schedule, Times, check_sizes, fraction, line
 from autopar.inter_op.schedules._split import row
 
 NAME = "zb_h2"
@@ -30,7 +30,9 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
             why=f"the first rank runs {2 * ranks - 1} forwards before its first backward",
             todo=f"use {2 * ranks - 1} microbatches or more, or zb_h1, which takes any number",
         )
-    rows = tuple(row(rank, microbatches, 2 * (ranks - 1 - rank), 2 * rank) for rank in range(ranks))
+    rows = Rows(
+        lambda: [row(rank, microbatches, 2 * (ranks - 1 - rank), 2 * rank) for rank in range(ranks)]
+    )
     in_flight = (2 * ranks - 1,) * ranks
     closed = partial(bubble, ranks, microbatches)
     return Schedule(NAME, ranks, microbatches, rows, line(ranks), in_flight, closed, joined=True)

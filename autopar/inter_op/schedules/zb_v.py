@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.inter_op.schedule import Row, Schedule, Times, check_sizes, vee
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, vee
 from autopar.inter_op.schedules._writer import Writer
 
 NAME = "zb_v"
@@ -26,8 +26,13 @@ def schedule(ranks: int, microbatches: int) -> Schedule:
         ScheduleError: there is no rank or no microbatch.
     """
     check_sizes(NAME, ranks, microbatches)
-    full = [_row(rank, ranks, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
-    rows = tuple(tuple(one for one in row if one.microbatch < microbatches) for row in full)
+    full = max(microbatches, 2 * ranks - 1)
+    rows = Rows(
+        lambda: [
+            tuple(one for one in _row(rank, ranks, full) if one.microbatch < microbatches)
+            for rank in range(ranks)
+        ]
+    )
     in_flight = (min(2 * ranks, 2 * microbatches),) * ranks
     closed = partial(bubble, ranks, microbatches)
     return Schedule(NAME, 2 * ranks, microbatches, rows, vee(ranks), in_flight, closed, joined=True)

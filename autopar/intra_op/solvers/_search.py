@@ -51,6 +51,7 @@ class Search:
         self.best: Ints | None = None
         self.price, self.bound = math.inf, -math.inf
         self.outer = run(flatten(problem), problem.name)
+        self.reduced = self.elapsed()
         self.core = self.outer.flat
         self.times = np.zeros(0, dtype=np.int64)
         self.prices = np.zeros(0)  # of a byte at each of them
@@ -59,7 +60,8 @@ class Search:
 
     def left(self) -> float:
         """Seconds until the time limit, less what the last step and the answer may take."""
-        reserve = min(0.05 * self.time_limit, 6.0)
+        # What reduced the problem slowly expands, judges and ends it slowly.
+        reserve = min(0.05 * self.time_limit, 6.0) + min(self.reduced, 0.05 * self.time_limit)
         return max(self.time_limit - reserve - self.elapsed(), 0.0)
 
     def elapsed(self) -> float:

@@ -1,0 +1,80 @@
+"""What a search for stages has to know of a schedule, read off the schedule itself.
+
+A step of equal stages takes B t + fill (D - 1) t seconds, with D ranks, B microbatches and t
+seconds of a rank's work on one: `fill` is 1 for GPipe and 1F1B, 1/v for v chunks, and so on. It
+follows from the schedule's bubble. Where none is published a few microbatches a rank are simulated:
+beyond them it does not change.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.schedule import Schedule, Times
+from autopar.inter_op.schedules import schedule
+from autopar.inter_op.simulate import StageCost, simulate
+from autopar.inter_op.stage import Law
+
+_ROUNDS = 3  # of microbatches a rank that are simulated
+
+
+def law(name: str, **options: int) -> Law:
+    """The law of a schedule.
+
+    Args:
+        name: of the schedule.
+        options: its own, as `chunks`.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it takes no such options.
+    """
+    chunks = copies = 0
+    refused: ScheduleError | None = None
+    for ranks in (2, 4):  # some need an even number
+        try:
+            made = schedule(name, ranks, 2 * ranks, **options)
+        except ScheduleError as error:
+            refused = error
+            continue
+        chunks, copies = made.stages // ranks, made.copies
+        break
+    if not chunks:
+        assert refused is not None
+        raise refused
+
+    @cache
+    def made_for(ranks: int, microbatches: int) -> Schedule | None:
+        try:
+            return schedule(name, ranks, microbatches, **options)
+        except ScheduleError:
+            return None
+
+    def fits(ranks: int, microbatches: int) -> bool:
+        return made_for(ranks, microbatches) is not None
+
+    @cache
+    def fill(ranks: int, microbatches: int) -> float:
+        made = made_for(ranks, microbatches)
+        if made is None or ranks == 1:
+            return 1.0
+        bubble = None if made.joined else made.bubble(Times())
+        if bubble is None:
+            microbatches = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
+            made = schedule(name, ranks, microbatches, **options)
+            bubble = simulate(made, [StageCost()] * made.stages).bubble
+        return bubble / (1 - bubble) * microbatches / (ranks - 1)
+
+    def in_flight(last: int, ranks: int, microbatches: int) -> float:
+        made = made_for(ranks, microbatches)
+        if made is None:
+            return float("inf")
+        return made.in_flight[ranks - last] / len(made.holds[ranks - last])
+
+    def holds(rank: int, ranks: int) -> tuple[int, ...]:
+        made = schedule(name, ranks, _ROUNDS * ranks, **options)
+        return tuple(stage for stage, _ in made.holds[rank])
+
+    words = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+    exposed = 0.0 if name == "gpipe" else 0.5
+    return Law(words, in_flight, fill, exposed, fits, cache(holds), chunks, copies)

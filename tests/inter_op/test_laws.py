@@ -1,0 +1,46 @@
+"""Laws against the schedules that they are read off, played through."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.laws import law
+from autopar.inter_op.schedules import schedule
+from autopar.inter_op.simulate import StageCost, simulate
+
+SCHEDULES = (
+    ("gpipe", {}), ("1f1b", {}), ("eager_1f1b", {"extra": 2}), ("interleaved_1f1b", {"chunks": 3}),
+    ("chimera", {}), ("zb_h1", {}), ("zb_h2", {}), ("zb_v", {}), ("dualpipe_v", {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), SCHEDULES)
+def test_a_law_tells_the_step_of_equal_stages(name: str, options: dict[str, int]) -> None:
+    told = law(name, **options)
+    for ranks, microbatches in ((2, 8), (4, 16), (6, 48), (8, 128)):
+        made = schedule(name, ranks, microbatches, **options)
+        played = simulate(made, [StageCost()] * made.stages)
+        work = played.busy[0] / microbatches  # of a rank on one microbatch
+        step = (microbatches + told.fill(ranks, microbatches) * (ranks - 1)) * work
+        # A published form may hold for whole units of microbatches only.
+        assert played.seconds == pytest.approx(step, rel=0.02)
+        kept = [told.in_flight(ranks - rank, ranks, microbatches) for rank in range(ranks)]
+        held = [len(pairs) for pairs in made.holds]
+        peak = [count / of for count, of in zip(played.peak_activations, held, strict=True)]
+        assert all(a >= b for a, b in zip(kept, peak, strict=True))
+        assert max(kept) == max(peak)
+        assert [told.holds(rank, ranks) for rank in range(ranks)] == [
+            tuple(stage for stage, _ in pairs) for pairs in made.holds
+        ]
+        assert (told.chunks, told.copies) == (made.stages // ranks, made.copies)
+
+
+def test_a_law_knows_what_does_not_fit() -> None:
+    assert not law("chimera").fits(3, 8)
+    assert law("chimera").fits(4, 1536)
+    assert not law("dualpipe_v").fits(4, 7)
+    with pytest.raises(ScheduleError, match="no schedule"):
+        law("waterfall")
+    with pytest.raises(ScheduleError, match="chunks"):
+        law("interleaved_1f1b", chunks=1)
