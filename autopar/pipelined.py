@@ -179,7 +179,7 @@ def placement_of(plan: PipelinePlan) -> Placement:
     ranks = tuple(
         tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
     )
-    return Placement(ranks, schedule.rows, plan.microbatches)
+    return Placement(ranks, tuple(schedule.rows), plan.microbatches)
 
 
 def make(

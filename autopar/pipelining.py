@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.passes import FINDING, prepare
+from autopar.ir.rewrite import writes
 from autopar.ir.stages import alike, cut, free_values
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
@@ -234,16 +235,11 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     seconds, blocks = weights(graph, mesh, options)
     names = list(seconds)
     crossing = _crossing(graph, names)
-    whole = len(set(blocks.values())) >= stages
-    legal = [
-        at
-        for at, name in enumerate(names[:-1])
-        if not whole or name not in blocks or blocks[name] != blocks.get(names[at + 1])
-    ]
+    legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
     if len(legal) < stages - 1:
         raise StageError(
             f"{graph.name} cannot be cut into {stages} stages",
-            why=f"it has {len(names)} operators",
+            why=f"of its {len(names)} operators {len(legal)} may end a stage",
             todo="ask for fewer stages",
         )
     # A cut stands behind `legal[c]`; the pieces between neighbouring cuts are what is dealt out.
@@ -253,6 +249,26 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     slowest = _slowest(edges, stages)
     chosen = _cheapest_cuts(edges, nbytes, stages, slowest * (1 + _SLACK))
     return tuple(names[legal[at - 1]] for at in chosen)
+
+
+def legal_cuts(
+    graph: Graph, names: Sequence[str], blocks: Mapping[str, tuple[int, int]]
+) -> list[int]:
+    """Places in `names`, operators in execution order, behind which a stage may end.
+
+    Not inside one of `blocks`, and not between the write and the reads of a buffer.
+    """
+    place = {name: at for at, name in enumerate(names)}
+    held: set[int] = set()
+    for node in graph.nodes:
+        for buffer in writes(node):
+            users = [place[user] for user in graph.users[buffer] if user in place]
+            held.update(range(min(users), max(users)))
+    return [
+        at
+        for at, name in enumerate(names[:-1])
+        if at not in held and (name not in blocks or blocks[name] != blocks.get(names[at + 1]))
+    ]
 
 
 def weights(

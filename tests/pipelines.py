@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
-from autopar.pipelining import Devices, even_ends, plan_stages, schedule_of, weights
+from autopar.pipelining import Devices, even_ends, legal_cuts, plan_stages, schedule_of, weights
 from autopar.planning import Options, Trace
 from tests import families, parity
 
@@ -109,7 +109,8 @@ def ends_of(case: Case, captured: Captured, stages: int) -> tuple[str, ...]:
     if case.cut == "time":
         return even_ends(captured.graph, stages, mesh(1), Options())
     names = list(weights(captured.graph, mesh(1), Options())[0])
-    return tuple(names[len(names) * number // stages] for number in range(1, stages))
+    legal = legal_cuts(captured.graph, names, {})
+    return tuple(names[legal[len(legal) * number // stages]] for number in range(1, stages))
 
 
 def unsharded(case: Case) -> Run:

@@ -23,6 +23,7 @@ from autopar.errors import (
 )
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
+from autopar.ir.stages import cut
 from autopar.ir.text import fingerprint
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import (
@@ -38,6 +39,7 @@ from autopar.pipelining import (
     equal_parts,
     even_ends,
     groups_for,
+    legal_cuts,
     plan_stages,
     read_schedule,
     schedule_of,
@@ -108,11 +110,8 @@ def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
     seconds, blocks = pipelining.weights(mlp.graph, LINE, Options())
     names, weights = list(seconds), list(seconds.values())
     mine = slowest(weights, tuple(names.index(end) for end in found))
-    legal = [
-        at
-        for at in range(len(names) - 1)
-        if names[at] not in blocks or blocks[names[at]] != blocks.get(names[at + 1])
-    ]
+    legal = legal_cuts(mlp.graph, names, blocks)
+    assert len(legal) < len(names) - 1 or not blocks
     best = min(slowest(weights, ends) for ends in itertools.combinations(legal, stages - 1))
     assert best <= mine <= best * (1 + pipelining._SLACK) * (1 + 1e-6)
 
@@ -130,6 +129,23 @@ def test_blocks_stay_whole() -> None:
         assert after.source.module.split(".")[:3] != module.split(".")[:3]
     with pytest.raises(StageError, match="cannot be cut into"):
         even_ends(captured.graph, 10_000, LINE, Options())
+
+
+def test_no_cut_between_the_uses_of_a_written_buffer() -> None:
+    """Every legal cut of a network with batch norms is one that `cut` takes."""
+    torch.manual_seed(0)
+    model, batch = models.conv_net()
+    graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
+    names = list(pipelining.weights(graph, LINE, Options())[0])
+    legal = legal_cuts(graph, names, {})
+    refused = []
+    for at in range(len(names) - 1):
+        try:
+            cut(graph, [names[at]])
+        except StageError:
+            refused.append(at)
+    assert refused
+    assert sorted([*legal, *refused]) == list(range(len(names) - 1))
 
 
 def test_equal_stages_are_planned_once() -> None:

@@ -65,11 +65,12 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     functions = [block.source for block in blocks] + [body]
     functions += [draw_function(graph)] if random and _is_stage(graph) else []
     code = "\n\n\n".join([table, *functions])
-    imports = ["import torch"] if "torch." in code else []
-    imports += ["import torch.nn.functional as F"] if "F." in code else []
+    bare = re.sub(r"#.*", "", code)  # the user's lines stand there as comments
+    imports = ["import torch"] if re.search(r"\btorch\.", bare) else []
+    imports += ["import torch.nn.functional as F"] if re.search(r"\bF\.", bare) else []
     imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
     imports += [f"from autopar.codegen.runtime import {'received, ' * bool(received)}stored"]
-    constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", code) else ""
+    constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
     if constants and "import torch" not in imports:
         imports.insert(0, "import torch")
     return (
