@@ -15,6 +15,8 @@ of `time` and of the transfers between stages.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -22,9 +24,17 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_njit: Any = numba.njit(cache=True, nogil=True)
 
 
-@numba.njit(cache=True, nogil=True)
+def _compiled(function: Function) -> Function:
+    """Compiled, cached on disk, without the lock of the interpreter."""
+    return cast(Function, _njit(function))
+
+
+@_compiled
 def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
     """For each (first, last, submesh) the smallest top of an option; infinite where there is none.
 
@@ -42,7 +52,7 @@ def lowest_tops(row: Ints, top: Floats, count: Ints) -> Floats:
     return lowest
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints]:
     """The fewest devices for the layers from each one on, and for those before each one.
 
@@ -67,7 +77,7 @@ def devices_needed(lowest: Floats, sizes: Ints, most: float) -> tuple[Ints, Ints
     return after, before
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
     """For the layers before each one the least sum over stages of time x devices, by any cover.
 
@@ -88,7 +98,7 @@ def least_work(row: Ints, time: Floats, count: Ints, sizes: Ints) -> Floats:
     return work
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def _option(
     time: Floats, top: Floats, fixed: Floats, each: Floats, count: int,
     most: float, memory: float, in_flight: float,
@@ -102,7 +112,7 @@ def _option(
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def sums(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
@@ -190,7 +200,7 @@ def sums(
     return totals, ends
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def trace(
     row: Ints, time: Floats, top: Floats, fixed: Floats, each: Floats, count: Ints,
     transfer: Floats, sizes: Ints, devices: int, in_flight: Floats, memory: float,
@@ -229,7 +239,7 @@ def trace(
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def least_memory(row: Ints, peak: Floats) -> Floats:
     """The least bytes of the fullest of so many stages, all on sub-meshes of one shape.
 

@@ -198,10 +198,15 @@ class _Search:
 
     def prove(self) -> None:
         """Ask for what a pipeline might need that is better than the best; set the bound."""
-        queue = [(0.0, at, -1, None) for at in range(len(self.configs))]
-        heapq.heapify(queue)
-        while queue:
-            self.bound, at, asked, draft = queue[0]
+        order = itertools.count()  # tells apart what has equal bounds
+        queue: list[tuple[float, int, int, int]] = []
+        drafts: dict[int, Draft] = {}
+        ratio = math.inf
+        while queue or ratio > self.prices.best_ratio():
+            if ratio > self.prices.best_ratio():  # all bounds may be lower than they seemed
+                ratio = self.prices.best_ratio()
+                queue = [(0.0, next(order), at, -1) for at in range(len(self.configs))]
+            self.bound, _, at, asked = queue[0]
             if self.bound >= self.seconds * (1 - self.gap):
                 break
             config = self.configs[at]
@@ -210,11 +215,13 @@ class _Search:
                 table = self.prices.table(config.microbatches, "bound")
                 draft = config.best(table, self.seconds)
                 if draft is not None:
-                    heapq.heappush(queue, (draft.seconds, at, len(self.prices.known), draft))
-            elif not self._ask(draft, "looking for better ones"):
-                self.best = draft
+                    drafts[at] = draft
+                    asked = len(self.prices.known)
+                    heapq.heappush(queue, (draft.seconds, next(order), at, asked))
+            elif not self._ask(drafts[at], "looking for better ones"):
+                self.best = drafts[at]
             elif asked == len(self.prices.known):
-                return  # the budget is spent
+                return self._known()  # the budget is spent
         if not queue:
             self.bound = self.seconds
 
@@ -315,7 +322,8 @@ class _Search:
                     there = np.arange(bytes_.shape[1]) < table.count[:, q, None]
                     peaks[:, s - 1] = np.where(there, bytes_, np.inf).min(axis=1)
                 peak = float(kernels.least_memory(self.prices.row, peaks)[0])
-                words = f"{law.name} with {stages} stages on {part} and {count} microbatches"
+                many = "stage" if stages == 1 else "stages"
+                words = f"{law.name} with {stages} {many} on {part} and {count} microbatches"
                 if peak < np.inf and (least is None or peak < least[0]):
                     least = peak, words
         if least is None:

@@ -150,9 +150,9 @@ class Prices:
                 like = (self.family == self.family[row]) & (self.lengths <= self.lengths[row])
                 worse = like[:, None] & (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
                 found = np.where(worse, np.maximum(found, ratio), found)
-        return np.maximum(found, self._best_ratio())
+        return np.maximum(found, self.best_ratio())
 
-    def _best_ratio(self) -> float:
+    def best_ratio(self) -> float:
         """How many times its bound the known price is that is nearest to it."""
         ratios = [
             min(candidate.seconds for candidate in answer) / bound
@@ -198,7 +198,7 @@ class Prices:
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
         scales = np.stack([scale[:, :, _SECONDS], fixed, fixed, each, each], axis=-1)
         figures = front * scales[:, :, None]
-        ratio, best = np.maximum(ratios[nearest], 1e-30), self._best_ratio()
+        ratio, best = np.maximum(ratios[nearest], 1e-30), self.best_ratio()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
         figures[..., _SECONDS] *= drawn[:, :, None]
         count = np.array([len(answer) for _, answer in points])[nearest]

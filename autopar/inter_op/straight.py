@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -214,10 +215,12 @@ class _Program:
         after, before = kernels.devices_needed(self.lowest, self.sizes, most)
         if after[0] > self.devices:
             return np.inf, None
-        given = (*self.arrays, self.sizes, self.devices, self.in_flight[: max(stages) + 1])
-        rest = (self.memory, most, self.lowest, after, before)
-        totals, ends = kernels.sums(*given, *rest, self.work, room)
+        given: tuple[Any, ...] = (
+            *self.arrays, self.sizes, self.devices, self.in_flight[: max(stages) + 1],
+            self.memory, most, self.lowest, after, before,
+        )  # fmt: skip
+        totals, ends = kernels.sums(*given, work=self.work, room=room)
         total, number = min((float(totals[s]), s) for s in stages)
         if total >= room:
             return total, None
-        return total, kernels.trace(*given, *rest, ends, number)
+        return total, kernels.trace(*given, ends=ends, stages=number)
