@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.build import build
-from autopar.intra_op.problem import evaluate
+from autopar.intra_op.problem import evaluate, frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
@@ -84,9 +84,10 @@ def measure(name: str, meshes: list[str]) -> Iterator[dict[str, Any]]:
         head = {"model": name, "mesh": label, "nodes": len(problem.nodes)}
         head["choices"] = sum(len(node.cost) for node in problem.nodes)
         # With a limit that does not bind, solvers take the lightest of equal choices.
-        roomy = replace(problem, memory_limit=sum(max(node.memory) for node in problem.nodes))
+        all_held = sum(max(nbytes) for node in problem.nodes for _, nbytes in node.held)
+        roomy = replace(problem, memory_limit=all_held)
         most = evaluate(problem, solve(roomy, time_limit=TIME_LIMIT)).peak
-        least = sum(min(node.memory) for node in problem.nodes)
+        least = sum(frugal(problem.nodes)[1].values())
         limits = {"none": None, "tight": most - TIGHT * (most - least)}
         for memory, limit in limits.items():
             row = {**head, "memory": memory, "limit_gib": limit and limit / 2**30}
