@@ -219,8 +219,8 @@ class _Program:
             *self.arrays, self.sizes, self.devices, self.in_flight[: max(stages) + 1],
             self.memory, most, self.lowest, after, before,
         )  # fmt: skip
-        totals, ends = kernels.sums(*given, work=self.work, room=room)
+        totals, ends = kernels.sums(*(*given, self.work, room))
         total, number = min((float(totals[s]), s) for s in stages)
         if total >= room:
             return total, None
-        return total, kernels.trace(*given, ends=ends, stages=number)
+        return total, kernels.trace(*(*given, ends, number))
