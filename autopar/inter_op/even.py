@@ -66,8 +66,13 @@ class Even:
         self.transfer = transfer
         self._shapes: dict[tuple[int, int], _Shape] = {}
 
-    def best(self, table: Table, cutoff: float, only: int | None = None) -> Draft | None:
-        """The fastest pipeline that takes less than `cutoff` seconds, None if there is none."""
+    def best(
+        self, table: Table, cutoff: float, only: int | None = None, slack: float = 0.0
+    ) -> Draft | None:
+        """The fastest pipeline that takes less than `cutoff` seconds, None if there is none.
+
+        There are few, so that it is the fastest whatever `slack` allows.
+        """
         shapes = [self._shape(stages, q) for stages, q in self._sizes(only)]
         found: Draft | None = None
         for least, at in sorted((self._least(shape, table), at) for at, shape in enumerate(shapes)):

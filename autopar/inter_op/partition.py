@@ -32,6 +32,8 @@ Config = Straight | Even
 
 # Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
 _FRONT = 8
+# How exactly the best pipeline by guesses is looked for.
+_SLACK = 0.03
 
 
 def partition(
@@ -179,8 +181,11 @@ class _Search:
             config = self.configs[at]
             if config.microbatches not in tables:
                 tables[config.microbatches] = self.prices.table(config.microbatches, "guess")
-            search = config.rough if rough else config.best
-            draft = search(tables[config.microbatches], cutoff)
+            table = tables[config.microbatches]
+            if rough:
+                draft = config.rough(table, cutoff)
+            else:
+                draft = config.best(table, cutoff, slack=_SLACK)
             last[at] = cutoff if draft is None else draft.seconds
             if draft is not None:
                 cutoff, found = draft.seconds, draft

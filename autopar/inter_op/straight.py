@@ -49,20 +49,23 @@ class Straight:
         self.space, self.law, self.microbatches = space, law, microbatches
         self.transfer = transfer
 
-    def best(self, table: Table, cutoff: float, only: int | None = None) -> Draft | None:
+    def best(
+        self, table: Table, cutoff: float, only: int | None = None, slack: float = 0.0
+    ) -> Draft | None:
         """The fastest pipeline that takes less than `cutoff` seconds, None if there is none.
 
         Args:
             table: prices.
             cutoff: seconds.
             only: a number of stages, None for any.
+            slack: by which part of its seconds what is found need not be the fastest.
         """
         found = self._even.best(table, cutoff, only)
         for group in self._groups:
             wanted = [s for s in group.stages if only in (None, s)]
             if wanted:
                 limit = cutoff if found is None else found.seconds
-                draft = self._of_group(group, wanted, table, limit)
+                draft = self._of_group(group, wanted, table, limit, slack)
                 found = draft or found
         return found
 
@@ -109,7 +112,7 @@ class Straight:
         return rows, pairs // len(kinds), kinds[pairs % len(kinds)]
 
     def _of_group(
-        self, group: _Group, wanted: list[int], table: Table, cutoff: float
+        self, group: _Group, wanted: list[int], table: Table, cutoff: float, slack: float
     ) -> Draft | None:
         rows, signature, into = self._rows
         figures, count = table.figures[signature], table.count[signature]
@@ -120,7 +123,7 @@ class Straight:
             rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3],
             count, group.fill * self.transfer, self.space, group.in_flight, cutoff,
         )  # fmt: skip
-        answer = program.minimum(wanted, cutoff)
+        answer = program.minimum(wanted, cutoff, slack)
         if answer is None:
             return None
         total, stages = answer
@@ -162,8 +165,11 @@ class _Program:
             np.ascontiguousarray(array) for array in (rows, time, top, fixed, each, count, transfer)
         )
 
-    def minimum(self, stages: list[int], cutoff: float) -> tuple[float, Ints] | None:
-        """The least total below `cutoff` over those numbers of stages, with its stages."""
+    def minimum(self, stages: list[int], cutoff: float, slack: float) -> tuple[float, Ints] | None:
+        """The least total below `cutoff` over those numbers of stages, with its stages.
+
+        What is found may be above the least by the part `slack` of it.
+        """
         values = self.values
         if not np.isfinite(self.work[-1]):
             return None
@@ -172,7 +178,7 @@ class _Program:
         intervals = [(self._smallest(), len(values) - 1, self.work[-1] / self.devices)]
         while intervals:
             low, high, least = intervals.pop()
-            limit = cutoff * (1 - _EXACT)
+            limit = cutoff * (1 - (_EXACT if best is None else max(slack, _EXACT)))
             high = min(high, int(np.searchsorted(values, limit - least)) - 1)
             if low > high or values[low] + least >= limit:
                 continue

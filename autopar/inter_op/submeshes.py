@@ -168,7 +168,8 @@ def _counts(cluster: Cluster) -> list[int]:
         parts = set(_divisors(links.size))
         if outermost:
             parts |= {2**k for k in range(links.size.bit_length())}
-            parts |= set(range(1, min(links.size, _FEW_HOSTS) + 1))
+            if links.size <= _FEW_HOSTS:
+                parts |= set(range(1, links.size + 1))
         counts |= {inner * part for part in parts}
         inner *= links.size
     return sorted(counts)
