@@ -18,7 +18,6 @@ QUICK = [
     Case("gpt2", "1f1b", (2, 2), plan="data"),
     Case("gpt2", "zb_h1", dropout=0.1, clip=0.5),
     Case("llama", "gpipe", (1, 1, 2)),
-    Case("t5", "interleaved_1f1b", (2, 2)),
 ]
 
 
