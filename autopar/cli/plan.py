@@ -10,13 +10,14 @@ import click
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
 from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
+from autopar.cli.pipeline import plan_pipeline, render, to_json
 from autopar.cli.words import fixed_beforehand, words
 from autopar.codegen.processes import as_mesh
 from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
-from autopar.ir.mesh import parse_quantity
+from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.plan import Plan
 from autopar.planning import Options, make_plan
 
@@ -25,6 +26,11 @@ from autopar.planning import Options, make_plan
 @click.argument("model")
 @click.option("--mesh", "mesh_text", required=True, help='The devices: "H100: node=2, gpu=8".')
 @shapes
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    help="Samples of a step; cuts the model into pipeline stages and the batch into microbatches.",
+)
 @RULES
 @click.option("--memory", metavar="SIZE", help='Limit a device: "80GiB"; else its whole memory.')
 @click.option(
@@ -65,6 +71,7 @@ def command(
     batch: int | None,
     seq: int | None,
     layers: int | None,
+    global_batch: int | None,
     rule_files: tuple[Path, ...],
     memory: str | None,
     unknown_ops: str,
@@ -89,6 +96,7 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --pins data_parallel:node --pins megatron:gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
+    autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
     mesh = as_mesh(mesh_text)
     within = Plan.load(source).memory if source else {}
@@ -100,6 +108,9 @@ def command(
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
+    if global_batch is not None:
+        _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
+        return
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(wanted, options, tracer)
@@ -118,6 +129,30 @@ def command(
             made.save(output)
         more = "" if is_data(model) else f" --model {model}"
         click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _pipeline(
+    wanted: Wanted,
+    mesh: Mesh,
+    batch: int,
+    options: Options,
+    limit: float,
+    trace: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """The fastest pipeline; what is asked of one plan goes for each of its stages."""
+    with stages(quiet=as_json) as stage:
+        tracer = Stages(trace, stage)
+        found, made = plan_pipeline(wanted, mesh, batch, options, limit, tracer, stage)
+    if as_json:
+        print_json(to_json(found, made))
+    else:
+        print_out(*render(found))
+    if output is not None:
+        with writing(output):
+            made.save(output)
+        click.echo(f"written to {output}", err=True)
 
 
 def _plan_json(made: Plan) -> dict[str, object]:

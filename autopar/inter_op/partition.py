@@ -308,10 +308,30 @@ class _Search:
 
     def _infeasible(self) -> InfeasibleError:
         """What is missing for the most frugal pipeline of equal sub-meshes that is known."""
+        least, word = self._frugal("none"), "needs"
+        if least is None:  # bounds forbid all, nothing was priced
+            least, word = self._frugal("bound"), "needs at least"
+        if least is None:
+            return InfeasibleError(
+                "there is no pipeline of these layers on this cluster",
+                why="no number of stages, sub-meshes and microbatches fits any schedule",
+                todo="allow more microbatches, other schedules or other numbers of devices",
+            )
+        peak, words = least
+        gib = 2.0**30
+        return InfeasibleError(
+            f"no pipeline fits into {self.space.memory / gib:.2f} GiB a device",
+            why=f"the most frugal one found, {words}, {word} {peak / gib:.2f} GiB, "
+            f"{(peak - self.space.memory) / gib:.2f} GiB too much",
+            todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
+        )
+
+    def _frugal(self, unknown: str) -> tuple[float, str] | None:
+        """Bytes of the most frugal pipeline of equal sub-meshes, and which it is."""
         least: tuple[float, str] | None = None
         for config in self.configs:
             law, count = config.law, config.microbatches
-            table = self.prices.table(count, "none")
+            table = self.prices.table(count, unknown)
             for q, part in enumerate(self.prices.submeshes):
                 stages = self.space.devices // part.size
                 legal = (
@@ -331,20 +351,7 @@ class _Search:
                 words = f"{law.name} with {stages} {many} on {part} and {count} microbatches"
                 if peak < np.inf and (least is None or peak < least[0]):
                     least = peak, words
-        if least is None:
-            return InfeasibleError(
-                "there is no pipeline of these layers on this cluster",
-                why="no number of stages, sub-meshes and microbatches fits any schedule",
-                todo="allow more microbatches, other schedules or other numbers of devices",
-            )
-        peak, words = least
-        gib = 2.0**30
-        return InfeasibleError(
-            f"no pipeline fits into {self.space.memory / gib:.2f} GiB a device",
-            why=f"the most frugal one found, {words}, needs {peak / gib:.2f} GiB, "
-            f"{(peak - self.space.memory) / gib:.2f} GiB too much",
-            todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
-        )
+        return least
 
 
 def _memory(ways: Sequence[Candidate], in_flight: float) -> float:

@@ -32,6 +32,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -94,6 +97,7 @@ class Resharder:
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
         self._trees: dict[tuple[TensorType, Layout, bool], _Tree] = {}
+        self._nets: dict[tuple[TensorType, bool], _Net] = {}
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
         """Seconds of `steps`, both directions."""
@@ -107,15 +111,16 @@ class Resharder:
         grad: bool = True,
     ) -> list[list[float]]:
         """`cost` from each of `sources` (rows) to each of `targets` (columns)."""
+        starts = [self._canonical(layout, grad) for layout in sources]
         ends = [self._canonical(layout, grad) for layout in targets]
-        rows = []
-        for source in sources:
-            src = self._canonical(source, grad)
-            tree = self._tree(tensor, src, grad)
-            if missing := [dst for dst in ends if dst not in tree]:
-                raise _no_way(tensor, src, missing[0])
-            rows.append([tree[dst][0] for dst in ends])
-        return rows
+        net = self._net(tensor, starts, grad)
+        rows = net.seconds([net.place[start] for start in starts])
+        for start, row in zip(starts, rows, strict=True):
+            for end in ends:
+                if end not in net.place or row[net.place[end]] == np.inf:
+                    raise _no_way(tensor, start, end)
+        found: list[list[float]] = rows[:, [net.place[end] for end in ends]].tolist()
+        return found
 
     def steps(
         self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True
@@ -143,6 +148,27 @@ class Resharder:
             path.append(step)
             layout = previous
         return tuple(reversed(path))
+
+    def _net(self, tensor: TensorType, starts: Sequence[Layout], grad: bool) -> _Net:
+        """All layouts that can be reached, and the moves between them."""
+        net = self._nets.get((tensor, grad))
+        if net is None or any(start not in net.place for start in starts):
+            place = dict.fromkeys([] if net is None else net.place)
+            waiting = [start for start in starts if start not in place]
+            place |= dict.fromkeys(waiting)
+            while waiting:
+                for _, move in self._priced_moves(waiting.pop(), tensor, grad):
+                    if move.dst not in place:
+                        place[move.dst] = None
+                        waiting.append(move.dst)
+            numbers = {layout: number for number, layout in enumerate(place)}
+            moves = sorted(
+                (numbers[move.dst], numbers[layout], price)
+                for layout in numbers
+                for price, move in self._priced_moves(layout, tensor, grad)
+            )
+            net = self._nets[tensor, grad] = _Net(numbers, moves)
+        return net
 
     def _canonical(self, layout: Layout, grad: bool) -> Layout:
         """One spelling for equal layouts: axis sets in mesh order; no V where no gradient flows."""
@@ -191,6 +217,31 @@ class Resharder:
         if collective not in self._prices:
             self._prices[collective] = self.price(collective)
         return self._prices[collective]
+
+
+class _Net:
+    """Layouts as numbers, and the moves between them as arrays, for many prices at once."""
+
+    def __init__(self, place: dict[Layout, int], moves: Sequence[tuple[int, int, float]]) -> None:
+        self.place = place
+        table = np.array(moves, dtype=np.float64).reshape(-1, 3)
+        self._source, self._price = table[:, 1].astype(np.int64), table[:, 2]
+        self._ends, self._first = np.unique(table[:, 0].astype(np.int64), return_index=True)
+        self._rows: dict[int, NDArray[np.float64]] = {}
+
+    def seconds(self, starts: Sequence[int]) -> NDArray[np.float64]:
+        """[starts, layouts]: of the cheapest way from each start (Bellman & Ford, all at once)."""
+        fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
+        found = np.full((len(fresh), len(self.place)), np.inf)
+        found[np.arange(len(fresh)), fresh] = 0.0
+        while len(fresh) and len(self._price):
+            ways = np.minimum.reduceat(found[:, self._source] + self._price, self._first, axis=1)
+            better = np.minimum(found[:, self._ends], ways)
+            if (better == found[:, self._ends]).all():
+                break
+            found[:, self._ends] = better
+        self._rows.update(zip(fresh, found, strict=True))
+        return np.stack([self._rows[start] for start in starts])
 
 
 def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:

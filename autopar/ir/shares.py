@@ -57,6 +57,20 @@ def insert_shares(graph: Graph, runs: Sequence[Run] = ()) -> Graph:
     return _Sharing(graph, runs).result()
 
 
+def remove_shares(graph: Graph) -> Graph:
+    """The normalised graph that a prepared one was made of, without shares and repeats."""
+    source: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "autopar.share":
+            value = node.inputs[0]
+            source[node.name] = source.get(value, value)
+            continue
+        plain = node.map_refs(lambda name: Ref(source.get(name, name)))
+        nodes.append(replace(plain, alias=None, saved=(), saved_types=()))
+    return replace(graph, nodes=tuple(nodes), repeats=())
+
+
 class _Sharing:
     """The shares of a graph, by the reads that they stand for."""
 

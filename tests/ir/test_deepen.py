@@ -10,6 +10,8 @@ import pytest
 from autopar.errors import GraphError
 from autopar.ir.deepen import LEAST, deepen
 from autopar.ir.graph import Graph
+from autopar.ir.passes import FINDING, NORMALISING, prepare
+from autopar.ir.shares import remove_shares
 from autopar.ir.text import format_graph, parse_graph
 from autopar.planning import Options, Trace, capture_graph
 from autopar.zoo import load
@@ -37,6 +39,13 @@ def test_other_models_deepened_are_as_traced(name: str) -> None:
 def test_a_deepened_graph_is_the_one_that_is_traced(shallow: tuple[Graph, Graph]) -> None:
     assert deepen(*shallow, 8) == traced("gpt2", LEAST + 8)  # two digits, too
     assert deepen(*shallow, 0) == shallow[1]
+
+
+def test_a_prepared_graph_leads_back_to_the_normalised_one() -> None:
+    model, inputs = load("gpt2", batch=2, seq=16, layers=2)
+    options, trace = Options(), Trace(None)
+    whole = capture_graph(model, (), inputs, options, trace, NORMALISING).graph
+    assert remove_shares(prepare(whole, passes=FINDING)) == whole
 
 
 def test_two_runs_grow_alike() -> None:

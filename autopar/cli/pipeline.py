@@ -1,0 +1,162 @@
+"""`autopar plan --global-batch`: stages, sub-meshes, microbatches and schedule, chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.cli.model import Wanted, capture_model, is_data
+from autopar.errors import BatchError
+from autopar.inter_op.layers import find_layers
+from autopar.inter_op.stage import Pipeline, Progress
+from autopar.ir.deepen import LEAST
+from autopar.ir.mesh import Mesh
+from autopar.ir.shares import remove_shares
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelining import weights
+from autopar.planning import Options, Trace
+from autopar.stage_costs import Layered
+from autopar.stage_search import SCHEDULES, Searched, plan_of, search
+from autopar.zoo.load import depth
+
+FEWEST = 4  # microbatches that are worth a pipeline
+GAP = 0.01
+CALLS = 40
+
+
+def plan_pipeline(
+    wanted: Wanted,
+    mesh: Mesh,
+    batch: int,
+    options: Options,
+    memory: float,
+    trace: Trace,
+    stage: Callable[[str], None],
+) -> tuple[Searched, PipelinePlan]:
+    """The fastest pipeline for a global batch, with what else was looked at.
+
+    Raises:
+        BatchError: the batch is too small for microbatches.
+        InfeasibleError: no pipeline fits into memory.
+    """
+    counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
+    if batch < 1:
+        raise BatchError(f"a global batch of {batch} samples", todo="give at least 1")
+
+    def told(progress: Progress) -> None:
+        known = f"best {format_seconds(progress.seconds)}" if progress.seconds < 1e300 else "none"
+        stage(f"{progress.doing}: {progress.calls} stages priced, {known}")
+
+    def layered(count: int) -> Layered:
+        return _layered(replace(wanted, batch=batch // count), mesh, options)
+
+    found = search(
+        layered,
+        mesh,
+        counts,
+        options,
+        memory,
+        schedules=SCHEDULES,
+        most_calls=CALLS,
+        gap=GAP,
+        scaling=True,
+        progress=told,
+    )
+    stage("planning the stages")
+    one = replace(wanted, batch=batch // found.pipeline.microbatches)
+    graph = remove_shares(capture_model(one, options, Trace(None)))
+    made = plan_of(found, graph, mesh, options, trace)
+    return found, replace(made, model={**wanted.table(), "batch": batch})
+
+
+def _sizes(batch: int) -> list[int]:
+    """Powers of two that divide a batch, samples of a microbatch."""
+    sizes = [1]
+    while batch % (2 * sizes[-1]) == 0 and 2 * sizes[-1] <= batch:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _layered(wanted: Wanted, mesh: Mesh, options: Options) -> Layered:
+    """The model on one microbatch; of a deep one of the zoo a few blocks."""
+    layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
+    more = max(0, (layers or 0) - LEAST)
+    short = replace(wanted, layers=LEAST) if more else wanted
+    prepared = capture_model(short, options, Trace(None))
+    graph = remove_shares(prepared)
+    seconds, _ = weights(graph, replace(mesh, axes=mesh.axes[-1:]), options)
+    return Layered(graph, find_layers(prepared, seconds), more)
+
+
+def render(found: Searched) -> list[RenderableType]:
+    """The stages, and the runners-up."""
+    best = found.pipeline
+    stages = Table(box=None, header_style="bold", title_justify="left")
+    for name in ("stage", "devices", "layers", "mesh", "a microbatch", "memory"):
+        stages.add_column(name)
+    for number, one in enumerate(best.stages):
+        stages.add_row(
+            str(number),
+            str(one.submesh),
+            ", ".join(f"{c.first}-{c.last}" for c in one.chunks),
+            one.chunks[0].candidate.label,
+            format_seconds(one.seconds),
+            format_bytes(one.memory),
+        )
+    head = (
+        f"{best.schedule}, {best.microbatches} microbatches, {len(best.stages)} stages: "
+        f"{format_seconds(found.seconds)} a step (simulated), "
+        f"{found.timeline.bubble:.1%} bubble"
+    )
+    others = Table(box=None, header_style="bold")
+    for name in ("runner-up", "microbatches", "stages", "a step", "slower by"):
+        others.add_column(name)
+    for other, seconds in found.others[:5]:
+        others.add_row(*_row(other), format_seconds(seconds), f"{seconds / found.seconds - 1:.1%}")
+    gap = f"within {found.found.gap:.1%} of the best by the formulas" if found.found.gap else ""
+    tail = f"{found.found.calls} stages priced{', ' if gap else ''}{gap}"
+    return [head, "", stages, "", others, tail]
+
+
+def _row(one: Pipeline) -> tuple[str, str, str]:
+    return one.schedule, str(one.microbatches), str(len(one.stages))
+
+
+def to_json(found: Searched, made: PipelinePlan) -> dict[str, object]:
+    """What `render` shows, for scripts."""
+    best = found.pipeline
+    return {
+        "graph": made.graph,
+        "mesh": str(made.mesh),
+        "model": made.model,
+        "schedule": best.schedule,
+        "microbatches": best.microbatches,
+        "step_seconds": found.seconds,
+        "bubble": found.timeline.bubble,
+        "stages": [
+            {
+                "devices": str(one.submesh),
+                "layers": [[chunk.first, chunk.last] for chunk in one.chunks],
+                "mesh": one.chunks[0].candidate.label,
+                "microbatch_seconds": one.seconds,
+                "once_seconds": one.once,
+                "peak_bytes": one.memory,
+            }
+            for one in best.stages
+        ],
+        "others": [
+            {
+                "schedule": one.schedule,
+                "microbatches": one.microbatches,
+                "stages": len(one.stages),
+                "step_seconds": seconds,
+            }
+            for one, seconds in found.others
+        ],
+        "priced": found.found.calls,
+        "gap": found.found.gap,
+    }

@@ -1,0 +1,244 @@
+"""The search for a pipeline: layers, sub-meshes, microbatches and schedule, chosen together.
+
+`inter_op.partition` searches by the schedules' formulas; `stage_costs` answers it. The pipelines
+that come out best are then simulated action by action, and the fastest of these is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from autopar.inter_op.laws import law
+from autopar.inter_op.layers import find_layers
+from autopar.inter_op.partition import partition
+from autopar.inter_op.schedules import schedule
+from autopar.inter_op.simulate import StageCost, simulate
+from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress
+from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
+from autopar.inter_op.timeline import Timeline
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import FINDING, prepare
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelining import Devices, plan_stages, read_schedule, weights
+from autopar.planning import Options, Trace, cost_model
+from autopar.stage_costs import Layered, StageCosts, runs
+
+SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
+SIMULATED = 24  # of the best pipelines are played through
+# No operator is more efficient on less work; what is priced so may still differ by rounding.
+_OPTIMISM = 0.98
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search found.
+
+    Attributes:
+        pipeline: the fastest by simulation.
+        seconds: of its step, simulated.
+        timeline: of its actions.
+        others: pipelines with their simulated seconds, the fastest first.
+        found: the search by formulas.
+    """
+
+    pipeline: Pipeline
+    seconds: float
+    timeline: Timeline
+    others: tuple[tuple[Pipeline, float], ...]
+    found: Found
+
+
+def search(
+    layered: Callable[[int], Layered],
+    mesh: Mesh,
+    microbatches: Sequence[int],
+    options: Options,
+    memory: float,
+    state_bytes: float = 2.0,
+    *,
+    schedules: Sequence[str] = SCHEDULES,
+    most_stages: int | None = None,
+    shapes: int = 1,
+    most_calls: int | None = None,
+    gap: float = 0.0,
+    scaling: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Searched:
+    """The fastest pipeline of a model on a cluster.
+
+    Args:
+        layered: number of microbatches -> the model on one of them.
+        mesh: the cluster.
+        microbatches: numbers of them to choose from.
+        options: of planning.
+        memory: bytes of a device.
+        state_bytes: optimizer state in units of a parameter's own bytes.
+        schedules: names with options, to choose from.
+        most_stages, most_calls, gap, scaling, progress: see `partition`.
+        shapes: how many logical shapes of a sub-mesh are tried.
+
+    Raises:
+        InfeasibleError: nothing fits into memory.
+        ScheduleError: there is no such schedule.
+        MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
+    """
+    laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
+    fewest = min(microbatches)
+    costs = StageCosts(layered, mesh, options, memory, state_bytes, most=_power(max(microbatches)))
+    kinds = costs.layered(fewest).kinds
+    parts = tuple(replace(part, meshes=part.meshes[:shapes]) for part in submeshes(mesh))
+    borders = _Borders(costs.layered(fewest), mesh, options)
+
+    def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
+        pair = (kinds[border - 1], kinds[border])
+        return borders.seconds(pair, before, behind) * fewest / count
+
+    def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
+        total = [0.0] * 3
+        for kind, number in runs(kinds[first : last + 1]):
+            for at, figure in enumerate(costs.alone(kind, fewest)):
+                total[at] += number * figure
+        seconds, fixed, each = (figure / part.size for figure in total)
+        share = fewest / count
+        return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=each * share)
+
+    found = partition(
+        kinds,
+        parts,
+        laws=laws,
+        microbatches=microbatches,
+        memory=memory,
+        stage_cost=costs,
+        lower_bound=lower_bound,
+        transfer=transfer,
+        borders=list(pairwise(kinds)),
+        most_stages=most_stages,
+        most_calls=most_calls,
+        gap=gap,
+        scaling=scaling,
+        progress=progress,
+    )
+    played = []
+    for pipeline in (found.best, *found.others[: SIMULATED - 1]):
+        timeline = play(pipeline, transfer)
+        seconds = timeline.seconds + max(stage.once for stage in pipeline.stages)
+        played.append((seconds, pipeline, timeline))
+    played.sort(key=lambda row: row[0])
+    seconds, best, timeline = played[0]
+    others = tuple((pipeline, simulated) for simulated, pipeline, _ in played[1:])
+    return Searched(best, seconds, timeline, others, found)
+
+
+def plan_of(
+    searched: Searched,
+    graph: Graph,
+    mesh: Mesh,
+    options: Options,
+    trace: Trace,
+    state_bytes: float = 2.0,
+) -> PipelinePlan:
+    """The plan of what a search found: each stage planned once more, as it will run.
+
+    Args:
+        searched: the search.
+        graph: the whole model on one microbatch, normalised.
+        mesh: the cluster.
+        options: as of the search.
+        trace: keeps what is planned.
+        state_bytes: optimizer state in units of a parameter's own bytes.
+
+    Raises:
+        InfeasibleError: a stage's simulated step does not fit after all.
+    """
+    pipeline = searched.pipeline
+    seconds, _ = weights(graph, replace(mesh, axes=mesh.axes[-1:]), options)
+    ends = find_layers(prepare(graph, passes=FINDING), seconds).ends
+    lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
+    starts = place(Cluster.of(mesh), [stage.submesh.size for stage in pipeline.stages])
+    groups = [
+        Devices(Mesh.parse(stage.chunks[0].candidate.label), start)
+        for stage, start in zip(pipeline.stages, starts, strict=True)
+    ]
+    made = plan_stages(
+        graph,
+        [ends[last] for last in lasts[:-1]],
+        groups,
+        mesh,
+        pipeline.microbatches,
+        pipeline.schedule,
+        options,
+        trace,
+        state_bytes,
+    )
+    figures = {
+        "step_seconds": searched.seconds,
+        "bubble": searched.timeline.bubble,
+        "peak_bytes": max(stage.memory for stage in pipeline.stages),
+    }
+    return replace(made, predicted=figures)
+
+
+def play(pipeline: Pipeline, transfer: Callable[[int, SubMesh, SubMesh, int], float]) -> Timeline:
+    """The pipeline's actions in time, under its stages' costs and transfers."""
+    name, own = read_schedule(pipeline.schedule)
+    count = pipeline.microbatches
+    made = schedule(name, len(pipeline.stages), count, **own)
+    places = sorted(
+        (chunk.first, at, number)
+        for at, stage in enumerate(pipeline.stages)
+        for number, chunk in enumerate(stage.chunks)
+    )
+    order = [
+        (pipeline.stages[at].chunks[number], pipeline.stages[at].submesh)
+        for _, at, number in places
+    ]
+    stage_costs = [
+        StageCost(
+            chunk.candidate.forward,
+            chunk.candidate.backward / 2,
+            chunk.candidate.backward / 2,
+            chunk.candidate.per_microbatch,
+        )
+        for chunk, _ in order
+    ]
+    hops = [
+        transfer(behind.first, before_part, behind_part, count) / 2
+        for (_, before_part), (behind, behind_part) in pairwise(order)
+    ]
+    return simulate(made, stage_costs, hops)
+
+
+class _Borders:
+    """Seconds that one microbatch's values take over a border, and their gradients back."""
+
+    def __init__(self, layered: Layered, mesh: Mesh, options: Options) -> None:
+        self.layered, self.mesh = layered, mesh
+        self.cluster, self.model = Cluster.of(mesh), cost_model(mesh, options)
+        self.nbytes = cache(self._nbytes)
+
+    def _nbytes(self, pair: tuple[Hashable, Hashable]) -> tuple[float, float]:
+        """Bytes of the values that cross between two kinds of layers, and of their gradients."""
+        layers = self.layered.layers
+        at = [*pairwise(layers.kinds)].index(pair)  # type: ignore[arg-type]
+        return layers.forward[at], layers.backward[at]
+
+    def seconds(self, pair: tuple[Hashable, Hashable], before: SubMesh, behind: SubMesh) -> float:
+        """Every element crosses once, spread over the devices of the smaller side."""
+        inside = before.size + behind.size <= self.cluster.devices
+        axis = self.mesh.names[-1 if inside else 0]
+        lanes = min(before.size, behind.size)
+        return sum(
+            self.model.collective(Collective("send", (axis,), int(nbytes / lanes)))
+            for nbytes in self.nbytes(pair)
+            if nbytes
+        )
+
+
+def _power(number: int) -> int:
+    """The largest power of two up to a number, 64 at most."""
+    return min(1 << (number.bit_length() - 1), 64)

@@ -1,0 +1,106 @@
+"""Stage costs of long runs of blocks, and the search that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise, product
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from autopar import stage_costs
+from autopar.errors import InfeasibleError
+from autopar.inter_op.layers import find_layers
+from autopar.inter_op.stage import Chunk, Pipeline, Stage
+from autopar.inter_op.submeshes import submeshes
+from autopar.ir.mesh import Mesh
+from autopar.ir.passes import FINDING, NORMALISING, prepare
+from autopar.pipelining import weights
+from autopar.planning import Options, Trace, capture_graph
+from autopar.stage_costs import Layered, StageCosts
+from autopar.stage_search import play, search
+from tests.models import gpt2
+
+BATCH = 16
+CLUSTER = Mesh.parse("H100: node=2, gpu=2")
+ROOMY = 1e12
+
+
+def layered(layers: int, more: int = 0) -> Callable[[int], Layered]:
+    """A small model of so many blocks, with `more` that its graph does not show."""
+
+    @cache
+    def on(microbatches: int) -> Layered:
+        model, batch = gpt2(layers, batch=BATCH // microbatches, n_embd=256, vocab_size=2048)
+        options = Options()
+        graph = capture_graph(model, (), batch, options, Trace(None), NORMALISING).graph
+        seconds, _ = weights(graph, Mesh.parse("H100: gpu=1"), options)
+        return Layered(graph, find_layers(prepare(graph, passes=FINDING), seconds), more)
+
+    return on
+
+
+def costs(made: Callable[[int], Layered], memory: float = ROOMY) -> StageCosts:
+    return StageCosts(made, CLUSTER, Options(), memory, 2.0, most=8)
+
+
+def test_longer_runs_are_priced_as_if_they_were_planned_whole() -> None:
+    short, long = costs(layered(5, more=3)), costs(layered(8))
+    kinds = short.layered(2).kinds
+    assert kinds == long.layered(2).kinds
+    assert len(set(kinds)) < len(kinds) - 2
+    last = len(kinds) - 1
+    for part in submeshes(CLUSTER)[1:]:
+        for first, end in ((1, 5), (0, 4), (2, last)):
+            scaled = short(first, end, part, 2)
+            with patch.object(stage_costs, "BLOCKS", 100):
+                whole = costs(layered(8))(first, end, part, 2)
+            figures = [
+                [(w.seconds, w.once, w.fixed, w.per_microbatch) for w in ways]
+                for ways in (scaled, whole)
+            ]
+            np.testing.assert_allclose(figures[0], figures[1], rtol=1e-6)
+
+
+def test_frontiers_trade_time_for_memory() -> None:
+    whole = submeshes(CLUSTER)[-1]
+    (roomy,) = costs(layered(5))(1, 3, whole, 2)
+    tight = costs(layered(5), memory=roomy.memory(4) * 0.9)(1, 3, whole, 2)
+    assert len(tight) > 1
+    assert min(way.memory(4) for way in tight) < roomy.memory(4)
+    assert all(way.seconds >= roomy.seconds * (1 - 1e-9) for way in tight)
+
+
+def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> None:
+    made, counts = layered(8), (2, 4, 8)
+    found = search(made, CLUSTER, counts, Options(), ROOMY, schedules=("1f1b", "gpipe"))
+    asked, parts = costs(made), submeshes(CLUSTER)
+    layers = len(asked.layered(2).kinds)
+    tried = []
+    for part, count, name in product(parts, counts, ("1f1b", "gpipe")):
+        stages = CLUSTER.size // part.size
+        cuts = [round(at * layers / stages) for at in range(stages + 1)]
+        ranges = [(a, b - 1) for a, b in pairwise(cuts)]
+        ways = [min(asked(a, b, part, count), key=lambda way: way.seconds) for a, b in ranges]
+        one = Pipeline(
+            name,
+            count,
+            tuple(
+                Stage(part, (Chunk(a, b, way),), way.seconds, way.once, 0.0)
+                for (a, b), way in zip(ranges, ways, strict=True)
+            ),
+            0.0,
+            0.0,
+            0.0,
+        )
+        seconds = play(one, lambda *_: 0.0).seconds + max(way.once for way in ways)
+        tried.append(seconds)
+    assert found.found.bound <= found.found.best.seconds * (1 + 1e-9)
+    assert found.seconds <= min(tried) * 1.001  # transfers are not free to what is found
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="fits"):
+        search(layered(5), CLUSTER, (4,), Options(), 1e6)
