@@ -169,7 +169,7 @@ def make_plan(
         simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
         return simulated, found.predicted["peak_bytes"]
 
-    made = _fitting(planned, built.problem, limit)
+    made = _fitting(planned, built.problem, limit, searches=options.solver != "propagate")
     trace("plan.toml", made.to_toml)
     return made
 
@@ -192,7 +192,7 @@ def _solved(built: Built, solver: str) -> tuple[tuple[int, ...], Solution]:
 
 
 def _fitting(
-    planned: Callable[[float], tuple[Plan, float]], problem: Problem, limit: float
+    planned: Callable[[float], tuple[Plan, float]], problem: Problem, limit: float, searches: bool
 ) -> Plan:
     """The first plan whose simulated step fits.
 
@@ -205,6 +205,7 @@ def _fitting(
             the problem counts.
         problem: what is solved.
         limit: bytes a device.
+        searches: whether the solver finds something smaller where it has less memory.
 
     Raises:
         InfeasibleError: no plan was found that fits; says how much is missing.
@@ -217,6 +218,8 @@ def _fitting(
         try:
             made, counted = planned(allowed)
         except InfeasibleError:
+            if not searches:
+                raise
             break
         peak = made.predicted["peak_bytes"]
         if peak <= limit:
@@ -228,8 +231,9 @@ def _fitting(
         return made
     ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
     largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
+    none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
     raise InfeasibleError(
-        f"no plan was found that fits into {format_bytes(max(limit, 0.0))} a device",
+        f"{none} into {format_bytes(max(limit, 0.0))} a device",
         why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
         f"{largest}",
         todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",

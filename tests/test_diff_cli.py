@@ -47,12 +47,12 @@ def model(batch=16, layers=3):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plans of a stack of blocks: the best, a data-parallel one, others by mesh and by model."""
+    """Plans of a stack of blocks: the best, one of ZeRO-3, others by mesh and by model."""
     path = tmp_path_factory.mktemp("plans")
     (path / "stack.py").write_text(MODEL)
     model = f"{path / 'stack.py'}:model"
     run("plan", model, "--mesh", MESH, "-o", path / "a.toml")
-    run("plan", model, "--mesh", MESH, "--pins", "data_parallel", "-o", path / "b.toml")
+    run("plan", model, "--mesh", MESH, "--pins", "fsdp", "-o", path / "b.toml")
     run("plan", model, "--mesh", "H100: gpu=2", "-o", path / "c.toml")
     run("plan", model, "--mesh", MESH, "--layers", 4, "--batch", 8, "-o", path / "d.toml")
     return path
@@ -120,7 +120,9 @@ def test_figures_layouts_and_collectives_are_those_of_the_plans(
     assert nodes == expected - {leaf.name for leaf in captured().leaves("param")}
     times = {change["name"]: change["times"] for change in found["changes"]}
     # The first block's input has no gradient, so the other two are one.
-    assert times["blocks.*.up.weight"] == 2
+    inside = [name for name in times if name.startswith("blocks.*")]
+    assert inside
+    assert all(times[name] == 2 for name in inside)
     assert not any(name.startswith(("blocks.1", "blocks.2")) for name in times)
     before, after = sent(folder / "a.toml"), sent(folder / "b.toml")
     totals = {(t["kind"], t["axes"]): (t["before"][1], t["after"][1]) for t in found["totals"]}
@@ -140,8 +142,10 @@ def test_the_other_way_round_it_is_the_opposite(differ: Callable[..., Any]) -> N
 def test_plans_for_other_meshes_are_compared(folder: Path, differ: Callable[..., Any]) -> None:
     found = differ("a.toml", "c.toml")
     assert found["head"] == {"mesh": [MESH, "H100: gpu=2"]}
-    assert {total["axes"] for total in found["totals"]} >= {"node", "gpu"}
-    after = sent(folder / "c.toml")
+    before, after = sent(folder / "a.toml"), sent(folder / "c.toml")
+    axes = {axes for _, axes in before | after}
+    assert {total["axes"] for total in found["totals"]} == axes
+    assert any("node" in name for name in axes)
     assert sum(total["after"][1] for total in found["totals"]) == after.total()
 
 

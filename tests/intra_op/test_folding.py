@@ -178,8 +178,15 @@ def test_every_choice_costs_and_holds_the_same(name: str, mesh: str) -> None:
         held, flat = both.folded.figures(choice), both.unfolded.figures(both.expand(choice))
         for name in ("parameter_bytes", "activation_bytes"):
             assert held[name] == pytest.approx(flat[name], rel=1e-12, abs=0.0)
-        # One function for all blocks keeps its variables until it returns.
-        assert folded.peak <= unfolded.peak * (1 + 1e-12)
+        # One function for all blocks keeps its variables until it returns; one for each holds what
+        # enters it and what leaves it in layouts of their own.
+        carried = sum(
+            both.graph[value].type.nbytes
+            for repeat in both.graph.repeats
+            for pair in repeat.carried
+            for value in pair
+        )
+        assert folded.peak <= unfolded.peak * (1 + 1e-12) + carried
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
