@@ -24,7 +24,6 @@ SWEEPS = 4  # of messages for each step of the prices of memory
 PATIENCE = 12  # steps without a better bound before they are halved
 FIRST, LAST = 0.1, 5e-4  # length of steps, as a share of Polyak's
 MEMORY = 0.8  # share of the last direction in the next
-FEW = 5_000  # pairs of choices that are left to integer programs rather than bounded more tightly
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ def ascend(
         if best.bound >= target or expired() or length < LAST:
             break
         if stalled > PATIENCE:
-            if np.isfinite(target) and (best.without(target).matrix < np.inf).sum() <= FEW:
-                break
             length, stalled = length / 2, 0
             prices, messages, direction = best.prices, best.messages.copy(), 0.0 * direction
         elif len(prices):
