@@ -14,8 +14,6 @@ Two stages with the same ranks share their devices, as in interleaved schedules.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
+from autopar.plan import Plan, read_plan, write_plan
 
 VERSION = 1
 
@@ -171,25 +169,13 @@ class PipelinePlan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all (a temporary file is renamed into place)."""
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_toml())
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        """Write the plan, whole or not at all."""
+        write_plan(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> PipelinePlan:
         """Read a plan file; PlanError if it is missing, not text or not a plan of a pipeline."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}", why=str(error)) from error
-        return cls.from_toml(text, where=str(path))
+        return cls.from_toml(read_plan(path), where=str(path))
 
     def check(self, graph: str, mesh: Mesh) -> None:
         """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""

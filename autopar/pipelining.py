@@ -232,7 +232,7 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
     Raises:
         StageError: there are fewer operators than stages.
     """
-    seconds, blocks = weights(graph, mesh, options)
+    seconds, blocks = weights(graph, prepare(graph, passes=FINDING), mesh, options)
     names = list(seconds)
     crossing = _crossing(graph, names)
     legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
@@ -272,13 +272,18 @@ def legal_cuts(
 
 
 def weights(
-    graph: Graph, mesh: Mesh, options: Options
+    graph: Graph, whole: Graph, mesh: Mesh, options: Options
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Seconds of the operators on one device, and the repeated block of those that are in one.
 
     What every stage makes for itself is left out.
+
+    Args:
+        graph: normalised.
+        whole: the same, prepared.
+        mesh: whose device prices the operators.
+        options: rules and prices.
     """
-    whole = prepare(graph, passes=FINDING)
     model = cost_model(mesh, options)
     found: dict[str, float] = {}
     for node in whole.folded:

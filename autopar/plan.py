@@ -150,25 +150,13 @@ class Plan:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all (a temporary file is renamed into place)."""
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_toml())
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        """Write the plan, whole or not at all."""
+        write_plan(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; PlanError if it is missing, not text or not a plan."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}", why=str(error)) from error
-        return cls.from_toml(text, where=str(path))
+        return cls.from_toml(read_plan(path), where=str(path))
 
     def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
         """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
@@ -215,3 +203,24 @@ def _pins(table: object) -> dict[str, str]:
         if not isinstance(value, str):
             raise ValueError(f"pins.{key} = {value!r} is no text")
     return dict(table)
+
+
+def write_plan(path: str | Path, text: str) -> None:
+    """Write a plan file, whole or not at all (a temporary file is renamed into place)."""
+    path = Path(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_plan(path: str | Path) -> str:
+    """The text of a plan file; PlanError if it is missing or no text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the plan {path}", why=str(error)) from error

@@ -19,6 +19,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.errors import InfeasibleError, ProgramError
 from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.contest import format_problem
 from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
@@ -149,7 +150,8 @@ def make_plan(
         pins=pins,
         slowdown=device(mesh).slowdown,
     )
-    trace("problem.json", replace(built.problem, memory_limit=max(limit, 0.0)).to_json)
+    limited = replace(built.problem, memory_limit=max(limit, 0.0))
+    trace("problem.json", lambda: format_problem(limited))
     within = {"limit": limit, "state": state_bytes} if limit < math.inf else {"state": state_bytes}
 
     def planned(allowed: float) -> tuple[Plan, float]:

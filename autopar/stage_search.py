@@ -156,8 +156,9 @@ def plan_of(
         InfeasibleError: a stage's simulated step does not fit after all.
     """
     pipeline = searched.pipeline
-    seconds, _ = weights(graph, replace(mesh, axes=mesh.axes[-1:]), options)
-    ends = find_layers(prepare(graph, passes=FINDING), seconds).ends
+    whole = prepare(graph, passes=FINDING)
+    seconds, _ = weights(graph, whole, mesh, options)
+    ends = find_layers(whole, seconds).ends
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place(Cluster.of(mesh), [stage.submesh.size for stage in pipeline.stages])
     groups = [

@@ -24,7 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.errors import InfeasibleError
-from autopar.intra_op.problem import evaluate, read_problem
+from autopar.intra_op.contest import read_problem
+from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
 from benchmarks.harness import RESULTS, child, write
 

@@ -13,6 +13,7 @@ from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.routes import Placement
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
+from autopar.ir.passes import FINDING, prepare
 from autopar.pins import data_parallel, megatron
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
@@ -108,7 +109,8 @@ def ends_of(case: Case, captured: Captured, stages: int) -> tuple[str, ...]:
     """Where the model is cut."""
     if case.cut == "time":
         return even_ends(captured.graph, stages, mesh(1), Options())
-    names = list(weights(captured.graph, mesh(1), Options())[0])
+    whole = prepare(captured.graph, passes=FINDING)
+    names = list(weights(captured.graph, whole, mesh(1), Options())[0])
     legal = legal_cuts(captured.graph, names, {})
     return tuple(names[legal[len(legal) * number // stages]] for number in range(1, stages))
 

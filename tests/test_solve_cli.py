@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 
 from autopar.cli import main
 from autopar.errors import InfeasibleError
-from autopar.intra_op.problem import Choices, Problem, evaluate, read_problem
+from autopar.intra_op.contest import read_problem
+from autopar.intra_op.problem import Choices, Problem, evaluate
 from autopar.intra_op.solvers import solve
 
 # Three nodes in a row; memory is held at times 0 to 3, 1 to 4 and 2 to 5.

@@ -36,8 +36,9 @@ def layered(layers: int, more: int = 0) -> Callable[[int], Layered]:
         model, batch = gpt2(layers, batch=BATCH // microbatches, n_embd=256, vocab_size=2048)
         options = Options()
         graph = capture_graph(model, (), batch, options, Trace(None), NORMALISING).graph
-        seconds, _ = weights(graph, Mesh.parse("H100: gpu=1"), options)
-        return Layered(graph, find_layers(prepare(graph, passes=FINDING), seconds), more)
+        whole = prepare(graph, passes=FINDING)
+        seconds, _ = weights(graph, whole, CLUSTER, options)
+        return Layered(graph, find_layers(whole, seconds), more)
 
     return on
 

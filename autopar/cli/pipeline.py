@@ -9,7 +9,6 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.cli.model import Wanted, capture_model, is_data
-from autopar.errors import BatchError
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.stage import Pipeline, Progress
 from autopar.ir.deepen import LEAST
@@ -40,12 +39,9 @@ def plan_pipeline(
     """The fastest pipeline for a global batch, with what else was looked at.
 
     Raises:
-        BatchError: the batch is too small for microbatches.
         InfeasibleError: no pipeline fits into memory.
     """
     counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
-    if batch < 1:
-        raise BatchError(f"a global batch of {batch} samples", todo="give at least 1")
 
     def told(progress: Progress) -> None:
         known = f"best {format_seconds(progress.seconds)}" if progress.seconds < 1e300 else "none"
@@ -88,7 +84,7 @@ def _layered(wanted: Wanted, mesh: Mesh, options: Options) -> Layered:
     short = replace(wanted, layers=LEAST) if more else wanted
     prepared = capture_model(short, options, Trace(None))
     graph = remove_shares(prepared)
-    seconds, _ = weights(graph, replace(mesh, axes=mesh.axes[-1:]), options)
+    seconds, _ = weights(graph, prepared, mesh, options)
     return Layered(graph, find_layers(prepared, seconds), more)
 
 

@@ -11,7 +11,8 @@ import click
 
 from autopar.cli.console import JSON, print_json, stages, writing
 from autopar.errors import ProblemError
-from autopar.intra_op.problem import evaluate, read_problem
+from autopar.intra_op.contest import read_problem
+from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
 
 

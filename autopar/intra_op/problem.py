@@ -5,26 +5,15 @@ bytes that is held during the node's half-open interval of time; every edge has 
 one entry for each pair of choices at its two ends. A node may hold further memory at other times.
 The task is to pick one choice for every node so that the sum of all costs is least and the memory
 held at any time is at most the limit.
-
-The JSON form is that of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep
-learning (IOPDDL), so that its instances can be read and ours can be published. It knows neither the
-names of nodes nor the labels of choices: these are not written. It knows one interval a node, so
-that further memory of a node is written as further nodes that must agree with it.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,45 +189,6 @@ class Problem:
                     why=f"shape {edge.cost.shape}, choices ({sizes[edge.a]}, {sizes[edge.b]})",
                 )
 
-    @classmethod
-    def from_json(cls, source: str | bytes | dict[str, Any]) -> Problem:
-        """Returns the problem written in the contest's JSON, given as text or already parsed.
-
-        Raises:
-            ProblemError: the text is not JSON, or not of the contest's form, or the problem is
-                malformed.
-        """
-        try:
-            data = source if isinstance(source, dict) else json.loads(source)
-            return _from_dict(data["problem"])
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ProblemError(
-                "this is not a problem in the contest's JSON",
-                why=f"{type(error).__name__}: {error}",
-                todo="give a whole file of the form of the contest's example.json",
-            ) from error
-
-    def to_json(self) -> str:
-        """Returns the contest's JSON text; without a memory limit, it has no `usage_limit`.
-
-        Nodes that hold further memory are followed, after all others, by one for each further
-        interval, which must agree with them.
-        """
-        split = self.split()
-        nodes = {
-            "intervals": [list(node.live) for node in split.nodes],
-            "costs": [_numbers(node.cost) for node in split.nodes],
-            "usages": [_numbers(node.memory) for node in split.nodes],
-        }
-        edges = {
-            "nodes": [[edge.a, edge.b] for edge in split.edges],
-            "costs": [_numbers(edge.cost.ravel().tolist()) for edge in split.edges],
-        }
-        problem: dict[str, Any] = {"name": self.name, "nodes": nodes, "edges": edges}
-        if self.memory_limit is not None:
-            problem["usage_limit"] = _numbers([self.memory_limit])[0]
-        return json.dumps({"problem": problem})
-
     def split(self) -> Problem:
         """The same problem with one interval a node: its own nodes, and after them further ones
         that must agree with them.
@@ -357,82 +307,3 @@ def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
             if start <= worst < end:
                 least[node.name] += min(nbytes)
     return worst, dict(least)
-
-
-def read_problem(path: str | Path) -> Problem:
-    """Returns the problem in a contest file, `.json` or `.json.gz`.
-
-    Raises:
-        ProblemError: the file cannot be read or is not a whole problem.
-    """
-    path = Path(path)
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ProblemError(
-            "a problem file cannot be read",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            todo="check the path and that the file is whole",
-        ) from error
-    return Problem.from_json(data)
-
-
-def _from_dict(data: dict[str, Any]) -> Problem:
-    nodes, edges = data["nodes"], data["edges"]
-    choices = [
-        Choices(
-            f"n{index}",
-            _labels(len(cost)),
-            tuple(_floats(cost)),
-            tuple(_floats(usage)),
-            _pair(live),
-        )
-        for index, (live, cost, usage) in enumerate(
-            zip(nodes["intervals"], nodes["costs"], nodes["usages"], strict=True)
-        )
-    ]
-    links = []
-    for ends, costs in zip(edges["nodes"], edges["costs"], strict=True):
-        a, b = _pair(ends)
-        if not (0 <= a < len(choices) and 0 <= b < len(choices)):
-            raise ProblemError(
-                "an edge names a node that does not exist",
-                where=f"edge {a}-{b}",
-                why=f"there are {len(choices)} nodes",
-            )
-        shape = len(choices[a].cost), len(choices[b].cost)
-        if len(costs) != shape[0] * shape[1]:
-            raise ProblemError(
-                "an edge's matrix does not fit its nodes",
-                where=f"edge {a}-{b}",
-                why=f"{len(costs)} costs for {shape[0]} x {shape[1]} choices",
-            )
-        links.append(Edge(a, b, np.array(_floats(costs)).reshape(shape)))
-    limit = data.get("usage_limit")
-    limit = None if limit is None else _floats([limit])[0]
-    return Problem(str(data["name"]), tuple(choices), tuple(links), limit)
-
-
-def _floats(values: Any) -> list[float]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise TypeError(f"expected a list of numbers, found {str(values)[:60]}")
-    return cast("list[float]", array.astype(np.float64).tolist())
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = values
-    if type(first) is not int or type(second) is not int:
-        raise TypeError(f"expected two whole numbers, found {str(values)[:60]}")
-    return first, second
-
-
-@lru_cache(maxsize=256)
-def _labels(count: int) -> tuple[str, ...]:
-    return tuple(map(str, range(count)))
-
-
-def _numbers(values: Sequence[float]) -> list[int | float]:
-    """Whole numbers are written as such, like the contest's own."""
-    return [int(value) if float(value).is_integer() else float(value) for value in values]

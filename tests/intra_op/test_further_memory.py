@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, ProblemError
+from autopar.intra_op.contest import format_problem, parse_problem
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate, frugal
 from autopar.intra_op.reduce import flatten, reduce
 from autopar.intra_op.solvers import solve
@@ -93,7 +94,7 @@ def test_the_judge_counts_every_interval(problem: Problem) -> None:
 @settings(max_examples=40, deadline=None)
 def test_the_contests_json_has_the_same_choices(problem: Problem) -> None:
     """Further memory is that of nodes that must agree: same prices, same peaks."""
-    read = Problem.from_json(problem.to_json())
+    read = parse_problem(format_problem(problem))
     assert all(not node.more for node in read.nodes)
     owners = [v for v, node in enumerate(problem.nodes) for _ in node.more]
     for choice in combinations(problem)[:50]:
@@ -101,9 +102,9 @@ def test_the_contests_json_has_the_same_choices(problem: Problem) -> None:
         one, other = evaluate(problem, choice), evaluate(read, full)
         assert (one.cost, one.peak, one.feasible) == (other.cost, other.peak, other.feasible)
     roomy = Problem(problem.name, problem.nodes, problem.edges, None)
-    split = solve(Problem.from_json(roomy.to_json()))
+    split = solve(parse_problem(format_problem(roomy)))
     assert split.objective == pytest.approx(solve(roomy).objective, abs=1e-9)
-    assert Problem.from_json(read.to_json()) == read
+    assert parse_problem(format_problem(read)) == read
 
 
 @given(problems())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import ProblemError
+from autopar.intra_op.contest import format_problem, parse_problem, read_problem
 from autopar.intra_op.problem import (
     FORBIDDEN,
     Choices,
@@ -19,7 +20,6 @@ from autopar.intra_op.problem import (
     Problem,
     Solution,
     evaluate,
-    read_problem,
 )
 
 # The example that the contest's description works through.
@@ -39,7 +39,7 @@ def node(
 
 
 def test_the_example_is_priced_as_by_hand() -> None:
-    problem = Problem.from_json(EXAMPLE)
+    problem = parse_problem(EXAMPLE)
     # Nodes 15 + 55 + 45 + 75 + 95, edges 30 + 10 + 10 + 20 + 60; from 50 to 70: 10 + 25 + 20.
     result = evaluate(problem, (0, 0, 1, 1, 0))
     assert (result.cost, result.peak, result.feasible) == (415.0, 55.0, False)
@@ -50,7 +50,7 @@ def test_the_example_is_priced_as_by_hand() -> None:
 
 
 def test_edge_matrices_are_row_major_and_read_only() -> None:
-    problem = Problem.from_json(EXAMPLE)
+    problem = parse_problem(EXAMPLE)
     assert problem.edges[2].cost.tolist() == [[90.0, 10.0], [20.0, 80.0]]
     with pytest.raises(ValueError, match="read-only"):
         problem.edges[2].cost[0, 0] = 1.0
@@ -64,11 +64,11 @@ def test_an_edge_keeps_its_own_copy() -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    problem = Problem.from_json(EXAMPLE)
-    assert json.loads(problem.to_json()) == json.loads(EXAMPLE)
-    assert Problem.from_json(json.loads(EXAMPLE)) == problem
-    (tmp_path / "p.json").write_text(problem.to_json())
-    (tmp_path / "p.json.gz").write_bytes(gzip.compress(problem.to_json().encode()))
+    problem = parse_problem(EXAMPLE)
+    assert json.loads(format_problem(problem)) == json.loads(EXAMPLE)
+    assert parse_problem(json.loads(EXAMPLE)) == problem
+    (tmp_path / "p.json").write_text(format_problem(problem))
+    (tmp_path / "p.json.gz").write_bytes(gzip.compress(format_problem(problem).encode()))
     assert read_problem(tmp_path / "p.json") == problem == read_problem(tmp_path / "p.json.gz")
 
 
@@ -76,8 +76,8 @@ def test_json_keeps_fractions_forbidden_pairs_and_the_absence_of_a_limit() -> No
     nodes = (node((1e-6 / 3, 0.1), (1.5, 2.0)), node((0.0, math.inf), (0.0, 3e11), (-4, -4)))
     edge = Edge(1, 0, np.array([[FORBIDDEN, 0.1], [1e30, -2.0]]))
     problem = Problem("fractions", nodes, (edge, edge), math.inf)
-    text = problem.to_json()
-    read = Problem.from_json(text)
+    text = format_problem(problem)
+    read = parse_problem(text)
     assert "usage_limit" not in text
     assert read.memory_limit is None
     assert read.edges == problem.edges
@@ -169,13 +169,13 @@ def test_malformed_limit(limit: float) -> None:
 @pytest.mark.parametrize("choice", [(0,), (0, 0, 3, 0, 0), (0, 0, -1, 0, 0)])
 def test_a_choice_that_does_not_fit_its_problem(choice: tuple[int, ...]) -> None:
     with pytest.raises(ProblemError):
-        evaluate(Problem.from_json(EXAMPLE), choice)
+        evaluate(parse_problem(EXAMPLE), choice)
 
 
 @pytest.mark.parametrize("length", range(0, len(EXAMPLE), 23))
 def test_truncated_text(length: int) -> None:
     with pytest.raises(ProblemError):
-        Problem.from_json(EXAMPLE[:length])
+        parse_problem(EXAMPLE[:length])
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_truncated_text(length: int) -> None:
 def test_garbled_text(old: str, new: str) -> None:
     assert old in EXAMPLE
     with pytest.raises(ProblemError):
-        Problem.from_json(EXAMPLE.replace(old, new))
+        parse_problem(EXAMPLE.replace(old, new))
 
 
 @pytest.mark.parametrize("value", ["[]", "3", '{"problem": []}', "\x00", ""])
 def test_text_of_another_kind(value: str) -> None:
     with pytest.raises(ProblemError):
-        Problem.from_json(value)
+        parse_problem(value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
