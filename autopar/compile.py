@@ -45,7 +45,7 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
 
 _WHOLE = Request()  # one stage, one microbatch
 

@@ -26,7 +26,8 @@ from autopar.ir.passes import NORMALISING
 from autopar.ir.structure import Structure
 from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelining import (
+from autopar.planning.single import Options, Trace, capture_graph, cost_model
+from autopar.planning.stages import (
     equal_parts,
     even_ends,
     groups_for,
@@ -34,7 +35,6 @@ from autopar.pipelining import (
     schedule_of,
     stage_graphs,
 )
-from autopar.planning import Options, Trace, capture_graph, cost_model
 
 _COLUMNS = 88  # of the schedule's picture
 

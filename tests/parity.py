@@ -17,7 +17,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests import models
 
 Batch = dict[str, Tensor]

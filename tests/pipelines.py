@@ -17,8 +17,15 @@ from autopar.ir.passes import FINDING, prepare
 from autopar.pins import data_parallel, megatron
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
-from autopar.pipelining import Devices, even_ends, legal_cuts, plan_stages, schedule_of, weights
-from autopar.planning import Options, Trace
+from autopar.planning.single import Options, Trace
+from autopar.planning.stages import (
+    Devices,
+    even_ends,
+    legal_cuts,
+    plan_stages,
+    schedule_of,
+    weights,
+)
 from tests import families, parity
 
 # Slow devices on fast links: even small tensors are worth splitting.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from autopar.ir.mesh import Mesh
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests import models
 
 model, batch = models.gpt2(layers=1)

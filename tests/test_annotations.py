@@ -26,7 +26,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.annotated import MEGATRON, Batch, gpt
 from tests.patterns import communication
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.explain import moves
 from autopar.ir.graph import Graph
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from tests.test_cli import LLAMA, MESH, refused, run
 
 MODEL = """

@@ -37,7 +37,7 @@ from autopar.ir.tensor import TensorType
 from autopar.ir.text import fingerprint
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import NodePlan, Plan
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from tests.models import MODELS
 
 # Slow devices and fast links: the best plan of a small model splits and communicates.

@@ -16,7 +16,7 @@ import autopar
 from autopar.intra_op import legal
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.families import FAMILIES, OWN_RULES, make
 from tests.ranks import run_ranks
 

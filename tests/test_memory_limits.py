@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.text import fingerprint
 from autopar.pins import data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan, simulated_peak
+from autopar.planning.single import Options, Trace, capture_graph, make_plan, simulated_peak
 from tests.models import MODELS
 
 PLANS: dict[str, tuple[str, PinsLike]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedules import schedules
-from autopar.pipelining import schedule_of
+from autopar.planning.stages import schedule_of
 from tests.pipelines import Case, Jobs, unsharded
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from autopar.intra_op.options import parameter_options
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.test_cli import refused, run
 
 SLOW = pytest.mark.slow

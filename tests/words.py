@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.pins import PinsLike
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.families import Experts
 
 # So quick that what is computed costs next to nothing: few open things are worth splitting.

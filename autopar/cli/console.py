@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.status import Status
 
 from autopar.errors import AutoparError, ProgramError
-from autopar.planning import Trace
+from autopar.planning.single import Trace
 
 WIDTH = 120  # of text that goes into a file or a pipe
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")

@@ -17,7 +17,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
-from autopar.planning import Options, Trace
+from autopar.planning.single import Options, Trace
 
 _LEFT = "layouts only, collectives are not compared:"
 

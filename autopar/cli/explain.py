@@ -22,7 +22,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.plan import NodePlan, Plan
-from autopar.planning import simulated_peak
+from autopar.planning.single import simulated_peak
 
 
 @click.command("explain")

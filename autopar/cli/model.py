@@ -19,7 +19,7 @@ from autopar.ir.deepen import LEAST, deepen
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint, format_graph
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load, names
 from autopar.zoo.load import depth, opened
 

@@ -16,10 +16,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.shares import remove_shares
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelining import weights
-from autopar.planning import Options, Trace
-from autopar.stage_costs import Layered
-from autopar.stage_search import SCHEDULES, Searched, plan_of, search
+from autopar.planning.search import SCHEDULES, Searched, plan_of, search
+from autopar.planning.single import Options, Trace
+from autopar.planning.stage_costs import Layered
+from autopar.planning.stages import weights
 from autopar.zoo.load import depth
 
 FEWEST = 4  # microbatches that are worth a pipeline

@@ -19,7 +19,7 @@ from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.plan import Plan
-from autopar.planning import Options, make_plan
+from autopar.planning.single import Options, make_plan
 
 
 @click.command("plan")

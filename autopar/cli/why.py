@@ -38,7 +38,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import parse_quantity
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
-from autopar.planning import Options, make_plan
+from autopar.planning.single import Options, make_plan
 
 MOST = 12  # choices that one `why` solves again
 MEMORY = click.option(

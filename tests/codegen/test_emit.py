@@ -37,7 +37,7 @@ from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
 from autopar.ir.text import fingerprint, parse_graph
 from autopar.plan import NodePlan, Plan
-from autopar.planning import Options, Trace, make_plan
+from autopar.planning.single import Options, Trace, make_plan
 from tests import models
 from tests.intra_op.test_folding import random_choice
 

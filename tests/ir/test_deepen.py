@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.passes import FINDING, NORMALISING, prepare
 from autopar.ir.shares import remove_shares
 from autopar.ir.text import format_graph, parse_graph
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 
 MODELS = ("gpt2", "llama-3-8b", "bert-base", "vit-base", "mistral-7b", "gpt-3-175b")

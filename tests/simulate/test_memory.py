@@ -17,7 +17,7 @@ from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Task, run, tasks
 from tests import models
 from tests.memory import Measured, measured_step, simulated_levels

@@ -23,7 +23,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, Task, Timeline, run, tasks
 from autopar.simulate.timeline import cause_of
 from tests.memory import measured_step, simulated_levels

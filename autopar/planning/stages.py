@@ -23,8 +23,8 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, cost_model, make_plan
-from autopar.stage_pins import stage_pins
+from autopar.planning.single import Options, Trace, cost_model, make_plan
+from autopar.planning.stage_pins import stage_pins
 
 Floats = NDArray[np.float64]
 _SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes

@@ -16,7 +16,7 @@ from autopar.intra_op.words import spell_out
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
-from autopar.planning import Options
+from autopar.planning.single import Options
 
 
 def stage_pins(

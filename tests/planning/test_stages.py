@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import autopar
-from autopar import pipelining
 from autopar.errors import (
     BatchError,
     MeshError,
@@ -34,7 +33,9 @@ from autopar.pipelined import (
     plan_evenly,
     sources_of,
 )
-from autopar.pipelining import (
+from autopar.planning import stages as planning
+from autopar.planning.single import Options, Trace
+from autopar.planning.stages import (
     Devices,
     equal_parts,
     even_ends,
@@ -44,7 +45,6 @@ from autopar.pipelining import (
     read_schedule,
     schedule_of,
 )
-from autopar.planning import Options, Trace
 from tests import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
@@ -107,13 +107,13 @@ def slowest(seconds: list[float], ends: tuple[int, ...]) -> float:
 def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
     """No cut has a slowest stage that is faster by more than the slack."""
     found = even_ends(mlp.graph, stages, LINE, Options())
-    seconds, blocks = pipelining.weights(mlp.graph, LINE, Options())
+    seconds, blocks = planning.weights(mlp.graph, LINE, Options())
     names, weights = list(seconds), list(seconds.values())
     mine = slowest(weights, tuple(names.index(end) for end in found))
     legal = legal_cuts(mlp.graph, names, blocks)
     assert len(legal) < len(names) - 1 or not blocks
     best = min(slowest(weights, ends) for ends in itertools.combinations(legal, stages - 1))
-    assert best <= mine <= best * (1 + pipelining._SLACK) * (1 + 1e-6)
+    assert best <= mine <= best * (1 + planning._SLACK) * (1 + 1e-6)
 
 
 def test_blocks_stay_whole() -> None:
@@ -136,7 +136,7 @@ def test_no_cut_between_the_uses_of_a_written_buffer() -> None:
     torch.manual_seed(0)
     model, batch = models.conv_net()
     graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
-    names = list(pipelining.weights(graph, LINE, Options())[0])
+    names = list(planning.weights(graph, LINE, Options())[0])
     legal = legal_cuts(graph, names, {})
     refused = []
     for at in range(len(names) - 1):
@@ -157,7 +157,7 @@ def test_equal_stages_are_planned_once() -> None:
     ends = [node.name for node in graph.nodes if node.op == "aten.gelu"]
     groups = [Devices(Mesh.parse(f"{DEVICE}: gpu=1"), n) for n in range(7)]
     mesh = Mesh.parse(f"{DEVICE}: gpu=7")
-    with patch.object(pipelining, "make_plan", wraps=pipelining.make_plan) as made:
+    with patch.object(planning, "make_plan", wraps=planning.make_plan) as made:
         plan = plan_stages(graph, ends, groups, mesh, 4, "1f1b", Options(), Trace(None))
     assert made.call_count == 3  # the first, the middle ones, the last with the loss
     assert len(sources_of(captured, plan, Options())) == 7

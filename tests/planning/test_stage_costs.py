@@ -10,17 +10,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from autopar import stage_costs
 from autopar.errors import InfeasibleError
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.stage import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.pipelining import weights
-from autopar.planning import Options, Trace, capture_graph
-from autopar.stage_costs import Layered, StageCosts
-from autopar.stage_search import play, search
+from autopar.planning import stage_costs
+from autopar.planning.search import play, search
+from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.stage_costs import Layered, StageCosts
+from autopar.planning.stages import weights
 from tests.models import gpt2
 
 BATCH = 16

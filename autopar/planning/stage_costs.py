@@ -39,7 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import alike, cut
 from autopar.ir.verify import verify
-from autopar.planning import Options, cost_model
+from autopar.planning.single import Options, cost_model
 
 Floats = NDArray[np.float64]
 BLOCKS = 2  # of a run of equal ones are planned

@@ -24,9 +24,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelining import Devices, plan_stages, read_schedule, weights
-from autopar.planning import Options, Trace, cost_model
-from autopar.stage_costs import Layered, StageCosts, runs
+from autopar.planning.single import Options, Trace, cost_model
+from autopar.planning.stage_costs import Layered, StageCosts, runs
+from autopar.planning.stages import Devices, plan_stages, read_schedule, weights
 
 SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
 SIMULATED = 24  # of the best pipelines are played through

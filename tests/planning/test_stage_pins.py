@@ -11,9 +11,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
 from autopar.pipelined import capture_microbatch
-from autopar.pipelining import stage_graphs
-from autopar.planning import Options, Trace
-from autopar.stage_pins import stage_pins
+from autopar.planning.single import Options, Trace
+from autopar.planning.stage_pins import stage_pins
+from autopar.planning.stages import stage_graphs
 from tests import models
 
 MESH = Mesh.parse("H100: gpu=2")
