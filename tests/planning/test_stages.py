@@ -22,6 +22,7 @@ from autopar.errors import (
 )
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
+from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import cut
 from autopar.ir.text import fingerprint
 from autopar.pipeline_plan import PipelinePlan
@@ -107,7 +108,9 @@ def slowest(seconds: list[float], ends: tuple[int, ...]) -> float:
 def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
     """No cut has a slowest stage that is faster by more than the slack."""
     found = even_ends(mlp.graph, stages, LINE, Options())
-    seconds, blocks = planning.weights(mlp.graph, LINE, Options())
+    seconds, blocks = planning.weights(
+        mlp.graph, prepare(mlp.graph, passes=FINDING), LINE, Options()
+    )
     names, weights = list(seconds), list(seconds.values())
     mine = slowest(weights, tuple(names.index(end) for end in found))
     legal = legal_cuts(mlp.graph, names, blocks)
@@ -136,7 +139,8 @@ def test_no_cut_between_the_uses_of_a_written_buffer() -> None:
     torch.manual_seed(0)
     model, batch = models.conv_net()
     graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
-    names = list(planning.weights(graph, LINE, Options())[0])
+    whole = prepare(graph, passes=FINDING)
+    names = list(planning.weights(graph, whole, LINE, Options())[0])
     legal = legal_cuts(graph, names, {})
     refused = []
     for at in range(len(names) - 1):
