@@ -41,7 +41,7 @@ from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, tasks
 from benchmarks.harness import ROOT, middle, write
 from tests import models

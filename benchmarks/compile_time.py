@@ -25,7 +25,7 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import child, middle, write
 

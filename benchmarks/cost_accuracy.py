@@ -29,7 +29,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import overlap_ratio
 from autopar.intra_op.build import build
 from autopar.ir.mesh import Mesh
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import RESULTS, write
 from benchmarks.published import (

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from benchmarks.harness import child, write
 from tests.families import FAMILIES, OWN_RULES, make
 from tests.ranks import run_ranks

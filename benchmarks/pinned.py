@@ -18,7 +18,7 @@ from autopar import pins
 from autopar.errors import InfeasibleError
 from autopar.intra_op.words import PinsLike
 from autopar.ir.mesh import Mesh
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.zoo import load
 from benchmarks.harness import write
 

@@ -30,7 +30,7 @@ from autopar.intra_op.problem import evaluate, frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
-from autopar.planning import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import child, write
 from tests.families import UNet

@@ -22,7 +22,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import tasks
 
 Works = dict[str, NodeWork]
