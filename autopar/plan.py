@@ -5,8 +5,9 @@ For every node of the folded graph it names the layouts that the operator takes 
     "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
 
 so that code generation needs the graph and the plan and nothing else. A parameter's line says how
-it is stored, its `share`'s line how it is used. Loading a plan is reading data: nothing in it is
-ever executed.
+it is stored, its `share`'s line how it is used; where its gradients are added up or its optimizer
+state lies otherwise, these layouts follow (`ir/storage.py`). Loading a plan is reading data:
+nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
 VERSION = 1
@@ -69,8 +71,8 @@ class Plan:
             its predicted seconds.
         pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
             again under it. A plan that is only used need not keep it.
-        memory: what it was made within: the "limit" in bytes a device, and the optimizer's "state"
-            in units of a parameter's own bytes (AdamW: 2).
+        memory: what it was made within: the "limit" in bytes a device, the optimizer's "state" in
+            units of a parameter's own bytes (AdamW: 2), and the "microbatches" of a step.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -88,6 +90,23 @@ class Plan:
 
     def __str__(self) -> str:
         return self.to_toml()
+
+    def storage(self, parameter: str, share: str) -> Storage:
+        """Where a parameter and its states lie.
+
+        Args:
+            parameter, share: names of the two nodes of the folded graph.
+
+        Raises:
+            LayoutError: its line does not say so.
+        """
+        _, used = self.nodes[share].results[0]
+        return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step accumulates."""
+        return int(self.memory.get("microbatches", 1))
 
     def to_toml(self) -> str:
         """The file's text; `Plan.from_toml` reads it back to an equal plan."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from autopar.codegen.draws import draw_function
 from autopar.codegen.ops import draws_random_numbers
-from autopar.codegen.scope import Held, Printer, Scope
+from autopar.codegen.printer import Printer
+from autopar.codegen.scope import Held, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.tensor import Layout, TensorType
@@ -382,8 +383,17 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
 
 
 def _stored(printer: Printer, node: Node, name: str) -> str:
-    layout = printer.result(node.name)
-    text = f'stored({name}, "{node.type.dtype}{layout.format(node.type.shape)}"'
+    layout, shape = printer.result(node.name), node.type.shape
+    text = f'stored({name}, "{node.type.dtype}{layout.format(shape)}'
+    states: dict[str, Layout] = {}
+    if node.op == "param" and printer.graph.users[node.name]:
+        storage = printer.storage(node)
+        text += f" => {storage.used.format(shape)}" if storage.moves else ""
+        names = ("held", "grads", "updated", "kept")
+        states = dict(zip(names, storage.layouts, strict=False))
+    text += '"'
+    for word in list(states)[1:]:
+        text += f', {word}="{states[word].format(shape)}"'
     dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
     if length is not None:
         text += f", piece=Piece({dim}, {start}, {length})"

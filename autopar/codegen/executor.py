@@ -15,11 +15,15 @@ from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import State
+from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
 
 
 class Executor:
     """One device's part of a program.
+
+    `state.parameters`, `tensors` and `weights.updated` stand in one order: what the program stores,
+    what this device holds of it, and what its optimizer updates of that.
 
     Args:
         program: the loaded module.
@@ -59,10 +63,11 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
-        self.optimizer = optimizer([t for t in self.tensors if isinstance(t, nn.Parameter)])
+        self.weights = Weights(runtime, self.state.parameters, self.tensors)
+        self.optimizer = optimizer(self.weights.trained)
         refuse_what_shards_break(self.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
-        self.gradients = runtime.gradients = Gradients(runtime.device)
+        self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
         self.watch = Watch.over(runtime.ranks)
         everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
@@ -92,9 +97,10 @@ class Executor:
             torch.autograd.backward(loss)
             self.gradients.collect()
             if self.clip_norm is not None:
-                gradients = [t.grad if t.requires_grad else None for t in self.tensors]
+                gradients = self.weights.gradients
                 self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
             self.optimizer.step()
+            self.weights.gather()
         return loss.detach()
 
     @torch.no_grad()

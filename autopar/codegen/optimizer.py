@@ -19,7 +19,7 @@ _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 def refuse_what_shards_break(optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
     """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
     kind = type(optimizer).__name__
-    cut = [p.name for p in parameters if p.layout.sharded_axes or p.piece]
+    cut = [p.name for p in parameters if p.storage.updated.sharded_axes or p.piece]
     if kind in _NOT_ELEMENTWISE and cut:
         raise ProgramError(
             f"{kind} cannot train a sharded parameter",

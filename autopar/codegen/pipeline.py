@@ -94,7 +94,7 @@ class Pipeline:
         }
         self.loaded = not any(value.is_meta for value in values.values())
         self._load(values if self.loaded else None, from_first=True)
-        trained = [t for stage in self.stages.values() for t in stage.trained.values()]
+        trained = [t for stage in self.stages.values() for t in stage.weights.trained]
         self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
         for stage in self.stages.values():
             refuse_what_shards_break(self.optimizer, stage.state.parameters)
@@ -103,7 +103,8 @@ class Pipeline:
                 for action in self.row
             )
             if stage.runtime.gradients is None:
-                stage.runtime.gradients = Gradients(device, rounds)
+                stage.runtime.gradients = Gradients(stage.weights, device, rounds)
+            stage.runtime.gradients.weights |= stage.weights.moving
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self._in_training = self._coming(placement.rows)
         forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
@@ -156,6 +157,8 @@ class Pipeline:
             if self.clip_norm is not None:
                 self.grad_norm = self._clip(self.clip_norm)
             self.optimizer.step()
+            for stage in self.stages.values():
+                stage.weights.gather()
             return self._mean(losses)
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
@@ -223,7 +226,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         gradients: list[Tensor | None] = []
         for stage in self.stages.values():
-            own = [t.grad if t.requires_grad else None for t in stage.tensors]
+            own = stage.weights.gradients
             total += stage.state.squares(own, self.copies.counted_elsewhere(stage))
             gradients += own
         if self.world > 1:

@@ -16,6 +16,7 @@ from autopar.codegen.collectives import Communicator
 from autopar.codegen.random import Random
 from autopar.codegen.state import Parameter, Piece
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
 
@@ -107,18 +108,35 @@ def received(text: str, *, gradient: bool = True) -> Received:
 
 
 def stored(
-    name: str, text: str, *, piece: Piece | None = None, trainable: bool = True
+    name: str,
+    text: str,
+    *,
+    grads: str = "",
+    updated: str = "",
+    kept: str = "",
+    piece: Piece | None = None,
+    trainable: bool = True,
 ) -> Parameter:
     """One line of a program's table of parameters.
 
     Args:
         name: its name in the model's state_dict.
-        text: dtype, global shape and layout, "f32[768, 3072@gpu]".
+        text: dtype, global shape and layout between steps, "f32[768, 3072@gpu]", and behind "=>"
+            the layout in which operators use it, where that is another.
+        grads, updated: where its gradients are added up over microbatches, and where its optimizer
+            state lies; by default as the parameter does.
+        kept: how it lies between the forward and the backward; by default as it is used.
         piece: the part of the tensor called `name` that it is.
         trainable: whether it has a gradient.
 
     Raises:
-        LayoutError: `text` is no layout.
+        LayoutError: a text is no layout, or the layouts do not fit one another.
     """
-    dtype, shape, layout = typed(text)
-    return Parameter(name, shape, dtype, layout, piece, trainable)
+    first, arrow, second = text.partition("=>")
+    dtype, shape, held = typed(first)
+    used = Layout.parse(second)[1] if arrow else Layout(held.dims)
+    layouts = [held]
+    if grads or updated or kept:
+        layouts += [Layout.parse(state)[1] if state else held for state in (grads, updated)]
+        layouts += [Layout.parse(kept)[1]] if kept else []
+    return Parameter(name, shape, dtype, Storage.of(used, layouts), piece, trainable)

@@ -80,7 +80,35 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
             before, after = src.format(tensor.shape), dst.format(tensor.shape)
             root = _parameter_of(graph, value)
             found.append(Move(value, reader, before, after, calls, times, root))
-    return (*found, *_exchanges(graph, plan, price))
+    return (*found, *_of_parameters(graph, plan, price), *_exchanges(graph, plan, price))
+
+
+def _of_parameters(
+    graph: Graph, plan: Plan, price: Callable[[Collective], float]
+) -> Iterator[Move]:
+    """What parameters and their gradients send; of what a step does once a microbatch's part."""
+    for node in graph.folded:
+        if node.op != "param" or not graph.users[node.name]:
+            continue
+        share = graph.template[graph.users[node.name][0]]
+        planned(plan, graph, node.name), planned(plan, graph, share)
+        storage = plan.storage(node.name, share)
+        hops = storage.hops(node.type, plan.mesh, plan.microbatches, node.requires_grad)
+        calls = tuple(
+            Call(
+                hop.call.kind,
+                hop.call.axes,
+                hop.call.nbytes,
+                price(hop.call) * hop.times / plan.microbatches,
+                hop.when != "forward",
+            )
+            for hop in hops
+        )
+        if calls:
+            shape = node.type.shape
+            before, after = storage.format(shape), storage.used.format(shape)
+            times = graph.multiplicity[node.name]
+            yield Move(share, share, before, after, calls, times, node.name)
 
 
 def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Iterator[Move]:
@@ -145,7 +173,7 @@ def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
                 leaving, blocks = entering
                 src = planned(plan, graph, leaving).results[0][1]
                 yield leaving, node.name, tensor, src, into, blocks
-        if node.op == "autopar.share":
+        if node.op == "autopar.share" and graph[node.inputs[0]].op != "param":
             src, out = own.operands[0][1], own.results[0][1]
             yield node.name, node.name, node.type, src, out, times
     if graph.loss is not None:

@@ -249,17 +249,21 @@ def parameters(
     for node in graph.folded:
         if node.op != "param" or not graph.users[node.name]:
             continue
-        stored = planned(plan, graph, node.name).results[0][1]
-        used = planned(plan, graph, graph.users[node.name][0]).results[0][1]
+        planned(plan, graph, node.name), planned(plan, graph, graph.users[node.name][0])
+        storage = plan.storage(node.name, graph.template[graph.users[node.name][0]])
+        stored, used = storage.held, storage.used
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
         copied = used.local_bytes(node.type, plan.mesh) if used.dims != stored.dims else 0
-        gradient = times * nbytes if node.requires_grad else 0
+        updated = times * storage.updated.local_bytes(node.type, plan.mesh)
+        updated = updated if node.requires_grad else 0
+        grads = times * storage.grads.local_bytes(node.type, plan.mesh)
+        gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
         found.append(
             Parameter(
                 parameter_name(graph, node),
                 times,
                 layer[node.name],
-                f"{node.type.dtype}{stored.format(node.type.shape)}",
+                f"{node.type.dtype}{storage.format(node.type.shape)}",
                 f"{node.type.dtype}{used.format(node.type.shape)}",
                 stored.sharded_axes,
                 used.sharded_axes,
@@ -267,7 +271,7 @@ def parameters(
                 times * nbytes,
                 times * copied,
                 gradient,
-                state_bytes * gradient,
+                state_bytes * updated,
             )
         )
     return tuple(found)

@@ -35,11 +35,11 @@ from autopar.ir.graph import Graph, Node
 #   result, kept for the backward;  extra: what else it keeps;  scratch: of its kernels
 #   waiting: the gradient of its result;  new: the gradient of an operand while its backward runs
 #   gathered: a parameter as it is used, where it is stored otherwise;  copy: a parameter as the
-#   operator wants it, where it is never used so;  gradient: of a parameter, as it is stored
-#   update: temporaries of the optimizer
+#   operator wants it, where it is never used so;  accumulated: the sum of the gradients of earlier
+#   microbatches;  gradient: of a parameter, as it is updated;  update: temporaries of the optimizer
 Role = Literal[
     "leaf", "value", "owed", "kept", "extra", "scratch", "backward", "waiting", "new",
-    "gathered", "copy", "gradient", "update",
+    "gathered", "copy", "accumulated", "gradient", "update",
 ]  # fmt: skip
 Copies = NDArray[np.float64]
 IDENTITIES = ("autopar.share", "autopar.shard")
@@ -234,6 +234,7 @@ class _Step:
             self._alive(node.name, "backward", now, now)
             if self._is_parameter(node):
                 self._alive(node.name, "waiting", arrived[node.name] + 1, now - 1)
+                self._alive(node.name, "accumulated", 0, now)
                 self._alive(node.name, "gradient", now, self.last)
                 continue
             pays = paid[node.name]

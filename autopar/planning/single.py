@@ -20,11 +20,13 @@ from autopar.cost.model import AnalyticModel, CostModel
 from autopar.errors import InfeasibleError, ProgramError
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.contest import format_problem
+from autopar.intra_op.options import Lies
 from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find, solve
+from autopar.intra_op.states import StateChoice
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
@@ -33,6 +35,7 @@ from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import PASSES, Pass, prepare
+from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.units import format_bytes
 from autopar.ir.verify import verify
@@ -55,9 +58,15 @@ class Options:
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
     calibration: str | Path | None = None
+    microbatches: int = 1
+    state: str | StateSharding | None = None
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
+
+    def lies(self, mesh: Mesh) -> Lies | None:
+        """Where the states of parameters may lie, if that is said; StateError if it is nonsense."""
+        return None if self.state is None else StateChoice.read(self.state, mesh).storages
 
 
 class Trace:
@@ -149,10 +158,15 @@ def make_plan(
         unknown_ops=options.unknown_ops,
         pins=pins,
         slowdown=device(mesh).slowdown,
+        microbatches=options.microbatches,
+        lies=options.lies(mesh),
     )
     limited = replace(built.problem, memory_limit=max(limit, 0.0))
     trace("problem.json", lambda: format_problem(limited))
-    within = {"limit": limit, "state": state_bytes} if limit < math.inf else {"state": state_bytes}
+    within = {"limit": limit} if limit < math.inf else {}
+    within["state"] = state_bytes
+    if options.microbatches > 1:
+        within["microbatches"] = options.microbatches
 
     def planned(allowed: float) -> tuple[Plan, float]:
         problem = replace(built.problem, memory_limit=allowed)

@@ -142,7 +142,7 @@ class StageCosts:
         self._layered = layered
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
-        self._planned: dict[tuple[str, Mesh], _Planned] = {}
+        self._planned: dict[tuple[str, Mesh, int], _Planned] = {}
         self._prices: dict[Mesh, CostModel] = {}
 
     def layered(self, microbatches: int) -> Layered:
@@ -198,9 +198,9 @@ class StageCosts:
         self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int, memory: float
     ) -> list[Candidate]:
         """The frontier on one logical mesh."""
-        key = (alike(graph), mesh)
+        key = (alike(graph), mesh, microbatches)
         if key not in self._planned:
-            self._planned[key] = self._plan(graph, mesh)
+            self._planned[key] = self._plan(graph, mesh, microbatches)
         planned = self._planned[key]
         repeated = [count for _, count in signature if count > 1]
         # A run that the graph does not fold stands in it whole.
@@ -211,7 +211,7 @@ class StageCosts:
         in_flight = 1
         while in_flight <= self.most:
             if not any(way.memory(in_flight) <= memory for way in found):
-                problem = _scaled(planned, ratios, microbatches, in_flight, memory)
+                problem = _scaled(planned, ratios, in_flight, memory)
                 try:
                     choice = solve(problem, solver=self.options.solver).choice
                 except InfeasibleError:
@@ -223,7 +223,7 @@ class StageCosts:
             in_flight *= 2
         return found
 
-    def _plan(self, graph: Graph, mesh: Mesh) -> _Planned:
+    def _plan(self, graph: Graph, mesh: Mesh, microbatches: int) -> _Planned:
         model = self._price(mesh)
         built = build(
             graph,
@@ -234,6 +234,8 @@ class StageCosts:
             unknown_ops=self.options.unknown_ops,
             pins=spell_out(self.options.pins, graph, mesh, self.options.table),
             slowdown=device(mesh).slowdown,
+            microbatches=microbatches,
+            lies=self.options.lies(mesh),
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
@@ -257,10 +259,12 @@ class StageCosts:
                         count
                         * model.compute(
                             optimizer_work(
-                                option.stored.local_bytes(leaf, mesh), self.state_bytes, leaf.dtype
+                                option.storage.updated.local_bytes(leaf, mesh),
+                                self.state_bytes,
+                                leaf.dtype,
                             )
                         )
-                        if trained and option.stored is not None
+                        if trained and option.storage is not None
                         else 0.0
                         for option in options
                     ]
@@ -284,13 +288,16 @@ class StageCosts:
     ) -> Candidate:
         """The figures of one choice."""
         built = planned.built
-        whole = beside = backward = update = fixed = each = 0.0
+        whole = beside = reduced = gathered = backward = update = fixed = each = 0.0
         rows = zip(built.problem.nodes, built.options, choice, planned.grows, strict=True)
         for at, (node, options, index, run) in enumerate(rows):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * node.cost[index]
             backward += ratio * _at(built.backward, node.name, index)
             beside += ratio * _at(built.beside, node.name, index)
+            if node.name in built.once:
+                reduced += ratio * built.once[node.name][index][0]
+                gathered += ratio * built.once[node.name][index][1]
             update += ratio * float(planned.update[at][index])
             held = ratio * _at(built.sums, node.name, index)
             if options[index].stored is None:
@@ -300,10 +307,13 @@ class StageCosts:
         for edge, run in zip(built.problem.edges, planned.edges, strict=True):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
-        seconds = whole - beside
+        seconds = whole - (reduced + gathered) / microbatches
         # Communication is about the same in both directions.
         after = min(backward + (seconds - 1.5 * backward) / 2, seconds) if backward else 0.0
-        once = side_by_side(backward, beside, built.slowdown) - backward + update
+        # What a step does once: reductions beside the last backward, then the update.
+        inside = min(reduced, microbatches * beside)  # none where the backward waits
+        once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
+        once += gathered + update
         peak = evaluate(built.problem, choice).peak
         small = sum(
             _at(built.sums, n.name, i) for n, i in zip(built.problem.nodes, choice, strict=True)
@@ -326,22 +336,16 @@ def _at(rows: Mapping[str, tuple[float, ...]], name: str, index: int) -> float:
 def _scaled(
     planned: _Planned,
     ratios: Sequence[float],
-    microbatches: int,
     in_flight: int,
     memory: float,
 ) -> Problem:
     """The problem of longer runs, with what is done once a step counted as its part."""
     built = planned.built
-    saved = 1 - 1 / microbatches
     nodes = []
     for node, options, run in zip(built.problem.nodes, built.options, planned.grows, strict=True):
         ratio = 1.0 if run < 0 else ratios[run]
         copies = ratio * (1.0 if options[0].stored is not None else in_flight)
-        beside = built.beside.get(node.name, (0.0,) * len(node.cost))
-        cost = tuple(
-            ratio * max(seconds - saved * once, 0.0)
-            for seconds, once in zip(node.cost, beside, strict=True)
-        )
+        cost = tuple(ratio * seconds for seconds in node.cost)
         held = tuple(copies * nbytes for nbytes in built.sums.get(node.name, (0.0,) * len(cost)))
         nodes.append(Choices(node.name, node.labels, cost, held, (0, 1)))
     edges = tuple(

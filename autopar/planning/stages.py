@@ -187,7 +187,7 @@ def plan_stages(
         # Pins are by name, and equal stages differ in names.
         key = (alike(part), held[0].mesh, str(number) if pins[number] else "")
         if key not in known:
-            own = replace(options, pins=pins[number])
+            own = replace(options, pins=pins[number], microbatches=microbatches)
             known[key] = (part, make_plan(part, held[0].mesh, own, trace, state_bytes))
         plan = translated(*known[key], part)
         end = ends[number] if number < len(ends) else ""

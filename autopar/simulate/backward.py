@@ -14,6 +14,7 @@ from autopar.cost.model import NodeWork, Work
 from autopar.ir.collective import Collective
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
+from autopar.simulate.weights import Used, Weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Ran:
 
 @dataclass(eq=False, slots=True)
 class Moved:
-    """A layout change on the tape; `beside` if nothing but the optimizer needs its gradient."""
+    """A layout change on the tape."""
 
     name: str
     call: Collective | None
@@ -46,7 +47,6 @@ class Moved:
     cause: Cause
     source: Value
     target: Value
-    beside: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -58,10 +58,10 @@ class Met:
     value: Value
 
 
-Entry = Ran | Moved | Met
+Entry = Ran | Moved | Used | Met
 
 
-def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozenset[str]) -> None:
+def backward(tape: list[Entry], loss: Value, recorder: Recorder, weights: Weights) -> None:
     """Play `tape` from its end and leave every parameter its gradient; the tape is used up."""
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
@@ -75,7 +75,9 @@ def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozen
                 needs = [entry.value.gradient_ready]
                 recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
         elif isinstance(entry, Moved):
-            _move(entry, recorder, overlap)
+            _move(entry, recorder)
+        elif isinstance(entry, Used):
+            weights.give(entry)
         else:
             _compute(entry, recorder)
     recorder.compute("end of backward", "", (), recorder.pending)
@@ -114,7 +116,7 @@ def _compute(entry: Ran, recorder: Recorder) -> None:
         _give(operand, buffer, ready, recorder)
 
 
-def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
+def _move(entry: Moved, recorder: Recorder) -> None:
     source, target = entry.source, entry.target
     gradient, ready = target.gradient, target.gradient_ready
     if gradient is None:
@@ -123,13 +125,8 @@ def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        if entry.beside and entry.cause in overlap:
-            needs = [ready, recorder.launched]
-            ready = recorder.launch(name, entry.name, entry.call, entry.cause, needs)
-            recorder.launched = ready  # one after another, on a stream of their own
-        else:
-            recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
-            ready = -1
+        recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
+        ready = -1
     elif entry.transfer.result is not None:
         recorder.compute(title, entry.name, (), [ready])
         ready = -1

@@ -21,8 +21,19 @@ from autopar.ir.graph import Graph, Node
 from autopar.plan import Plan
 from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
+from autopar.simulate.program import (
+    LEAF,
+    Call,
+    Compute,
+    Function,
+    Move,
+    Program,
+    Sum,
+    Use,
+    program,
+)
 from autopar.simulate.task import Cause, Task
+from autopar.simulate.weights import Used, Weight, Weights
 
 OVERLAPS = ("gradient", "parameter")
 _NO_WORK = NodeWork()
@@ -114,7 +125,9 @@ class _Player:
     ) -> None:
         self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
         self.recorder = Recorder()
+        self.weights = Weights(plan.mesh, self.recorder, settings.overlap)
         self.leaves: dict[str, Value] = {}
+        self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
         self.tape: list[Entry] = []
         self.operators: dict[str, Operator] = {}
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
@@ -133,9 +146,10 @@ class _Player:
         for value in outputs:
             if value is not loss:
                 self.recorder.drop(value.buffer)
-        backward(self.tape, loss, self.recorder, self.settings.overlap)
+        backward(self.tape, loss, self.recorder, self.weights)
         self.recorder.drop(loss.buffer)
         self._optimizer()
+        self.weights.gather()
         return self.recorder.tasks()
 
     def _begin(self) -> None:
@@ -150,9 +164,22 @@ class _Player:
             kind = "batch" if node.op in ("input", "received") else "parameter"
             buffer = recorder.hold(recorder.allocate(kind, node.name, nbytes))
             self.leaves[node.name] = Value(buffer, node.requires_grad)
-            if node.op == "param" and node.requires_grad and self.settings.state_bytes:
-                state = nbytes * self.settings.state_bytes
-                recorder.hold(recorder.allocate("optimizer", node.name, state))
+            if node.op == "param" and self.graph.users[node.name]:
+                self._parameter(node)
+
+    def _parameter(self, node: Node) -> None:
+        """Where the states of a parameter lie."""
+        share = self.graph.template[self.graph.users[node.name][0]]
+        storage = self.plan.storage(self.graph.template[node.name], share)
+        if storage.moves:
+            count = self.plan.microbatches
+            hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
+            value = self.leaves[node.name]
+            self.weights.add(Weight(node.name, node, storage, value, hops), count)
+        self.updated[node.name] = float(storage.updated.local_bytes(node.type, self.plan.mesh))
+        if node.requires_grad and self.settings.state_bytes:
+            state = self.updated[node.name] * self.settings.state_bytes
+            self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
 
     # Forward ---------------------------------------------------------------------------------
 
@@ -172,6 +199,8 @@ class _Player:
             elif isinstance(line, Move):
                 source = self._read(frame, names, line.source)
                 self._bind(frame, line.target, self._move(line, source, names))
+            elif isinstance(line, Use):
+                self._bind(frame, line.target, self._use(line, names))
             elif isinstance(line, Sum):
                 self._meet(line, self._read(frame, names, line.variable), names)
             elif isinstance(line, Call):
@@ -261,6 +290,13 @@ class _Player:
             self.tape.append(Ran(name, operator, operands, value, saved))
         return value
 
+    def _use(self, line: Use, names: dict[str, str]) -> Value:
+        weight = self.weights.known[names.get(line.leaf.name, line.leaf.name)]
+        target = self.weights.use(weight, self.before)
+        if target.grad:
+            self.tape.append(Used(weight, target))
+        return target
+
     def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
         recorder, step = self.recorder, line.step
         if id(step) not in self.transfers:
@@ -286,8 +322,7 @@ class _Player:
         if source.grad:
             source.readers += 1
             back: Cause = "gradient" if parameter else "activation"
-            beside = line.source.startswith(LEAF)
-            entry = Moved(value_of, step.backward, gradient, back, source, target, beside)
+            entry = Moved(value_of, step.backward, gradient, back, source, target)
             self.tape.append(entry)
         return target
 
@@ -312,7 +347,7 @@ class _Player:
         recorder, settings = self.recorder, self.settings
         recorder.phase = "optimizer"
         trained = [
-            (node, self.leaves[node.name].buffer.nbytes)
+            (node, self.updated[node.name])
             for node in self.graph.leaves("param")
             if self.leaves[node.name].gradient is not None
         ]
