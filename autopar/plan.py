@@ -73,6 +73,7 @@ class Plan:
             again under it. A plan that is only used need not keep it.
         memory: what it was made within: the "limit" in bytes a device, the optimizer's "state" in
             units of a parameter's own bytes (AdamW: 2), and the "microbatches" of a step.
+        state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -87,6 +88,7 @@ class Plan:
     pins: dict[str, str] = field(default_factory=dict)
     solver: dict[str, str | float] = field(default_factory=dict, compare=False)
     memory: dict[str, float] = field(default_factory=dict)
+    state: str = ""
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -122,6 +124,8 @@ class Plan:
             document["replicated"] = dict(self.replicated)
         if self.pins:
             document["pins"] = dict(self.pins)
+        if self.state:
+            document["state"] = self.state
         if self.memory:
             document["memory"] = dict(self.memory)
         if self.solver:
@@ -164,7 +168,10 @@ class Plan:
             }
             mesh = Mesh.parse(table["mesh"])
             memory = {name: _figure(value) for name, value in table.get("memory", {}).items()}
-            return cls(table["graph"], mesh, nodes, predicted, model, whole, pins, solver, memory)
+            state = str(table.get("state", ""))
+            return cls(
+                table["graph"], mesh, nodes, predicted, model, whole, pins, solver, memory, state
+            )
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.codegen import torch_private
 from autopar.ir.mesh import Mesh
-from autopar.pins import Word, data_parallel, megatron
+from autopar.pins import Subject, Word, data_parallel, megatron
 from autopar.planning.single import Trace
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
 STEPS = 3
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Block(nn.Module):
@@ -61,6 +62,18 @@ def tiny() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @dataclass(frozen=True)
+class UsedWhole:
+    """Data parallelism over some axes, by default all, that leaves open how parameters lie."""
+
+    axes: tuple[str, ...] = ()
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """Its pins."""
+        pins = data_parallel(*self.axes)(subject)
+        return {key: text.rpartition("=> ")[2] for key, text in pins.items()}
+
+
+@dataclass(frozen=True)
 class Case:
     """One run.
 
@@ -76,26 +89,14 @@ class Case:
     state: str
     microbatches: int = 1
     tensor: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-2)
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]] = tiny
     stages: int = 1
 
     @property
     def pins(self) -> list[Word]:
         """Data parallelism, with Megatron's beside it if that is asked for."""
-        return [data_parallel_use("node"), megatron("gpu")] if self.tensor else [data_parallel_use()]
-
-
-@dataclass(frozen=True)
-class data_parallel_use:  # noqa: N801
-    """Data parallelism that leaves open how parameters are stored."""
-
-    axis: str = ""
-
-    def __call__(self, subject: Any) -> dict[str, str]:
-        """Its pins."""
-        pins = data_parallel(*([self.axis] if self.axis else []))(subject)
-        return {key: text.rpartition("=> ")[2] for key, text in pins.items()}
+        return [UsedWhole(("node",)), megatron("gpu")] if self.tensor else [UsedWhole()]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from autopar.ir.state import shardings
 from tests.ranks import run_ranks
 from tests.state_sharding import Case, Jobs, unsharded

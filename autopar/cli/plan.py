@@ -42,6 +42,11 @@ from autopar.planning.single import Options, make_plan
 )
 @fixed_beforehand
 @click.option(
+    "--state",
+    metavar="NAME",
+    help='How far states of replicas are split: zero3, "paro-iig over node", NIG; else chosen.',
+)
+@click.option(
     "--solver",
     default="ilp",
     show_default=True,
@@ -79,6 +84,7 @@ def command(
     plans: tuple[str, ...],
     layouts: tuple[str, ...],
     source: Path | None,
+    state: str | None,
     solver: str,
     calibration: Path | None,
     trace: Path | None,
@@ -96,15 +102,21 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --pins data_parallel:node --pins megatron:gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --state "paro-iig over node"
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
     mesh = as_mesh(mesh_text)
-    within = Plan.load(source).memory if source else {}
+    before = Plan.load(source) if source else None
+    within = before.memory if before else {}
+    state = state or (before.state or None if before else None)
     limit = within.get("limit", device(mesh).memory)
     limit = limit if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
-    options = Options(None, limit, unknown_ops, trace, pins, solver, known, calibration)
+    options = Options(
+        None, limit, unknown_ops, trace, pins, solver, known, calibration,
+        microbatches=int(within.get("microbatches", 1)), state=state,
+    )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)

@@ -180,6 +180,7 @@ def make_plan(
             pins=pins,
             solver=found_by(built.problem, solution),
             memory=within,
+            state="" if options.state is None else str(options.state),
         )
         peak = simulated_peak(graph, found, options.table, prices, state_bytes)
         simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -143,9 +143,23 @@ class Ledger(Across):
         "all_to_all": ("all_to_all", "all_to_all", "both"),
     }
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, parameters: Mapping[int, Parameter] | None = None) -> None:
         self.mesh, self.device = mesh, torch.device("cpu")
         self.calls: list[Collective] = []
+        self.parameters = parameters or {}  # by the id of what is held of them
+
+    def use(self, x: Tensor, parameter: Parameter) -> Tensor:
+        """A parameter as operators use it; its gradient takes the way that its table tells."""
+        hops = parameter.storage.hops(parameter.type, self.mesh, trained=parameter.trainable)
+        self.calls += [hop.call for hop in hops if hop.when == "forward"]
+        out = x
+        for dim, size in enumerate(parameter.storage.used.local_shape(parameter.shape, self.mesh)):
+            out = torch.cat([out] * (-(-size // out.shape[dim])), dim).narrow(dim, 0, size)
+        out = out.clone()
+        if out.requires_grad:
+            later = [hop.call for hop in hops if hop.when != "forward"]
+            out.register_hook(lambda grad: self.calls.extend(later))
+        return out
 
     def part(self, size: int, axis: Any) -> int:
         """The first device's part, which is the longest."""
@@ -168,6 +182,9 @@ class Ledger(Across):
             size: int | None = None,
         ) -> Tensor:
             axes = (axis,) if isinstance(axis, str) else axis
+            parameter = self.parameters.get(id(x))
+            if parameter is not None and parameter.storage.moves:
+                return self.use(x, parameter)
             if forward is not None:
                 self.calls.append(Collective(forward, axes, x.nbytes))
             count = 1
@@ -190,8 +207,10 @@ class Ledger(Across):
 
 def sent(case: Case, source: str, mesh: Mesh) -> list[Collective]:
     """The collectives of one training step of a program, as it runs."""
-    program, ledger = load(source, "<ledger>"), Ledger(mesh)
-    values = local_values(case, program.parameters(), mesh)
+    program = load(source, "<ledger>")
+    table = program.parameters()
+    values = local_values(case, table, mesh)
+    ledger = Ledger(mesh, {id(values[one.key]): one for one in table})
     outputs = program.forward(ledger, values, case.captured.inputs.flatten((), case.batch))
     torch.autograd.backward(outputs[program.LOSS])
     return ledger.calls

@@ -35,9 +35,10 @@ class Model(nn.Module):
 def parameters() -> list[Parameter]:
     """Unequal pieces, listed out of order, in layouts of their own."""
     rows = Storage.as_is(Layout((("gpu",), ())))
+    columns = Storage.as_is(Layout(((), ("gpu",))))
     return [
         Parameter("embed.weight", (8, 4), "f32", Storage.as_is(Layout((("gpu", "node"), ())))),
-        Parameter("fused.weight", (8, 4), "f32", Storage.as_is(Layout(((), ("gpu",)))), Piece(0, 4, 8)),
+        Parameter("fused.weight", (8, 4), "f32", columns, Piece(0, 4, 8)),
         Parameter("fused.weight", (4, 4), "f32", rows, Piece(0, 0, 4)),
         Parameter("fused.bias", (12,), "f32", Storage.as_is(Layout(((),)))),
     ]
