@@ -18,6 +18,7 @@ from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.scope import Held, Printer, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.recompute import Recompute, common_module, of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -69,6 +70,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     imports = ["import torch"] if re.search(r"\btorch\.", bare) else []
     imports += ["import torch.nn.functional as F"] if re.search(r"\bF\.", bare) else []
     imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
+    if "checkpoint(" in bare:
+        imports += ["from torch.utils.checkpoint import checkpoint"]
+    if "=keep_products" in bare:
+        imports += ["from autopar.codegen.recompute import keep_products"]
     imports += [f"from autopar.codegen.runtime import {'received, ' * bool(received)}stored"]
     constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
     if constants and "import torch" not in imports:
@@ -93,7 +98,8 @@ def _is_stage(graph: Graph) -> bool:
 def _sorted_imports(lines: list[str]) -> list[str]:
     """Library imports, an empty line, the project's own, in the order of isort."""
     own = sorted(line for line in lines if line.startswith("from autopar"))
-    return [*(line for line in lines if line.startswith("import")), "", *own]
+    library = [line for line in lines if line.startswith(("import", "from torch"))]
+    return [*library, "", *own]
 
 
 def _header(graph: Graph, plan: Plan) -> str:
@@ -229,7 +235,8 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
         for name in reads
         if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
     )
-    function = wish = f"{_common_module(graph, repeat)}_block"
+    module = common_module(graph, repeat)
+    function = wish = f"{module[-1] if module else 'repeated'}_block"
     for number in itertools.count(2):
         if function not in taken:
             break
@@ -275,18 +282,6 @@ def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
     return f"{tensor.dtype}{layout.format(tensor.shape)}"
 
 
-def _common_module(graph: Graph, repeat: Repeat) -> str:
-    """The last word of the module path that the parameters of the first block share."""
-    paths = [graph[name].target.split(".") for name in repeat.iterations[0] if graph[name].is_leaf]
-    common: list[str] = []
-    for words in zip(*paths, strict=False):
-        if len(set(words)) > 1:
-            break
-        common.append(words[0])
-    named = [word for word in common if word.isidentifier()]
-    return named[-1] if named else "repeated"
-
-
 def _forward(printer: Printer, blocks: list[_Block]) -> str:
     """The function that computes the outputs from the batch."""
     graph = printer.graph
@@ -307,6 +302,8 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
             scope.line(f"{variable} = batch[{_quoted(leaf.target)}]", note)
     called: set[str] = set()
+    planned = of_runs(graph, printer.plan.recompute)
+    again = {block.function: how for block, how in zip(blocks, planned, strict=True)}
     for node in graph.nodes:
         if node.is_leaf:
             continue
@@ -315,7 +312,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             scope.add(node)
         elif block.function not in called:
             called.add(block.function)
-            _call(printer, scope, block)
+            _call(printer, scope, block, again[block.function])
     results = {
         name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
     }
@@ -326,8 +323,8 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     )
 
 
-def _call(printer: Printer, scope: Scope, block: _Block) -> None:
-    """The loop over the blocks of a run."""
+def _call(printer: Printer, scope: Scope, block: _Block, how: Recompute | None) -> None:
+    """The loop over the blocks of a run; the first ones may be run again in the backward."""
     graph, repeat = printer.graph, block.repeat
     inside = set(repeat.iterations[0])
     variables, layouts = [], []
@@ -341,18 +338,34 @@ def _call(printer: Printer, scope: Scope, block: _Block) -> None:
         if target != variable:
             scope.line(f"{target} = {variable}")
     outside = [scope.operand(name, printer.result(name)) for name in block.outside]
-    start, stop = block.keys.start, block.keys.start + repeat.count
-    bounds = f"{start}, {stop}" if start else f"{stop}"
-    head = f"for i in range({bounds}):"
-    index = "i"
-    if block.keys.table:
-        head, index = f"for names in {block.function.upper()}_NAMES:", "names"
-    arguments = ", ".join(["mesh", "p", index, *targets, *outside])
-    scope.line(head)
-    scope.line(f"    {', '.join(targets)} = {block.function}({arguments})")
+    arguments = ["mesh", "p", "names" if block.keys.table else "i", *targets, *outside]
+    split = how.blocks if how is not None else 0
+    for begin, end in ((0, split), (split, repeat.count)):
+        if begin == end:
+            continue
+        called = f"{block.function}({', '.join(arguments)})"
+        if how is not None and begin == 0:
+            called = _checkpointed(block.function, arguments, how)
+        scope.line(_head(block, begin, end))
+        scope.line(f"    {', '.join(targets)} = {called}")
     last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
     for (_, leaves), target, layout in zip(repeat.carried, targets, layouts, strict=True):
         scope.held[last[leaves]] = Held(target, layout)
+
+
+def _head(block: _Block, begin: int, end: int) -> str:
+    """The loop over the blocks from `begin` to before `end`."""
+    if block.keys.table:
+        part = f"[{begin or ''}:{end}]" if end - begin < block.repeat.count else ""
+        return f"for names in {block.function.upper()}_NAMES{part}:"
+    start, stop = block.keys.start + begin, block.keys.start + end
+    return f"for i in range({f'{start}, {stop}' if start else stop}):"
+
+
+def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
+    """The call of a block that is run again in the backward."""
+    keep = ", context_fn=keep_products" if how.kind == "selective" else ""
+    return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
 
 
 def _parameters(printer: Printer, blocks: list[_Block]) -> str:

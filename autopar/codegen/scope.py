@@ -31,6 +31,8 @@ RESERVED = (
     "names",
     "stored",
     "Piece",
+    "checkpoint",
+    "keep_products",
 )
 # What stands for a layout of its own and computes nothing.
 IDENTITIES = ("autopar.share", "autopar.shard")
