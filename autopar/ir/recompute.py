@@ -57,11 +57,13 @@ class Again:
         operators: those that are computed again.
         reached: all whose operands are brought into their layouts again.
         kept: those whose results are kept instead.
+        last: the last of which autograd keeps something, "" for none.
     """
 
     operators: frozenset[str]
     reached: frozenset[str]
     kept: frozenset[str]
+    last: str = ""
 
 
 def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
@@ -75,7 +77,7 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
     # What it keeps of its operands is there before it runs.
     runs = bool(last.saved_types) or last.name in last.saved
     reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
-    return Again(reached - kept - (frozenset() if runs else {last.name}), reached, kept)
+    return Again(reached - kept - (frozenset() if runs else {last.name}), reached, kept, last.name)
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ backward has run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.cost.memory import Recipe, Transfer
@@ -58,7 +59,22 @@ class Met:
     value: Value
 
 
-Entry = Ran | Moved | Met
+@dataclass(eq=False, slots=True)
+class Block:
+    """A block that is computed again in the backward.
+
+    Attributes:
+        arguments: what entered it, kept until its backward is done.
+        results: what came of it.
+        again: computes it again; its tape, and its results on that.
+    """
+
+    arguments: list[Value]
+    results: list[Value]
+    again: Callable[[], tuple[list[Entry], list[Value]]]
+
+
+Entry = Ran | Moved | Met | Block
 
 
 def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozenset[str]) -> None:
@@ -68,6 +84,11 @@ def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozen
     loss.gradient = recorder.hold(
         recorder.allocate("temporary", "gradient of the loss", loss.buffer.nbytes)
     )
+    _play(tape, recorder, overlap)
+    recorder.compute("end of backward", "", (), recorder.pending)
+
+
+def _play(tape: list[Entry], recorder: Recorder, overlap: frozenset[str]) -> None:
     while tape:
         entry = tape.pop()
         if isinstance(entry, Met):
@@ -76,9 +97,22 @@ def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozen
                 recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
         elif isinstance(entry, Moved):
             _move(entry, recorder, overlap)
-        else:
+        elif isinstance(entry, Ran):
             _compute(entry, recorder)
-    recorder.compute("end of backward", "", (), recorder.pending)
+        else:
+            _again(entry, recorder, overlap)
+
+
+def _again(entry: Block, recorder: Recorder, overlap: frozenset[str]) -> None:
+    """Compute a block again, then play its backward."""
+    if any(value.gradient is not None for value in entry.results):
+        tape, results = entry.again()
+        for outer, inner in zip(entry.results, results, strict=True):
+            inner.gradient, inner.gradient_ready = outer.gradient, outer.gradient_ready
+            outer.gradient = None
+        _play(tape, recorder, overlap)
+    for value in entry.arguments:
+        recorder.drop(value.buffer)
 
 
 def _compute(entry: Ran, recorder: Recorder) -> None:
