@@ -28,6 +28,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.recompute import Recompute, again, of_runs
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
@@ -36,6 +37,20 @@ __all__ = ["Builder", "Built", "build", "layouts"]
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
 Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
+
+
+class _Again:
+    """How often the nodes of the folded graph are run again, and how often their operands are
+    brought into their layouts again."""
+
+    def __init__(self, graph: Graph, recompute: Mapping[str, Recompute]) -> None:
+        self.operators: dict[str, int] = {}
+        self.reached: dict[str, int] = {}
+        for repeat, how in zip(graph.repeats, of_runs(graph, recompute), strict=True):
+            if how is not None:
+                what = again(graph, repeat, how.kind)
+                self.operators |= dict.fromkeys(what.operators, how.blocks)
+                self.reached |= dict.fromkeys(what.reached, how.blocks)
 
 
 class Builder:
@@ -52,6 +67,7 @@ class Builder:
         pins: Pins,
         slowdown: float,
         limited: bool = False,
+        recompute: Mapping[str, Recompute] | None = None,
     ) -> None:
         self.slowdown, self.limited = slowdown, limited
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
@@ -66,7 +82,8 @@ class Builder:
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator)
+        self.alive = lifetimes(graph, self.accelerator, recompute)
+        self.again = _Again(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
@@ -86,7 +103,11 @@ class Builder:
             self.replicated.append(node.name)
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
-        asked = tuple(count * self._exchange_seconds(node, option) for option in options)
+        again = self.again.operators.get(node.name, 0)
+        asked = tuple(
+            (count + again) * forward + count * backward
+            for forward, backward in (self._exchange_seconds(node, option) for option in options)
+        )
         if any(asked):
             self.exchanged[node.name] = asked
         kernels = [self._seconds(node, option, signature) for option in options]
@@ -97,7 +118,7 @@ class Builder:
         if any(backward):
             self.backward[node.name] = backward
         cost = tuple(
-            count * forward + after + self._loss_seconds(node, option) + inside
+            (count + again) * forward + after + self._loss_seconds(node, option) + inside
             for option, (forward, _), after, inside in zip(
                 options, kernels, backward, asked, strict=True
             )
@@ -109,14 +130,17 @@ class Builder:
         options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
         options = self.pins.keep(share, options)
         count = self.graph.multiplicity[node.name]
+        again = self.again.operators.get(share.name, 0)
         cost, beside = [], []
         roles: tuple[Role, ...] = ("leaf", "gathered", "waiting", "backward", "gradient", "update")
         rows: Rows = {(role, -1): [] for role in roles}
         state = self.state_bytes if node.requires_grad else 0.0
         for option in options:
             stored, used = option.operands[0], option.results[0]
-            seconds = self.resharder.cost(node.type, stored, used, node.requires_grad)
-            cost.append(count * seconds)
+            seconds = count * self.resharder.cost(node.type, stored, used, node.requires_grad)
+            if again:
+                seconds += again * self.resharder.cost(node.type, stored, used, False)
+            cost.append(seconds)
             beside.append(count * self._beside_seconds(node, stored, used))
             held, read = (float(side.local_bytes(node.type, self.mesh)) for side in (stored, used))
             gathered = read if used.dims != stored.dims else 0.0
@@ -182,11 +206,11 @@ class Builder:
                 seconds += (readers - 1) * self.model.compute(work)
         return seconds
 
-    def _exchange_seconds(self, node: Node, option: Option) -> float:
-        """What the operator itself sends, in both directions."""
+    def _exchange_seconds(self, node: Node, option: Option) -> tuple[float, float]:
+        """What the operator itself sends, forwards and backwards."""
         types = operand_types(self.graph, node)
         forward, backward = exchanged(node, types, option.operands, self.mesh)
-        return sum(map(self.model.collective, (*forward, *backward)))
+        return sum(map(self.model.collective, forward)), sum(map(self.model.collective, backward))
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """The loss ends whole on every device, so that all report the same."""
@@ -230,7 +254,7 @@ class Builder:
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
                 rows.setdefault(key, []).append(nbytes)
-        count = self.graph.multiplicity[node.name]
+        count = self.graph.multiplicity[node.name] - self.again.operators.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
             copies = self.alive.payers.get((node.name, place), 0)
@@ -260,10 +284,13 @@ class Builder:
                 if self.position[source] == self.position[node.name]:
                     continue
                 enters = (value, node.name) in leaving
-                count = 1 if enters else self.graph.multiplicity[node.name]
-                yield self._edge(source, count, node, index)
-                if enters:
-                    yield self._edge(*leaving[value, node.name], node, index)
+                if not enters:
+                    count = self.graph.multiplicity[node.name]
+                    again = self.again.reached.get(node.name, 0)
+                    yield self._edge(source, count, node, index, again)
+                    continue
+                yield self._edge(source, 1, node, index)
+                yield self._edge(*leaving[value, node.name], node, index)
 
     def _held_after_blocks(self) -> dict[str, str]:
         """Value that leaves the last block of a run -> the share in whose layout it is held.
@@ -278,8 +305,11 @@ class Builder:
                 found[last[leaves]] = next(readers)
         return found
 
-    def _edge(self, source: str, count: int, node: Node, index: int) -> Edge:
-        """`count` reshardings of an operand of `node`, from what `source` gives."""
+    def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
+        """`count` reshardings of an operand of `node`, from what `source` gives.
+
+        `again` is how often only the forward is repeated.
+        """
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
         rows = [option.results[0] for option in self.options[a]]
@@ -287,9 +317,12 @@ class Builder:
         sources, targets = (
             {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
         )
-        price = np.array(self.resharder.costs(tensor, tuple(sources), tuple(targets), grad))
+        sides = tuple(sources), tuple(targets)
+        price = count * np.array(self.resharder.costs(tensor, *sides, grad))
+        if again:
+            price += again * np.array(self.resharder.costs(tensor, *sides, False))
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
-        return Edge(a, b, self._gathered_once(source, node, index, count * matrix))
+        return Edge(a, b, self._gathered_once(source, node, index, matrix))
 
     def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
         """Forbids to gather a parameter behind its share, or behind a transpose of that, where its
@@ -326,6 +359,7 @@ def build(
     unknown_ops: str = "replicate",
     pins: Mapping[str, str] | None = None,
     slowdown: float = TAKE_TURNS,
+    recompute: Mapping[str, Recompute] | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -342,6 +376,8 @@ def build(
         pins: layouts that are fixed; see pins.py.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
             took turns, leaves nothing to gain from not waiting for gradients.
+        recompute: runs of blocks that compute their activations again in the backward; their
+            layouts change again as cheaply as can be without a gradient.
         progress: told of each stage as it begins.
 
     Raises:
@@ -357,7 +393,9 @@ def build(
     progress("strategies")
     fixed = Pins(graph, pins or {})
     limited = memory_limit is not None
-    builder = Builder(graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited)
+    builder = Builder(
+        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute
+    )
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # with its share
