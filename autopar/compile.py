@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from autopar import pipelined
 from autopar.codegen import folder
+from autopar.codegen.checkpoint.checkpoints import Checkpoints
+from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
@@ -154,7 +156,7 @@ def compile(
     return program
 
 
-class Program:
+class Program(Checkpointed):
     """A model that trains in parallel; made by `compile`.
 
     Attributes:
@@ -183,6 +185,7 @@ class Program:
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
         self._source = ""
+        self._saved: Checkpoints | None = None
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
 
@@ -338,6 +341,12 @@ class Program:
         """
         captured, executor = self._ready()
         full = executor.state_dict()
+    def _checkpoints(self) -> Checkpoints:
+        captured, executor = self._ready()
+        if self._saved is None:
+            self._saved = Checkpoints.of(self._model, captured, executor)
+        return self._saved
+
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
 
         def write() -> Path:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.batches import Intake
+from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
@@ -119,7 +120,7 @@ class Executor:
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
-                why="it was compiled from a model on the meta device",
+                why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
         return self._intake.take(batch)
@@ -129,6 +130,16 @@ class Executor:
         return self.state.state_dict(self.tensors)
 
     @torch.no_grad()
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds of every parameter and buffer, for checkpoints."""
+        return held_of(self.state, self.tensors)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by name."""
+        return self.state.shapes
+
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         shards = self.state.load(values, self.runtime.device)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.codegen.batches import Intake
+from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
@@ -237,7 +238,7 @@ class Pipeline:
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
-                why="it was compiled from a model on the meta device",
+                why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
         whole_batch = self._intake.take(batch)
@@ -359,6 +360,19 @@ class Pipeline:
                 if name in full:
                     continue
                 if stage.runtime.rank >= 0:
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds; of copies, the first stage's are saved."""
+        first: dict[str, tuple[int, int]] = {}
+        for key, stage in self.everywhere.items():
+            for name in stage.state.names:
+                first.setdefault(name, key)
+        found: list[Held] = []
+        for key, stage in self.stages.items():
+            own = {name for name in stage.state.names if first[name] == key}
+            found += held_of(stage.state, stage.tensors, own)
+        return found
+
                     # A copy, as on the ranks that do not hold it.
                     value = stage.state.whole(name, stage.tensors).clone()
                 else:
