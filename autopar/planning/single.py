@@ -6,7 +6,7 @@ What `compile` and the command line do before anything is emitted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import PASSES, Pass, prepare
+from autopar.ir.recompute import Recompute
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.units import format_bytes
 from autopar.ir.verify import verify
 from autopar.plan import Plan
+from autopar.planning.recomputation import Branch, cheapest
 from autopar.simulate import run, settings_on, tasks
 
 TRIES = 4  # plans that are simulated before one fits
@@ -55,6 +57,7 @@ class Options:
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
     calibration: str | Path | None = None
+    recompute: str = "auto"
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
@@ -139,39 +142,49 @@ def make_plan(
     limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
     pins = spell_out(options.pins, graph, mesh, options.table)
     prices = cost_model(mesh, options)
-    built = build(
-        graph,
-        mesh,
-        prices,
-        options.table,
-        memory_limit=math.inf,
-        state_bytes=state_bytes,
-        unknown_ops=options.unknown_ops,
-        pins=pins,
-        slowdown=device(mesh).slowdown,
-    )
-    limited = replace(built.problem, memory_limit=max(limit, 0.0))
-    trace("problem.json", lambda: format_problem(limited))
     within = {"limit": limit, "state": state_bytes} if limit < math.inf else {"state": state_bytes}
 
-    def planned(allowed: float) -> tuple[Plan, float]:
-        problem = replace(built.problem, memory_limit=allowed)
-        choice, solution = _solved(replace(built, problem=problem), options.solver)
-        found = Plan(
-            fingerprint(graph),
+    def branch(recompute: Mapping[str, Recompute]) -> Branch:
+        built = build(
+            graph,
             mesh,
-            layouts(built, graph, choice),
-            built.figures(choice),
-            replicated=built.replicated_seconds(choice),
+            prices,
+            options.table,
+            memory_limit=math.inf,
+            state_bytes=state_bytes,
+            unknown_ops=options.unknown_ops,
             pins=pins,
-            solver=found_by(built.problem, solution),
-            memory=within,
+            slowdown=device(mesh).slowdown,
+            recompute=recompute,
         )
-        peak = simulated_peak(graph, found, options.table, prices, state_bytes)
-        simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
-        return simulated, found.predicted["peak_bytes"]
+        if not recompute:
+            limited = replace(built.problem, memory_limit=max(limit, 0.0))
+            trace("problem.json", lambda: format_problem(limited))
 
-    made = _fitting(planned, built.problem, limit, searches=options.solver != "propagate")
+        def planned(allowed: float) -> tuple[Plan, float]:
+            problem = replace(built.problem, memory_limit=allowed)
+            choice, solution = _solved(replace(built, problem=problem), options.solver)
+            found = Plan(
+                fingerprint(graph),
+                mesh,
+                layouts(built, graph, choice),
+                built.figures(choice),
+                replicated=built.replicated_seconds(choice),
+                pins=pins,
+                solver=found_by(built.problem, solution),
+                memory=within,
+                recompute=dict(recompute),
+            )
+            peak = simulated_peak(graph, found, options.table, prices, state_bytes)
+            simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
+            return simulated, found.predicted["peak_bytes"]
+
+        searches = options.solver != "propagate"
+        return Branch(
+            lambda: planned(math.inf)[0], lambda: _fitting(planned, built.problem, limit, searches)
+        )
+
+    made = cheapest(graph, options.recompute, limit, branch)
     trace("plan.toml", made.to_toml)
     return made
 
