@@ -352,14 +352,6 @@ class Pipeline:
 
     # State ---------------------------------------------------------------------------------------
 
-    def state_dict(self) -> Tensors:
-        """Every parameter and buffer by name, whole, on every rank."""
-        full: Tensors = {}
-        for stage in self.everywhere.values():
-            for name in stage.state.names:
-                if name in full:
-                    continue
-                if stage.runtime.rank >= 0:
     @property
     def held(self) -> list[Held]:
         """What this rank holds; of copies, the first stage's are saved."""
@@ -373,6 +365,14 @@ class Pipeline:
             found += held_of(stage.state, stage.tensors, own)
         return found
 
+    def state_dict(self) -> Tensors:
+        """Every parameter and buffer by name, whole, on every rank."""
+        full: Tensors = {}
+        for stage in self.everywhere.values():
+            for name in stage.state.names:
+                if name in full:
+                    continue
+                if stage.runtime.rank >= 0:
                     # A copy, as on the ranks that do not hold it.
                     value = stage.state.whole(name, stage.tensors).clone()
                 else:
