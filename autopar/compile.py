@@ -333,6 +333,12 @@ class Program(Checkpointed):
         constants = {k: v for k, v in captured.buffers.items() if k not in names}
         executor.load_state_dict({**constants, **values})
 
+    def _checkpoints(self) -> Checkpoints:
+        captured, executor = self._ready()
+        if self._saved is None:
+            self._saved = Checkpoints.of(self._model, captured, executor)
+        return self._saved
+
     def save(self, path: str | Path) -> Path:
         """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
 
@@ -341,12 +347,6 @@ class Program(Checkpointed):
         """
         captured, executor = self._ready()
         full = executor.state_dict()
-    def _checkpoints(self) -> Checkpoints:
-        captured, executor = self._ready()
-        if self._saved is None:
-            self._saved = Checkpoints.of(self._model, captured, executor)
-        return self._saved
-
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
 
         def write() -> Path:

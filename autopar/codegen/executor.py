@@ -125,11 +125,6 @@ class Executor:
             )
         return self._intake.take(batch)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank."""
-        return self.state.state_dict(self.tensors)
-
-    @torch.no_grad()
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
@@ -140,6 +135,11 @@ class Executor:
         """Whole shapes by name."""
         return self.state.shapes
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank."""
+        return self.state.state_dict(self.tensors)
+
+    @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         shards = self.state.load(values, self.runtime.device)
