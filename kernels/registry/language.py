@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
+
 # What a kernel's arguments are to its reader; Triton itself looks for `tl.constexpr` only.
 Pointer: TypeAlias = Any
 Integer: TypeAlias = Any
@@ -47,3 +50,10 @@ def power_of_2(n: int) -> int:
 def blocks(n: int, size: int) -> int:
     """How many blocks of `size` hold n elements."""
     return -(-n // size)
+
+
+def processors(x: Tensor) -> int:
+    """Processors of the device that x is on, for kernels whose programs share all rows."""
+    if x.is_cuda:
+        return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return 2 if interpreting() else 132  # an H100's, where a kernel is compiled only
