@@ -34,6 +34,7 @@ from autopar.codegen.processes import (
     local_device,
     same_on_all_ranks,
 )
+from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
@@ -184,8 +185,8 @@ class Program(Checkpointed):
         self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
-        self._source = ""
         self._saved: Checkpoints | None = None
+        self._source = ""
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
 
@@ -263,8 +264,13 @@ class Program(Checkpointed):
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, profile: str | Path | None = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+
+        Args:
+            args, kwargs: the batch.
+            profile: a file for what every rank does in this step and when, for ui.perfetto.dev;
+                the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
             The loss, a scalar, the same on every rank.
@@ -272,10 +278,12 @@ class Program(Checkpointed):
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
             RankFailedError: another rank failed.
+            ProgramError: the profile cannot be written.
         """
         self.prepare(args, kwargs)
         captured, executor = self._ready()
-        return executor.step(captured.inputs.flatten(args, kwargs))
+        with profiled(profile):
+            return executor.step(captured.inputs.flatten(args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
