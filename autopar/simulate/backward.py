@@ -7,6 +7,7 @@ backward has run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory import Recipe, Transfer
@@ -61,13 +62,22 @@ class Met:
 Entry = Ran | Moved | Met
 
 
-def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozenset[str]) -> None:
-    """Play `tape` from its end and leave every parameter its gradient; the tape is used up."""
+def backward(
+    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, overlap: frozenset[str]
+) -> None:
+    """Play `tape` from its end and leave every parameter its gradient; the tape is used up.
+
+    Args:
+        tape: what the forward wrote.
+        ends: the loss, or the values whose gradients a stage of a pipeline is sent.
+        recorder: takes the tasks.
+        overlap: as in `Settings`.
+    """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
-    loss.gradient = recorder.hold(
-        recorder.allocate("temporary", "gradient of the loss", loss.buffer.nbytes)
-    )
+    for end in ends:
+        title = f"gradient of {end.buffer.name}"
+        end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
     while tape:
         entry = tape.pop()
         if isinstance(entry, Met):

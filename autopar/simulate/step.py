@@ -18,6 +18,7 @@ from autopar.errors import SimulationError
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
+from autopar.ir.stages import SENT
 from autopar.plan import Plan
 from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
@@ -74,7 +75,8 @@ def tasks(
     """Everything that one device does in one training step, repeated blocks unfolded.
 
     Args:
-        graph: prepared, with its repeats and a loss.
+        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see ir/stages.py),
+            whose step is that of one microbatch.
         plan: a layout for every node of the folded graph.
         works: kernels of each node of the folded graph, run once.
         model: the prices under which layouts change, as code generation chooses them.
@@ -90,7 +92,7 @@ def tasks(
         LayoutError: a layout does not fit its value.
     """
     settings = settings or Settings()
-    if graph.loss is None:
+    if graph.loss is None and not any(user.startswith(SENT) for user, _ in graph.outputs):
         raise SimulationError(
             "there is no training step to simulate",
             why=f"graph {graph.name} has no loss",
@@ -125,16 +127,20 @@ class _Player:
         self._begin()
         frame = self._run(made.forward, [], {}, made)
         outputs = [frame[name] for name in made.forward.results]
-        names = [node for _, node in self.graph.outputs]
-        loss = outputs[names.index(str(self.graph.loss))]
+        ends = [
+            value
+            for (user, node), value in zip(self.graph.outputs, outputs, strict=True)
+            if node == self.graph.loss or (user.startswith(SENT) and value.grad)
+        ]
         for value in outputs:
             self.recorder.hold(value.buffer)
         self._leave(frame)
         for value in outputs:
-            if value is not loss:
+            if value not in ends:
                 self.recorder.drop(value.buffer)
-        backward(self.tape, loss, self.recorder, self.settings.overlap)
-        self.recorder.drop(loss.buffer)
+        backward(self.tape, ends, self.recorder, self.settings.overlap)
+        for value in ends:
+            self.recorder.drop(value.buffer)
         self._optimizer()
         return self.recorder.tasks()
 
