@@ -34,6 +34,7 @@ from autopar.codegen.processes import (
     local_device,
     same_on_all_ranks,
 )
+from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
@@ -66,13 +67,14 @@ def plan(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
+    recompute: str = "auto",
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute)
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     made, state = as_mesh(mesh), state_bytes(optimizer)
@@ -100,6 +102,7 @@ def compile(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
+    recompute: str = "auto",
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
@@ -128,6 +131,9 @@ def compile(
         solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the annotations
             of `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
         calibration: a file that `autopar calibrate` wrote on machines like these.
+        recompute: which repeated blocks compute their activations again in the backward: "auto"
+            as few as memory asks for, chosen with the layouts; "none"; "full" or "selective" all of
+            them; "full 8" the first eight. Selective keeps results of products and attention.
         stages: into how many stages the model is cut; each runs on a part of the mesh.
         microbatches: into how many equal slices a batch is cut, along the first dimension of all
             its tensors. Gradients are those of the mean of their losses; batch norms see one
@@ -148,7 +154,7 @@ def compile(
     made = as_mesh(mesh)
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration)
+    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute)
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)
     if example_inputs is not None:
@@ -184,8 +190,8 @@ class Program(Checkpointed):
         self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
-        self._source = ""
         self._saved: Checkpoints | None = None
+        self._source = ""
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
 
@@ -263,8 +269,13 @@ class Program(Checkpointed):
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, profile: str | Path | None = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+
+        Args:
+            args, kwargs: the batch.
+            profile: a file for what every rank does in this step and when, for ui.perfetto.dev;
+                the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
             The loss, a scalar, the same on every rank.
@@ -272,10 +283,12 @@ class Program(Checkpointed):
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
             RankFailedError: another rank failed.
+            ProgramError: the profile cannot be written.
         """
         self.prepare(args, kwargs)
         captured, executor = self._ready()
-        return executor.step(captured.inputs.flatten(args, kwargs))
+        with profiled(profile):
+            return executor.step(captured.inputs.flatten(args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
@@ -333,6 +346,12 @@ class Program(Checkpointed):
         constants = {k: v for k, v in captured.buffers.items() if k not in names}
         executor.load_state_dict({**constants, **values})
 
+    def _checkpoints(self) -> Checkpoints:
+        captured, executor = self._ready()
+        if self._saved is None:
+            self._saved = Checkpoints.of(self._model, captured, executor)
+        return self._saved
+
     def save(self, path: str | Path) -> Path:
         """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
 
@@ -341,12 +360,6 @@ class Program(Checkpointed):
         """
         captured, executor = self._ready()
         full = executor.state_dict()
-    def _checkpoints(self) -> Checkpoints:
-        captured, executor = self._ready()
-        if self._saved is None:
-            self._saved = Checkpoints.of(self._model, captured, executor)
-        return self._saved
-
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
 
         def write() -> Path:

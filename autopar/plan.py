@@ -155,7 +155,16 @@ class Plan:
                 run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
             }
             return cls(
-                table["graph"], mesh, nodes, predicted, model, whole, pins, solver, memory, recompute
+                table["graph"],
+                mesh,
+                nodes,
+                predicted,
+                model,
+                whole,
+                pins,
+                solver,
+                memory,
+                recompute,
             )
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error

@@ -8,12 +8,12 @@ above the lines stands the user's own. The steps printed are those that the plan
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from autopar.codegen.draws import draw_function
+from autopar.codegen.keys import Keys, block_keys, leaf_key, quoted
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.scope import Held, Printer, Scope
 from autopar.ir.collective import Collective, Resharder
@@ -50,14 +50,14 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
-        f'    {_quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
+        f'    {quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
         for name, node in graph.outputs
     )
     inputs = "".join(
-        f'    {_quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
+        f'    {quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
     )
     received = "".join(
-        f"    {_quoted(leaf.target)}: {_received(printer, leaf)},\n"
+        f"    {quoted(leaf.target)}: {_received(printer, leaf)},\n"
         for leaf in graph.leaves("received")
     )
     loss = next((name for name, node in graph.outputs if node == graph.loss), None)
@@ -84,7 +84,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
-        + (f"LOSS = {_quoted(loss)}\n" if loss else "LOSS = None\n")
+        + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 
@@ -137,85 +137,17 @@ def _leaving(graph: Graph) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """How the blocks of a run name their parameters: a pattern in `i`, or a table of names."""
-
-    repeat: Repeat
-    patterns: dict[str, str]
-    start: int
-    table: str
-
-    def read(self, name: str) -> str:
-        """The expression for a leaf of the first block."""
-        return self.patterns[name]
-
-
-@dataclass(frozen=True)
 class _Block:
     repeat: Repeat
     function: str
-    keys: _Keys
+    keys: Keys
     outside: tuple[str, ...]
     source: str
 
 
-def leaf_key(node: Node) -> str:
-    """The key of a parameter or buffer in a program's `p`, equal to its `Parameter.key`."""
-    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
-    if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
-        return f"{node.target}[{':, ' * dim}{start}:{start + length}]"
-    return node.target
-
-
 def _read(node: Node) -> str:
     """The expression for a leaf outside of blocks."""
-    return f"p[{_quoted(leaf_key(node))}]"
-
-
-def _quoted(text: str) -> str:
-    """A Python literal in double quotes, whatever the characters of a user's name."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _keys(graph: Graph, repeat: Repeat, name: str) -> _Keys:
-    """Find one integer that counts up through all names, else fall back to a table."""
-    first = repeat.iterations[0]
-    places = [j for j, node in enumerate(first) if graph[node].is_leaf]
-    names = [[leaf_key(graph[block[j]]) for block in repeat.iterations] for j in places]
-    starts, patterns = set(), {}
-    for place, row in zip(places, names, strict=True):
-        found = _pattern(row)
-        if found is None:
-            break
-        starts.add(found[0])
-        patterns[first[place]] = f"p[f{_quoted(found[1])}]"
-    else:
-        if len(starts) <= 1:
-            return _Keys(repeat, patterns, min(starts, default=0), "")
-    columns = (", ".join(map(_quoted, column)) for column in zip(*names, strict=True))
-    rows = "".join(f"    ({column}{',' * (len(names) == 1)}),\n" for column in columns)
-    table = f"{name.upper()}_NAMES = (\n{rows})"
-    read = {first[place]: f"p[names[{at}]]" for at, place in enumerate(places)}
-    return _Keys(repeat, read, 0, table)
-
-
-def _pattern(names: list[str]) -> tuple[int, str] | None:
-    """("h.3.w", "h.4.w") -> (3, "h.{i}.w"), braces doubled; None unless one number counts up."""
-    parts = [re.split(r"(?<=\.)(\d+)(?=\.)", "." + name + ".") for name in names]
-    if len({len(part) for part in parts}) != 1:
-        return None
-    differ = [k for k in range(len(parts[0])) if len({part[k] for part in parts}) > 1]
-    if len(differ) != 1 or not parts[0][differ[0]].isdigit() or differ[0] % 2 == 0:
-        return None
-    at = differ[0]
-    start = int(parts[0][at])
-    if any(part[at] != str(start + k) for k, part in enumerate(parts)):
-        return None
-    before, after = (
-        "".join(part).replace("{", "{{").replace("}", "}}")
-        for part in (parts[0][:at], parts[0][at + 1 :])
-    )
-    return start, (before + "{i}" + after)[1:-1]
+    return f"p[{quoted(leaf_key(node))}]"
 
 
 def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
@@ -241,7 +173,7 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
         if function not in taken:
             break
         function = f"{wish}_{number}"
-    keys = _keys(graph, repeat, function)
+    keys = block_keys(graph, repeat, function)
     scope = Scope(
         printer,
         nodes,
@@ -300,7 +232,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             variable = scope.fresh(wish)
             scope.hold(leaf.name, variable, printer.result(leaf.name))
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
-            scope.line(f"{variable} = batch[{_quoted(leaf.target)}]", note)
+            scope.line(f"{variable} = batch[{quoted(leaf.target)}]", note)
     called: set[str] = set()
     planned = of_runs(graph, printer.plan.recompute)
     again = {block.function: how for block, how in zip(blocks, planned, strict=True)}
@@ -316,7 +248,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     results = {
         name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
     }
-    returned = ", ".join(f"{_quoted(name)}: {variable}" for name, variable in results.items())
+    returned = ", ".join(f"{quoted(name)}: {variable}" for name, variable in results.items())
     lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines]
     return "\n".join(
         ["def forward(mesh, p, batch):", *_indented([*lines, f"return {{{returned}}}"])]
@@ -376,7 +308,7 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
-            lines.append(f"    {_stored(printer, node, _quoted(node.target))},")
+            lines.append(f"    {_stored(printer, node, quoted(node.target))},")
     lines.append("]")
     for block in looped:
         leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]

@@ -13,6 +13,7 @@ from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import State
@@ -86,16 +87,20 @@ class Executor:
                 todo="return a scalar loss from the model, or pass loss_fn",
             )
         with self.watch:
-            inputs = self._prepare(batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            self.gradients.drop()  # those of a step that failed
-            loss: Tensor = self._forward(inputs)[self.program.LOSS]
-            torch.autograd.backward(loss)
-            self.gradients.collect()
-            if self.clip_norm is not None:
-                gradients = [t.grad if t.requires_grad else None for t in self.tensors]
-                self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
-            self.optimizer.step()
+            with part(PHASE, "batch"):
+                inputs = self._prepare(batch)
+                self.optimizer.zero_grad(set_to_none=True)
+                self.gradients.drop()  # those of a step that failed
+            with part(PHASE, "forward"):
+                loss: Tensor = self._forward(inputs)[self.program.LOSS]
+            with part(PHASE, "backward"):
+                torch.autograd.backward(loss)
+                self.gradients.collect()
+            with part(PHASE, "optimizer"):
+                if self.clip_norm is not None:
+                    gradients = [t.grad if t.requires_grad else None for t in self.tensors]
+                    self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
+                self.optimizer.step()
         return loss.detach()
 
     @torch.no_grad()
@@ -125,11 +130,6 @@ class Executor:
             )
         return self._intake.take(batch)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank."""
-        return self.state.state_dict(self.tensors)
-
-    @torch.no_grad()
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
@@ -140,6 +140,11 @@ class Executor:
         """Whole shapes by name."""
         return self.state.shapes
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank."""
+        return self.state.state_dict(self.tensors)
+
+    @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         shards = self.state.load(values, self.runtime.device)

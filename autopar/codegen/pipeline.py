@@ -22,6 +22,7 @@ from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.parts import ACTION, PHASE, part
 from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
@@ -143,21 +144,26 @@ class Pipeline:
                 todo="return a scalar loss from the model, or pass loss_fn",
             )
         with self.watch:
-            parts = self._prepare(batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            for stage in self.stages.values():
-                stage.forget()
-                if stage.runtime.gradients is not None:
-                    stage.runtime.gradients.drop()
-            losses = self._run(parts)
-            for stage in self.stages.values():
-                if stage.runtime.gradients is not None:
-                    stage.runtime.gradients.collect()
-            self.copies.add_up()
-            if self.clip_norm is not None:
-                self.grad_norm = self._clip(self.clip_norm)
-            self.optimizer.step()
-            return self._mean(losses)
+            with part(PHASE, "batch"):
+                parts = self._prepare(batch)
+                self.optimizer.zero_grad(set_to_none=True)
+                for stage in self.stages.values():
+                    stage.forget()
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.drop()
+            with part(PHASE, "microbatches"):
+                losses = self._run(parts)
+            with part(PHASE, "gradients"):
+                for stage in self.stages.values():
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.collect()
+                self.copies.add_up()
+                if self.clip_norm is not None:
+                    self.grad_norm = self._clip(self.clip_norm)
+            with part(PHASE, "optimizer"):
+                self.optimizer.step()
+            with part(PHASE, "loss"):
+                return self._mean(losses)
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
         """Do this rank's row; the losses of the microbatches whose last stage is here."""
@@ -171,13 +177,15 @@ class Pipeline:
                 stage = self.stages[action.stage, action.copy]
                 waits, sends = self.routes.around(action)
                 arrived = [(name, post.receive(letter, stage.runtime)) for name, letter in waits]
-                if action.kind == "F":
-                    enter(action)
-                    made = stage.forward(action.microbatch, parts[action.microbatch], dict(arrived))
-                    if stage.module.LOSS is not None:
-                        losses.append(made[stage.module.LOSS])
-                else:
-                    made = self._backward(stage, action, arrived)
+                with part(ACTION, action):
+                    if action.kind == "F":
+                        enter(action)
+                        given = parts[action.microbatch]
+                        made = stage.forward(action.microbatch, given, dict(arrived))
+                    else:
+                        made = self._backward(stage, action, arrived)
+                if action.kind == "F" and stage.module.LOSS is not None:
+                    losses.append(made[stage.module.LOSS])
                 for name, letter in sends:
                     post.send(letter, made[name])
         post.finish()

@@ -1,6 +1,6 @@
 """What a block keeps whose activations are computed again in the backward.
 
-    hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn=keep_products)
+hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn=keep_products)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCTS = (
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a block's forward and its repetition: products and attention run once."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
-        create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        create_selective_checkpoint_contexts(_policy)
     )
     return contexts
 

@@ -28,7 +28,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.recompute import Recompute, again, of_runs
+from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
@@ -37,20 +37,6 @@ __all__ = ["Builder", "Built", "build", "layouts"]
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
 Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
-
-
-class _Again:
-    """How often the nodes of the folded graph are run again, and how often their operands are
-    brought into their layouts again."""
-
-    def __init__(self, graph: Graph, recompute: Mapping[str, Recompute]) -> None:
-        self.operators: dict[str, int] = {}
-        self.reached: dict[str, int] = {}
-        for repeat, how in zip(graph.repeats, of_runs(graph, recompute), strict=True):
-            if how is not None:
-                what = again(graph, repeat, how.kind)
-                self.operators |= dict.fromkeys(what.operators, how.blocks)
-                self.reached |= dict.fromkeys(what.reached, how.blocks)
 
 
 class Builder:
@@ -83,7 +69,7 @@ class Builder:
         self.beside: dict[str, tuple[float, ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute)
-        self.again = _Again(graph, recompute or {})
+        self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
@@ -103,7 +89,7 @@ class Builder:
             self.replicated.append(node.name)
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
-        again = self.again.operators.get(node.name, 0)
+        again = self.again.get(node.name, 0)
         asked = tuple(
             (count + again) * forward + count * backward
             for forward, backward in (self._exchange_seconds(node, option) for option in options)
@@ -130,7 +116,7 @@ class Builder:
         options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
         options = self.pins.keep(share, options)
         count = self.graph.multiplicity[node.name]
-        again = self.again.operators.get(share.name, 0)
+        again = self.again.get(share.name, 0)
         cost, beside = [], []
         roles: tuple[Role, ...] = ("leaf", "gathered", "waiting", "backward", "gradient", "update")
         rows: Rows = {(role, -1): [] for role in roles}
@@ -254,7 +240,7 @@ class Builder:
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
                 rows.setdefault(key, []).append(nbytes)
-        count = self.graph.multiplicity[node.name] - self.again.operators.get(node.name, 0)
+        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
             copies = self.alive.payers.get((node.name, place), 0)
@@ -286,7 +272,7 @@ class Builder:
                 enters = (value, node.name) in leaving
                 if not enters:
                     count = self.graph.multiplicity[node.name]
-                    again = self.again.reached.get(node.name, 0)
+                    again = self.reached.get(node.name, 0)
                     yield self._edge(source, count, node, index, again)
                     continue
                 yield self._edge(source, 1, node, index)

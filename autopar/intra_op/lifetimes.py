@@ -109,9 +109,7 @@ class _Step:
     A block is computed again half a moment before its backward begins.
     """
 
-    def __init__(
-        self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute]
-    ) -> None:
+    def __init__(self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute]) -> None:
         self.graph, self.accelerator = graph, accelerator
         self.nodes = [node for node in graph.nodes if not node.is_leaf]
         self.place = {node.name: i for i, node in enumerate(self.nodes)}

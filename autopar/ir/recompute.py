@@ -119,3 +119,17 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
                 why=f"the model has {count} of them; runs: {', '.join(names) or 'none'}",
             )
     return tuple(planned.get(name) for name in names)
+
+
+def repetitions(
+    graph: Graph, planned: Mapping[str, Recompute]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Node of the folded graph -> how often it is run again, and its operands brought to it."""
+    operators: dict[str, int] = {}
+    reached: dict[str, int] = {}
+    for repeat, how in zip(graph.repeats, of_runs(graph, planned), strict=True):
+        if how is not None:
+            what = again(graph, repeat, how.kind)
+            operators |= dict.fromkeys(what.operators, how.blocks)
+            reached |= dict.fromkeys(what.reached, how.blocks)
+    return operators, reached

@@ -89,7 +89,9 @@ class _Search:
         """The shares of blocks one step below and above those of the best plan."""
         chosen = {} if self.best is None else self.best.recompute
         names = run_names(self.graph)
-        shares = [how.blocks / self.graph.repeats[names.index(n)].count for n, how in chosen.items()]
+        shares = [
+            how.blocks / self.graph.repeats[names.index(n)].count for n, how in chosen.items()
+        ]
         kinds = {how.kind for how in chosen.values()} or KINDS
         middle = max(shares, default=0.0)
         for kind in kinds:

@@ -7,7 +7,7 @@ backward has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory import Recipe, Transfer
@@ -77,13 +77,22 @@ class Block:
 Entry = Ran | Moved | Met | Block
 
 
-def backward(tape: list[Entry], loss: Value, recorder: Recorder, overlap: frozenset[str]) -> None:
-    """Play `tape` from its end and leave every parameter its gradient; the tape is used up."""
+def backward(
+    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, overlap: frozenset[str]
+) -> None:
+    """Play `tape` from its end and leave every parameter its gradient; the tape is used up.
+
+    Args:
+        tape: what the forward wrote.
+        ends: the loss, or the values whose gradients a stage of a pipeline is sent.
+        recorder: takes the tasks.
+        overlap: as in `Settings`.
+    """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
-    loss.gradient = recorder.hold(
-        recorder.allocate("temporary", "gradient of the loss", loss.buffer.nbytes)
-    )
+    for end in ends:
+        title = f"gradient of {end.buffer.name}"
+        end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
     _play(tape, recorder, overlap)
     recorder.compute("end of backward", "", (), recorder.pending)
 

@@ -19,50 +19,15 @@ from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.recompute import Again, again, of_runs
+from autopar.ir.stages import SENT
 from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
+from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Cause, Task
 
-OVERLAPS = ("gradient", "parameter")
 _NO_WORK = NodeWork()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a step depends on beside graph and plan.
-
-    Attributes:
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
-        update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
-            parameter at a time, 1 for all at once).
-        at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
-        accelerator: whether operators keep for the backward what kernels of accelerators do; by
-            default what those of CPUs do.
-        overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
-            parameter in the backward, which synchronises its gradient, and gathering parameters
-            one block ahead. On a CPU the emitted program waits for all, on accelerators it does
-            not wait for gradients.
-    """
-
-    state_bytes: float = 2.0
-    update_bytes: float = 2.0
-    at_once: bool = False
-    accelerator: bool = False
-    overlap: frozenset[str] = frozenset()
-
-
-def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
-    """How a program runs on a kind of device, "cpu" or an accelerator's name.
-
-    On accelerators torch updates all parameters at once, and the program does not wait for
-    gradients; on the CPU it does one thing after another. The optimizer is AdamW or one whose
-    state is `state_bytes` times as large as the parameters.
-    """
-    if name.lower() == "cpu":
-        return Settings(state_bytes)
-    return Settings(state_bytes, 1.0, True, True, frozenset({"gradient"}))
 
 
 def tasks(
@@ -75,7 +40,8 @@ def tasks(
     """Everything that one device does in one training step, repeated blocks unfolded.
 
     Args:
-        graph: prepared, with its repeats and a loss.
+        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see ir/stages.py),
+            whose step is that of one microbatch.
         plan: a layout for every node of the folded graph.
         works: kernels of each node of the folded graph, run once.
         model: the prices under which layouts change, as code generation chooses them.
@@ -91,7 +57,7 @@ def tasks(
         LayoutError: a layout does not fit its value.
     """
     settings = settings or Settings()
-    if graph.loss is None:
+    if graph.loss is None and not any(user.startswith(SENT) for user, _ in graph.outputs):
         raise SimulationError(
             "there is no training step to simulate",
             why=f"graph {graph.name} has no loss",
@@ -153,16 +119,20 @@ class _Player:
         self._begin()
         frame = self._run(made.forward, [], {}, made)
         outputs = [frame[name] for name in made.forward.results]
-        names = [node for _, node in self.graph.outputs]
-        loss = outputs[names.index(str(self.graph.loss))]
+        ends = [
+            value
+            for (user, node), value in zip(self.graph.outputs, outputs, strict=True)
+            if node == self.graph.loss or (user.startswith(SENT) and value.grad)
+        ]
         for value in outputs:
             self.recorder.hold(value.buffer)
         self._leave(frame)
         for value in outputs:
-            if value is not loss:
+            if value not in ends:
                 self.recorder.drop(value.buffer)
-        backward(self.tape, loss, self.recorder, self.settings.overlap)
-        self.recorder.drop(loss.buffer)
+        backward(self.tape, ends, self.recorder, self.settings.overlap)
+        for value in ends:
+            self.recorder.drop(value.buffer)
         self._optimizer()
         return self.recorder.tasks()
 
