@@ -264,13 +264,13 @@ class Program(Checkpointed):
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
-    def step(self, *args: Any, profile: str | Path | None = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
 
         Args:
             args, kwargs: the batch.
-            profile: a file for what every rank does in this step and when, for ui.perfetto.dev;
-                the first rank writes it. Such a step takes somewhat longer.
+            profile: the path of a file for what every rank does in this step and when, for
+                ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
             The loss, a scalar, the same on every rank.
