@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, blocks, jit, processors, tl
+from .registry.language import blocks, jit, processors, tl
 from .registry.launch import launch
 from .registry.operator import Args, KernelError, Operator, contiguous, wider
 
@@ -27,13 +27,13 @@ HYPERPARAMETERS = 8  # lr, β1, β2, eps, decay, 1 / (1 - β1^t), 1 / sqrt(1 - �
 
 @jit
 def _update_kernel(
-    parameter: Pointer,
-    m: Pointer,
-    v: Pointer,
-    gradient: Pointer,
-    low: Pointer,
-    hyper: Pointer,
-    n: Integer,
+    parameter: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    gradient: tl.tensor,
+    low: tl.tensor,
+    hyper: tl.tensor,
+    n: tl.tensor,
     LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -65,7 +65,7 @@ def _update_kernel(
 
 
 @jit
-def _squares_kernel(x: Pointer, parts: Pointer, n: Integer, BLOCK: tl.constexpr) -> None:
+def _squares_kernel(x: tl.tensor, parts: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Every program adds the squares of every so manieth block."""
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float32)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, blocks, jit, tl
+from .registry.language import blocks, jit, tl
 from .registry.launch import launch
 from .registry.operator import Args, Gradient, Operator, evenly_spaced, row_stride, wider
 
@@ -29,12 +29,12 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @jit
 def _forward_kernel(
-    gate: Pointer,
-    up: Pointer,
-    out: Pointer,
-    gate_stride: Integer,
-    up_stride: Integer,
-    n: Integer,
+    gate: tl.tensor,
+    up: tl.tensor,
+    out: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    n: tl.tensor,
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -52,15 +52,15 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dout: Pointer,
-    gate: Pointer,
-    up: Pointer,
-    dgate: Pointer,
-    dup: Pointer,
-    out: Pointer,
-    gate_stride: Integer,
-    up_stride: Integer,
-    n: Integer,
+    dout: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    dgate: tl.tensor,
+    dup: tl.tensor,
+    out: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    n: tl.tensor,
     GELU: tl.constexpr,
     AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,

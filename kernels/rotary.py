@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, Real, blocks, jit, power_of_2, tl
+from .registry.language import blocks, jit, power_of_2, tl
 from .registry.launch import launch
 from .registry.operator import Args, Gradient, KernelError, Operator, wider
 
@@ -31,22 +31,22 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @jit
 def _kernel(
-    source: Pointer,
-    cos: Pointer,
-    sin: Pointer,
-    out: Pointer,
-    batch_stride: Integer,
-    row_stride: Integer,
-    head_stride: Integer,
-    out_part: Integer,
-    out_batch: Integer,
-    out_row: Integer,
-    out_head: Integer,
-    table_stride: Integer,
-    rows: Integer,
-    heads: Integer,
-    half: Integer,
-    sign: Real,
+    source: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    batch_stride: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    out_part: tl.tensor,
+    out_batch: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
+    table_stride: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    half: tl.tensor,
+    sign: tl.tensor,
     PER_PART: tl.constexpr,
     ROTATE: tl.constexpr,
     INVERSE: tl.constexpr,
