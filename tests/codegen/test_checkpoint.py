@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 import resource
 from collections import Counter
 from collections.abc import Iterator
@@ -173,9 +174,12 @@ def test_what_is_damaged_is_refused_and_changes_nothing(
                 if content is not None:
                     (folder / file).write_bytes(content)
             for load in (program.load_checkpoint, program.load_weights, autopar.load_checkpoint):
-                with pytest.raises(CheckpointError, match=r"damaged|whole|weights") as caught:
+                with pytest.raises(CheckpointError) as caught:
                     load(folder)
-                assert folder.name in str(caught.value)
+                # Without its checkpoint.json it is a folder of safetensors, of other names.
+                other = version is None and load == program.load_weights
+                what = "does not fit" if other and name == "checkpoint.json" else "damaged|no whole"
+                assert re.search(what, caught.value.what.replace(str(tmp_path), ""))
     torch.testing.assert_close(program.state_dict(), before, rtol=0, atol=0)
     assert not program.optimizer.state
     program.load_checkpoint(path)
@@ -191,13 +195,9 @@ def test_loading_unpickles_nothing(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("unpickled")
 
-    for module, name in (
-        (pickle, "load"),
-        (pickle, "loads"),
-        (pickle, "Unpickler"),
-        (torch, "load"),
-    ):
-        monkeypatch.setattr(module, name, never)
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    monkeypatch.setattr(torch, "load", never)
     program.load_checkpoint(path)
     assert trained(program) == losses
     autopar.load_checkpoint(path)
@@ -340,9 +340,9 @@ def test_another_models_checkpoint_is_refused(saved: tuple[Path, list[Tensor]]) 
         small(sizes=(8, 5)).load_checkpoint(path)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         small().load_checkpoint(path / "nowhere")
+    program = small()
+    rates = torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
     with pytest.raises(CheckpointError, match="has no scheduler"):
-        program = small()
-        rates = torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
         program.load_checkpoint(path, scheduler=rates)
 
 
@@ -359,7 +359,7 @@ def test_the_plain_model_takes_it(tmp_path: Path) -> None:
 
 
 def test_hugging_face_folders_are_read(tmp_path: Path) -> None:
-    """Sharded, with its list of files; tied weights are there once. The program is hollow before."""
+    """In several files with a list of them; tied weights are there once; a hollow program."""
     torch.manual_seed(0)
     model, batch = models.gpt2(layers=1)
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
