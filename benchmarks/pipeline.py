@@ -21,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -37,7 +39,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.multiprocessing.spawn import spawn
 
 import autopar
-from autopar.codegen import stage as own_stage
+from autopar.codegen.stage import Stage
 from autopar.inter_op.simulate import StageCost, simulate
 from autopar.inter_op.timeline import Timeline
 from autopar.ir.mesh import Mesh
@@ -212,16 +214,11 @@ def lasting(function: Callable[..., Any], seconds: Callable[..., float]) -> Call
     return run
 
 
-def wait_in_stages(theirs: Theirs, stages: int) -> None:
-    """Let all actions of both runtimes take fixed times."""
+@contextmanager
+def waiting(theirs: Theirs, stages: int) -> Iterator[None]:
+    """Inside, all actions of both runtimes take fixed times."""
     part = SECONDS * RANKS / stages
-    for name, halves in (("forward", 1), ("backward", 2), ("backward_input", 1),
-                         ("backward_weight", 1)):  # fmt: skip
-        given = getattr(own_stage.Stage, name)
-        if not hasattr(given, "waits"):
-            made = lasting(given, partial(_after, halves * part))
-            made.waits = True  # type: ignore[attr-defined]
-            setattr(own_stage.Stage, name, made)
+    halves = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
     for stage in theirs.stages:
         stage.forward_one_chunk = lasting(stage.forward_one_chunk, partial(_after, part))  # type: ignore[method-assign]
         stage.backward_one_chunk = lasting(  # type: ignore[method-assign]
@@ -231,37 +228,55 @@ def wait_in_stages(theirs: Theirs, stages: int) -> None:
         stage.backward_weight_one_chunk = lasting(  # type: ignore[method-assign]
             stage.backward_weight_one_chunk, partial(_after, part)
         )
+    with ExitStack() as stack:
+        for name, count in halves.items():
+            given = lasting(getattr(Stage, name), partial(_after, count * part))
+            stack.enter_context(patch.object(Stage, name, given))
+        yield
 
 
 def _after(seconds: float, *_: Any, **__: Any) -> float:
     return seconds
 
 
-def run_rank(rank: int, folder: str, kind: str, schedule: str, steps: int, warmup: int) -> None:
-    """One process: both programs' step times, and a profile of ours."""
+def run_rank(
+    rank: int, folder: str, kind: str, schedules: list[str], steps: int, warmup: int
+) -> None:
+    """One process: both programs' step times by each schedule, and profiles of ours."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
-                            world_size=RANKS)  # fmt: skip
-    plan = PipelinePlan.load(Path(folder, "plan.toml"))
-    torch.manual_seed(0)
-    model, batch = Whole(KINDS[kind], len(plan.stages)), batch_of(KINDS[kind])
-    ours = autopar.compile(model, MESH, plan=plan, optimizer=optimizer, example_inputs=batch)
-    theirs = Theirs(model, schedule)
-    if kind == "timed":
-        wait_in_stages(theirs, len(plan.stages))
-    programs: list[Callable[[], Any]] = [lambda: ours.step(**batch), lambda: theirs.step(**batch)]
-    losses = [_everywhere(float(program())) for program in programs]
-    rounds = []
-    for number in range(warmup + steps):
-        order = (0, 1) if number % 2 else (1, 0)
-        found = {which: timed(programs[which]) for which in order}
-        rounds.append((found[0], found[1]))
-    ours.step(**batch, profile=Path(folder, "trace.json"))
-    if rank == 0:
-        losses[0] /= RANKS  # all ranks have ours
-        torch.save((losses, rounds[warmup:]), Path(folder, "found.pt"))
+    method = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS)
+    for number, schedule in enumerate(schedules):
+        plan = PipelinePlan.load(Path(folder, f"plan{number}.toml"))
+        torch.manual_seed(0)
+        model, batch = Whole(KINDS[kind], len(plan.stages)), batch_of(KINDS[kind])
+        ours = autopar.compile(model, MESH, plan=plan, optimizer=optimizer, example_inputs=batch)
+        theirs = Theirs(model, schedule)
+        held = waiting(theirs, len(plan.stages)) if kind == "timed" else nullcontext()
+        with held:
+            found = alternate(
+                partial(ours.step, **batch), partial(theirs.step, **batch), steps, warmup
+            )
+            ours.step(**batch, profile=Path(folder, f"trace{number}.json"))
+        if rank == 0:
+            torch.save(found, Path(folder, f"found{number}.pt"))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def alternate(
+    ours: Callable[[], Any], theirs: Callable[[], Any], steps: int, warmup: int
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """The losses of both programs' first steps, and the seconds of each of their later ones."""
+    losses = [_everywhere(float(ours())) / RANKS, _everywhere(float(theirs()))]  # all have ours
+    rounds = []
+    for number in range(warmup + steps):
+        if number % 2:
+            mine, its = timed(ours), timed(theirs)
+        else:
+            its, mine = timed(theirs), timed(ours)
+        rounds.append((mine, its))
+    return losses, rounds[warmup:]
 
 
 def _everywhere(value: float) -> float:
@@ -312,25 +327,40 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """One row a schedule and kind."""
     for kind in kinds:
-        for schedule in schedules:
-            with tempfile.TemporaryDirectory() as folder:
-                planned(kind, schedule).save(Path(folder, "plan.toml"))
-                spawn(run_rank, args=(folder, kind, schedule, steps, warmup), nprocs=RANKS)
-                losses, found = torch.load(Path(folder, "found.pt"))
-                measured, expected = bubbles(Path(folder, "trace.json"), schedule)
-            ratios = sorted(ours / theirs for ours, theirs in found)
-            row: dict[str, Any] = {"stages": kind, "schedule": schedule}
-            row |= {"torch_schedule": SCHEDULES[schedule], "microbatches": MICROBATCHES}
-            row |= {"ours_ms": 1e3 * middle([a for a, _ in found])}
-            row |= {"torch_ms": 1e3 * middle([b for _, b in found])}
-            row |= {"ratio": middle(ratios), "ratio_low": ratios[len(ratios) // 4]}
-            row |= {"ratio_high": ratios[-1 - len(ratios) // 4], "rounds": len(ratios)}
-            row |= {"bubble_measured": measured, "bubble_simulated": expected}
-            row |= {"ideal_ms": 1e3 * simulated(schedule).seconds if kind == "timed" else ""}
-            row |= {"loss_difference": abs(losses[0] - losses[1]) / losses[1]}
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()},
-                  flush=True)  # fmt: skip
-            yield row
+        with tempfile.TemporaryDirectory() as folder:
+            for number, schedule in enumerate(schedules):
+                planned(kind, schedule).save(Path(folder, f"plan{number}.toml"))
+            spawn(run_rank, args=(folder, kind, schedules, steps, warmup), nprocs=RANKS)
+            for number, schedule in enumerate(schedules):
+                losses, found = torch.load(Path(folder, f"found{number}.pt"))
+                measured, expected = bubbles(Path(folder, f"trace{number}.json"), schedule)
+                row = row_of(kind, schedule, losses, found)
+                row |= {"bubble_measured": measured, "bubble_simulated": expected}
+                shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+                print(shown, flush=True)
+                yield row
+
+
+def row_of(
+    kind: str, schedule: str, losses: list[float], found: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """What a schedule's steps come to."""
+    ratios = sorted(ours / theirs for ours, theirs in found)
+    quarter = len(ratios) // 4
+    return {
+        "stages": kind,
+        "schedule": schedule,
+        "torch_schedule": SCHEDULES[schedule],
+        "microbatches": MICROBATCHES,
+        "ours_ms": 1e3 * middle([ours for ours, _ in found]),
+        "torch_ms": 1e3 * middle([theirs for _, theirs in found]),
+        "ratio": middle(ratios),
+        "ratio_low": ratios[quarter],
+        "ratio_high": ratios[-1 - quarter],
+        "rounds": len(ratios),
+        "ideal_ms": 1e3 * simulated(schedule).seconds if kind == "timed" else "",
+        "loss_difference": abs(losses[0] - losses[1]) / losses[1],
+    }
 
 
 def main() -> None:
