@@ -74,7 +74,9 @@ def plan(
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute)
+    options = Options(
+        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute
+    )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
     made, state = as_mesh(mesh), state_bytes(optimizer)
@@ -154,7 +156,9 @@ def compile(
     made = as_mesh(mesh)
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
-    options = Options(loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute)
+    options = Options(
+        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute
+    )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)
     if example_inputs is not None:
@@ -269,13 +273,13 @@ class Program(Checkpointed):
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
-    def step(self, *args: Any, profile: str | Path | None = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
 
         Args:
             args, kwargs: the batch.
-            profile: a file for what every rank does in this step and when, for ui.perfetto.dev;
-                the first rank writes it. Such a step takes somewhat longer.
+            profile: the path of a file for what every rank does in this step and when, for
+                ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
             The loss, a scalar, the same on every rank.

@@ -127,6 +127,13 @@ class Plan:
             table = tomlkit.parse(text).unwrap()
         except (TOMLKitError, ValueError, RecursionError) as error:
             raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        if "stages" in table and "layouts" not in table:
+            raise PlanError(
+                "the plan is one of a pipeline",
+                where=where,
+                why="this asks for the plan of a model in one piece",
+                todo="autopar explain, simulate and emit take it, as does autopar.compile",
+            )
         expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
         for key, kind in expected.items():
             if not isinstance(table.get(key), kind):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cross_entropy_backward import BACKWARD, IGNORED
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, Real, blocks, jit, tl
+from .registry.language import blocks, jit, tl
 from .registry.launch import launch
 from .registry.operator import Args, Gradient, Operator, evenly_spaced, row_stride, wider
 
@@ -28,12 +28,12 @@ _ROWS = 1024  # of the typical samples
 
 @jit
 def _stats(
-    logits: Pointer,
-    target: Pointer,
-    stats: Pointer,
-    stride: Integer,
-    vocabulary: Integer,
-    start: Integer,
+    logits: tl.tensor,
+    target: tl.tensor,
+    stats: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    start: tl.tensor,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -67,14 +67,14 @@ def _stats(
 
 @jit
 def _combine(
-    stats: Pointer,
-    target: Pointer,
-    loss: Pointer,
-    lse: Pointer,
-    rows: Integer,
-    vocabulary: Integer,
-    ignored: Integer,
-    z_loss: Real,
+    stats: tl.tensor,
+    target: tl.tensor,
+    loss: tl.tensor,
+    lse: tl.tensor,
+    rows: tl.tensor,
+    vocabulary: tl.tensor,
+    ignored: tl.tensor,
+    z_loss: tl.tensor,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, Real, blocks, jit, tl
+from .registry.language import blocks, jit, tl
 from .registry.launch import launch
 from .registry.operator import Args, Operator, evenly_spaced, row_stride, wider
 
@@ -24,17 +24,17 @@ IGNORED = -100
 
 @jit
 def _kernel(
-    logits: Pointer,
-    target: Pointer,
-    lse: Pointer,
-    gradient: Pointer,
-    out: Pointer,
-    stride: Integer,
-    out_stride: Integer,
-    vocabulary: Integer,
-    start: Integer,
-    ignored: Integer,
-    z_loss: Real,
+    logits: tl.tensor,
+    target: tl.tensor,
+    lse: tl.tensor,
+    gradient: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    vocabulary: tl.tensor,
+    start: tl.tensor,
+    ignored: tl.tensor,
+    z_loss: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)

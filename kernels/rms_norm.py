@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .registry.draw import Draw
-from .registry.language import Integer, Pointer, Real, jit, power_of_2, processors, tl
+from .registry.language import jit, power_of_2, processors, tl
 from .registry.launch import launch
 from .registry.operator import (
     Args,
@@ -39,16 +39,16 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @jit
 def _forward_kernel(
-    x: Pointer,
-    residual: Pointer,
-    weight: Pointer,
-    y: Pointer,
-    h: Pointer,
-    rstd: Pointer,
-    stride: Integer,
-    residual_stride: Integer,
-    n: Integer,
-    eps: Real,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    h: tl.tensor,
+    rstd: tl.tensor,
+    stride: tl.tensor,
+    residual_stride: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -69,16 +69,16 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy: Pointer,
-    dh: Pointer,
-    h: Pointer,
-    weight: Pointer,
-    rstd: Pointer,
-    dx: Pointer,
-    dweight: Pointer,
-    stride: Integer,
-    rows: Integer,
-    n: Integer,
+    dy: tl.tensor,
+    dh: tl.tensor,
+    h: tl.tensor,
+    weight: tl.tensor,
+    rstd: tl.tensor,
+    dx: tl.tensor,
+    dweight: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
     ADD: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,

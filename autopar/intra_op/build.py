@@ -72,6 +72,7 @@ class Builder:
         self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
+        self.entering = {entry for repeat in graph.repeats for entry, _ in repeat.carried}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
@@ -245,6 +246,9 @@ class Builder:
         for place in kept(node, self.accelerator):
             copies = self.alive.payers.get((node.name, place), 0)
             saved += copies * np.array(rows["kept", place])
+        if node.inputs and node.inputs[0] in self.entering:
+            # What enters a block that is computed again is all that it keeps.
+            saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])
         self.sums[node.name] = tuple(saved.tolist())
         return rows
 
@@ -406,6 +410,7 @@ def build(
         slowdown,
         builder.sums,
         builder.alive.points,
+        builder.again,
     )
 
 

@@ -29,6 +29,7 @@ class Built:
         sums: node -> bytes of each choice: of a parameter with gradient, optimizer state and the
             gathered copy, of an operator what it keeps for the backward, in all blocks.
         points: what each time of the problem is to a person.
+        again: node -> how many of its blocks compute it again in the backward.
         slowdown: how many times as long kernels and collectives take side by side.
     """
 
@@ -42,6 +43,7 @@ class Built:
     slowdown: float
     sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     points: tuple[str, ...] = ()
+    again: Mapping[str, int] = field(default_factory=dict)
 
     def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of the backward's kernels, and of the gradients synchronised beside them."""

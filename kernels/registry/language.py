@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-
-# What a kernel's arguments are to its reader; Triton itself looks for `tl.constexpr` only.
-Pointer: TypeAlias = Any
-Integer: TypeAlias = Any
-Real: TypeAlias = Any
 
 try:
     import triton
