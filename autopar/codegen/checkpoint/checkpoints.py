@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,22 +102,31 @@ class Checkpoints:
         """Write a checkpoint; see `Program.save_checkpoint`."""
         self._wait()
         path, group = path.absolute(), self._group()
-        try:
-            snapshot: Snapshot | AutoparError = self._snapshot(scheduler, values)
-        except AutoparError as error:
-            snapshot = error  # the other ranks wait to hear of it
+        snapshot = self._attempt(scheduler, values, asynchronous)
         if not asynchronous:
             with self.holder.watch:
                 self._write(path, snapshot, group)
             future: Future[None] = Future()
             future.set_result(None)
             return Saving(path, future)
-        if isinstance(snapshot, Snapshot):
-            snapshot = snapshot.copied()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
         self._last = self._thread.submit(self._write, path, snapshot, group)
         return Saving(path, self._last)
+
+    def _attempt(
+        self, scheduler: Scheduler | None, values: Any, copied: bool
+    ) -> Snapshot | AutoparError:
+        """What this rank has to save, or why it cannot: the other ranks wait to hear of it."""
+        try:
+            snapshot = self._snapshot(scheduler, values)
+            return snapshot.copied() if copied else snapshot
+        except AutoparError as error:
+            return error
+        except Exception as error:  # a scheduler may be the user's code and raise anything
+            return CheckpointError(
+                "the state of the program cannot be taken", why=f"{type(error).__name__}: {error}"
+            )
 
     def _snapshot(self, scheduler: Scheduler | None, values: Any) -> Snapshot:
         """What this rank has to save, as it is now."""
@@ -133,7 +142,9 @@ class Checkpoints:
         details = {
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
             "tied": dict(names.tied),
-            "scheduler": encode(scheduler and scheduler.state_dict(), "the scheduler"),
+            "scheduler": None
+            if scheduler is None
+            else encode(scheduler.state_dict(), "the scheduler"),
             "values": encode(values, "values"),
             # The other ranks follow the first one's; see `codegen/random.py`.
             "random": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
@@ -207,8 +218,8 @@ class Checkpoints:
         if isinstance(source, Mapping):
             group = self._group()
             with self.holder.watch:
+                self._fill({})
                 deal(source, self.holder, self.names, group, rename)
-                self._fill()
             self.holder.loaded = True
             return
         path = source.absolute()
@@ -237,8 +248,8 @@ class Checkpoints:
         reader = Reader(path, index, rank, world)
         with self.holder.watch:
             try:
+                self._fill(index.tensors)
                 _load(reader, wanted, group)
-                self._fill()
             except BaseException:
                 if reader.began:
                     self.holder.loaded = False  # some of it is the old, some the new
@@ -246,11 +257,29 @@ class Checkpoints:
         self.holder.loaded = True
 
     @torch.no_grad()
-    def _fill(self) -> None:
-        """Give a program without weights the constants of the model."""
-        for h in () if self.holder.loaded else self.holder.held:
-            if h.name in self._constants:
-                h.tensor.copy_(self._constants[h.name][h.box.slices])
+    def _fill(self, stored: Container[str]) -> None:
+        """Give a program without weights what no state_dict holds; `stored` has some of it.
+
+        Raises:
+            StateError: on every rank, if the model on the meta device has not got it either.
+        """
+        if self.holder.loaded:
+            return
+        lacking = [
+            name
+            for name, value in self._constants.items()
+            if value.is_meta and name in self.holder.shapes and f"buffer.{name}" not in stored
+        ]
+        if lacking:
+            raise StateError(
+                f"the program has no value of {', '.join(lacking)}",
+                why="a state_dict leaves it out, and on the meta device the model has none",
+                todo="make it persistent, or compile a model that has weights",
+            )
+        for h in self.holder.held:
+            value = self._constants.get(h.name)
+            if value is not None and not value.is_meta:
+                h.tensor.copy_(value[h.box.slices])
 
 
 def read_alone(path: Path, index: Index, parts: list[Part]) -> None:

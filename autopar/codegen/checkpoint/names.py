@@ -67,7 +67,8 @@ class Names:
             spellings = [s for n in self.all_of(name) for s in (rename(n), n) if s in stored]
             if spellings:
                 found[name] = spellings[0]
-        aliases = {s for n in own for a in self.all_of(n) for s in (rename(a), a)}
+        # The model may have what the program does not use.
+        aliases = {s for n in (*shapes, *self.persistent) for s in (rename(n), n)}
         faults = {
             "missing": [name for name in own if name not in found],
             "unexpected": [n for n in stored if n not in aliases] if strict else [],
