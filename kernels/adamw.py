@@ -203,7 +203,7 @@ def _samples(draw: Draw) -> Iterable[Args]:
         hyper = torch.tensor([1e-2, 0.9, 0.95, 1e-2, 0.1, 2.0, 1.5, scale])
         parameter, m = (draw.normal(7, 43, dtype=torch.float32) for _ in range(2))
         v = draw.positive(7, 43, dtype=torch.float32)
-        low = draw.normal(7, 43, dtype=torch.bfloat16) if scale == scale else None
+        low = None if scale == float("inf") else draw.normal(7, 43, dtype=torch.bfloat16)
         yield parameter, m, v, draw.normal(7, 43), low, hyper
 
 
