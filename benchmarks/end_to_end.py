@@ -10,8 +10,8 @@ step by step, so that what disturbs the machine disturbs all; where memory does 
 one more step under torch's profiler: exposed communication is the time in which something is sent
 and nothing computed, on the first process.
 
-"predicted" is the cost model's word on our plan and, for a baseline that has a plan of the same
-name (`autopar.pins`), on that.
+MFU counts 6 FLOPs a parameter and token, and attention. "predicted" is the cost model's word on our
+plan and, for a baseline that has a plan of the same name (`autopar.pins`), on that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import pins
@@ -200,12 +199,13 @@ class Bench:
             runner.exposed = exposed(file)
 
     def flops(self) -> float:
-        """Of forward and backward on the whole batch, by torch's own count of matrix products."""
-        model = build(self.spec, layers=self.given.layers)
-        inputs = example_inputs(self.spec, self.given.batch, self.given.seq)
-        with FlopCounterMode(display=False) as counter:
-            model(**inputs)["loss"].backward()
-        return float(counter.get_total_flops())
+        """Of forward and backward on the whole batch: 6 N + 12 L H T for each of a sample's T
+        tokens, N parameters, L layers, H the width (PaLM, arXiv:2204.02311, appendix B)."""
+        config: Any = self.model.config
+        length = self.batch["input_ids"].shape[1]
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        attention = 12 * config.num_hidden_layers * config.hidden_size * length
+        return float((6 * parameters + attention) * self.batch["input_ids"].numel())
 
     def row(self, runner: Runner, ours: Runner, flops: float) -> dict[str, Any]:
         """What the CSV holds of a program."""
@@ -215,7 +215,7 @@ class Bench:
             next(self.model.parameters()).dtype
         ]
         peak_rate = device_of(self.mesh).rate(dtype, True) * self.world
-        tokens = self.batch["input_ids"].numel() if "input_ids" in self.batch else given.batch
+        tokens = self.batch["input_ids"].numel()
         apart = [abs(a - b) / abs(b) for a, b in zip(runner.losses, ours.losses, strict=True)]
         return {
             "model": given.model,
@@ -350,7 +350,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-tiny", help="of the zoo, or llama-tiny")
+    parser.add_argument(
+        "--model", default="llama-tiny", help="a language model of the zoo, or llama-tiny"
+    )
     parser.add_argument("--layers", type=int, help="number of blocks, in place of its own")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, on all devices")
     parser.add_argument("--seq", type=int, default=128)
