@@ -2,4 +2,5 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["autopar", "autopar.*"]), "autopar_kernels"])
+KERNELS = ("autopar_kernels", "autopar_kernels.registry")
+setup(packages=[*find_packages(include=["autopar", "autopar.*"]), *KERNELS])

@@ -1,6 +1,7 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
 from autopar import pins
+from autopar.codegen.checkpoint.plain import load_checkpoint
 from autopar.compile import Program, compile, plan
 from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
@@ -17,6 +18,7 @@ __all__ = [
     "Program",
     "compile",
     "layout",
+    "load_checkpoint",
     "pins",
     "plan",
     "rule",

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from autopar import pipelined
 from autopar.codegen import folder
+from autopar.codegen.checkpoint.checkpoints import Checkpoints
+from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
@@ -32,6 +34,7 @@ from autopar.codegen.processes import (
     local_device,
     same_on_all_ranks,
 )
+from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
@@ -65,6 +68,7 @@ def plan(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
+    recompute: str = "auto",
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
@@ -73,17 +77,26 @@ def plan(
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
     options = Options(
-        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, state=state
+        loss_fn,
+        memory,
+        unknown_ops,
+        trace,
+        pins,
+        solver,
+        known,
+        calibration,
+        recompute,
+        state=state,
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
-    made, state = as_mesh(mesh), state_bytes(optimizer)
+    made, nbytes = as_mesh(mesh), state_bytes(optimizer)
     request = Request(stages, microbatches, schedule)
     if request != _WHOLE:
         captured = pipelined.capture_microbatch(model, args, kwargs, microbatches, options, tracer)
-        return pipelined.plan_evenly(captured, made, request, options, tracer, state)
+        return pipelined.plan_evenly(captured, made, request, options, tracer, nbytes)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
-    return make_plan(graph, made, options, tracer, state)
+    return make_plan(graph, made, options, tracer, nbytes)
 
 
 def compile(
@@ -102,6 +115,7 @@ def compile(
     rules: Sequence[OpRule] = (),
     solver: str = "ilp",
     calibration: str | Path | None = None,
+    recompute: str = "auto",
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
@@ -131,6 +145,9 @@ def compile(
         solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the annotations
             of `autopar.shard`. Others are for comparison; see `autopar/intra_op/solvers/`.
         calibration: a file that `autopar calibrate` wrote on machines like these.
+        recompute: which repeated blocks compute their activations again in the backward: "auto"
+            as few as memory asks for, chosen with the layouts; "none"; "full" or "selective" all of
+            them; "full 8" the first eight. Selective keeps results of products and attention.
         stages: into how many stages the model is cut; each runs on a part of the mesh.
         microbatches: into how many equal slices a batch is cut, along the first dimension of all
             its tensors. Gradients are those of the mean of their losses; batch norms see one
@@ -156,7 +173,16 @@ def compile(
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
     options = Options(
-        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, state=state
+        loss_fn,
+        memory,
+        unknown_ops,
+        trace,
+        pins,
+        solver,
+        known,
+        calibration,
+        recompute,
+        state=state,
     )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)
@@ -165,7 +191,7 @@ def compile(
     return program
 
 
-class Program:
+class Program(Checkpointed):
     """A model that trains in parallel; made by `compile`.
 
     Attributes:
@@ -193,6 +219,7 @@ class Program:
         self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
+        self._saved: Checkpoints | None = None
         self._source = ""
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
@@ -271,8 +298,13 @@ class Program:
         self._captured, self._executor = made.captured, made.pipeline
         self._example = made.captured.inputs.flatten(args, kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+
+        Args:
+            args, kwargs: the batch.
+            profile: the path of a file for what every rank does in this step and when, for
+                ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
 
         Returns:
             The loss, a scalar, the same on every rank.
@@ -280,10 +312,12 @@ class Program:
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
             RankFailedError: another rank failed.
+            ProgramError: the profile cannot be written.
         """
         self.prepare(args, kwargs)
         captured, executor = self._ready()
-        return executor.step(captured.inputs.flatten(args, kwargs))
+        with profiled(profile):
+            return executor.step(captured.inputs.flatten(args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
@@ -340,6 +374,12 @@ class Program:
         names = set(self._model.state_dict())
         constants = {k: v for k, v in captured.buffers.items() if k not in names}
         executor.load_state_dict({**constants, **values})
+
+    def _checkpoints(self) -> Checkpoints:
+        captured, executor = self._ready()
+        if self._saved is None:
+            self._saved = Checkpoints.of(self._model, captured, executor)
+        return self._saved
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that runs by itself under torchrun; every rank calls it, one writes.

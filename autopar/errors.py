@@ -117,6 +117,10 @@ class StateError(AutoparError):
     """A state_dict whose names or shapes differ from the model's, or weights that are missing."""
 
 
+class CheckpointError(StateError):
+    """A checkpoint that cannot be written, is not whole, or is another model's."""
+
+
 class RankFailedError(AutoparError):
     """Another rank failed in a step; carries that rank's own error."""
 

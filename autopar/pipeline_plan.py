@@ -113,6 +113,13 @@ class PipelinePlan:
             table = tomlkit.parse(text).unwrap()
         except (TOMLKitError, ValueError, RecursionError) as error:
             raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        if "layouts" in table and "stages" not in table:
+            raise PlanError(
+                "the plan is one of a model in one piece",
+                where=where,
+                why="this asks for the plan of a pipeline",
+                todo="plan with stages, or autopar plan --global-batch",
+            )
         expected = {
             "version": int, "graph": str, "mesh": str, "microbatches": int, "schedule": str,
             "predicted": dict, "stages": list,
@@ -189,6 +196,16 @@ class PipelinePlan:
                 why=f"plan: {self.graph}; here: {graph}",
                 todo="plan this model, with this size of microbatch, again",
             )
+
+
+def load_plan(path: str | Path) -> Plan | PipelinePlan:
+    """Read a plan file of either kind; PlanError if it is missing or neither."""
+    text = read_plan(path)
+    try:
+        staged = "stages" in tomlkit.parse(text).unwrap()
+    except (TOMLKitError, ValueError, RecursionError):
+        staged = False  # which reading it as a plan tells
+    return (PipelinePlan if staged else Plan).from_toml(text, where=str(path))
 
 
 def _stage(entry: Any, where: str) -> StagePlan:

@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
@@ -73,6 +74,8 @@ class Plan:
             again under it. A plan that is only used need not keep it.
         memory: what it was made within: the "limit" in bytes a device, the optimizer's "state" in
             units of a parameter's own bytes (AdamW: 2), and the "microbatches" of a step.
+        recompute: run of blocks -> how many of them compute their activations again in the
+            backward, and what they keep; see `autopar.ir.recompute`.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
@@ -88,6 +91,7 @@ class Plan:
     pins: dict[str, str] = field(default_factory=dict)
     solver: dict[str, str | float] = field(default_factory=dict, compare=False)
     memory: dict[str, float] = field(default_factory=dict)
+    recompute: dict[str, Recompute] = field(default_factory=dict)
     state: str = ""
 
     def __str__(self) -> str:
@@ -128,6 +132,8 @@ class Plan:
             document["state"] = self.state
         if self.memory:
             document["memory"] = dict(self.memory)
+        if self.recompute:
+            document["recompute"] = {run: str(how) for run, how in self.recompute.items()}
         if self.solver:
             document["solver"] = dict(self.solver)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
@@ -144,6 +150,13 @@ class Plan:
             table = tomlkit.parse(text).unwrap()
         except (TOMLKitError, ValueError, RecursionError) as error:
             raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        if "stages" in table and "layouts" not in table:
+            raise PlanError(
+                "the plan is one of a pipeline",
+                where=where,
+                why="this asks for the plan of a model in one piece",
+                todo="autopar explain, simulate and emit take it, as does autopar.compile",
+            )
         expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
         for key, kind in expected.items():
             if not isinstance(table.get(key), kind):
@@ -161,16 +174,28 @@ class Plan:
             predicted = {name: _figure(value) for name, value in table["predicted"].items()}
             model = _model(table.get("model", {}))
             whole = {name: _figure(value) for name, value in table.get("replicated", {}).items()}
-            pins = _pins(table.get("pins", {}))
+            pins = _texts(table, "pins")
             solver = {
                 name: value if isinstance(value, (str, int)) else _figure(value)
                 for name, value in table.get("solver", {}).items()
             }
             mesh = Mesh.parse(table["mesh"])
             memory = {name: _figure(value) for name, value in table.get("memory", {}).items()}
-            state = str(table.get("state", ""))
+            recompute = {
+                run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
+            }
             return cls(
-                table["graph"], mesh, nodes, predicted, model, whole, pins, solver, memory, state
+                table["graph"],
+                mesh,
+                nodes,
+                predicted,
+                model,
+                whole,
+                pins,
+                solver,
+                memory,
+                recompute,
+                str(table.get("state", "")),
             )
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
@@ -221,14 +246,15 @@ def _model(table: object) -> dict[str, str | int]:
     return dict(table)
 
 
-def _pins(table: object) -> dict[str, str]:
-    """The entry `pins`; ValueError unless it holds texts by name."""
-    if not isinstance(table, dict):
-        raise ValueError(f"pins = {table!r} is no table")
-    for key, value in table.items():
+def _texts(table: dict[str, object], key: str) -> dict[str, str]:
+    """The entry `key`; ValueError unless it holds texts by name."""
+    entry = table.get(key, {})
+    if not isinstance(entry, dict):
+        raise ValueError(f"{key} = {entry!r} is no table")
+    for name, value in entry.items():
         if not isinstance(value, str):
-            raise ValueError(f"pins.{key} = {value!r} is no text")
-    return dict(table)
+            raise ValueError(f"{key}.{name} = {value!r} is no text")
+    return dict(entry)
 
 
 def write_plan(path: str | Path, text: str) -> None:

@@ -1,12 +1,14 @@
 """Predicted against measured step time on this machine: `python benchmarks/calibrated.py`.
 
-The machine is calibrated with four processes on each of two meshes. Then three small models train
-under ten plans each, fixed beforehand, and the seconds of a step are compared with the simulator's
-under the calibration, with the plan's own sum of prices, and with the simulator's under the closed
-forms, which know nothing of this machine. No step is used to fit anything.
+The machine is calibrated once, with four processes. Then three small models, of widths 128, 256
+and 512, each with two sizes of batch, train under five plans each, fixed beforehand, and the
+seconds of a step are compared with the simulator's under the calibration, with the plan's own sum
+of prices, and with the simulator's under the closed forms, which know nothing of this machine. No
+step is used to fit anything.
 
-A step's time is the slowest process's, the median over steps. The last rows tell the rank
-correlation (Spearman) and the median error of each prediction. The machine must be quiet.
+A step's time is the slowest process's, the median over steps; all plans take their steps in turns.
+The last lines tell the rank correlation (Spearman) and the median error of each prediction. Writes
+results/calibrated.csv and calibrated.svg. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
+from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-import autopar
 from autopar import pins
+from autopar.codegen.emit import emit
+from autopar.codegen.executor import Executor
+from autopar.codegen.load import load
+from autopar.codegen.runtime import Runtime
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -40,59 +46,79 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.pipelined import values_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, tasks
-from benchmarks.harness import ROOT, middle, write
+from benchmarks.harness import RESULTS, ROOT, middle, write
 from tests import models
 from tests.models import Model
 
-MESHES = ("cpu: gpu=4", "cpu: node=2, gpu=2")
-STEPS, WARMUP = 9, 2
+MESH = "cpu: node=2, gpu=2"  # one, so that all plans are priced by one calibration
+STEPS, WARMUP = 9, 1
 
 
-def gpt2() -> Model:
-    """Four layers of width 384."""
-    return models.gpt2(4, seq=128, vocab_size=2048, n_positions=128, n_embd=384, n_head=8)
+def gpt2(batch: int) -> Model:
+    """Four layers of width 128 on rows of 128 tokens, where waiting outweighs all else."""
+    sizes = {"vocab_size": 1024, "n_positions": 128, "n_embd": 128, "n_head": 4}
+    return models.gpt2(4, batch=batch, seq=128, **sizes)
 
 
-def llama() -> Model:
-    """Four layers of width 256 on long rows, where activations outweigh parameters."""
+def llama(batch: int) -> Model:
+    """Four layers of width 256 on rows of 256 tokens, where activations outweigh parameters."""
     sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return models.llama(4, seq=256, max_position_embeddings=256, **sizes, **heads)
+    return models.llama(4, batch=batch, seq=256, max_position_embeddings=256, **sizes, **heads)
 
 
-def vit() -> Model:
-    """Three layers of width 512 on few patches, where parameters outweigh activations."""
+def vit(batch: int) -> Model:
+    """Three layers of width 512 on 64 patches, where parameters outweigh activations."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     images = {"image_size": 64, "patch_size": 8, "num_channels": 3, "num_labels": 16}
-    return models.vit(3, **sizes, **images)
+    return models.vit(3, batch=batch, **sizes, **images)
 
 
-MODELS: dict[str, Callable[[], Model]] = {"gpt2": gpt2, "llama": llama, "vit": vit}
-PINS: dict[str, dict[str, pins.PinsLike | None]] = {
-    MESHES[0]: {
-        "data_parallel": pins.data_parallel(),
-        "fsdp": pins.fsdp(),
-        "megatron": pins.megatron("gpu"),
-        "megatron_sp": pins.megatron_sp("gpu"),
-        "found": None,
-    },
-    MESHES[1]: {
-        "fsdp": pins.fsdp(),
-        "data_parallel x megatron": [pins.data_parallel("node"), pins.megatron("gpu")],
-        "data_parallel x megatron_sp": [pins.data_parallel("node"), pins.megatron_sp("gpu")],
-        "fsdp x megatron": [pins.fsdp("node"), pins.megatron("gpu")],
-        "megatron x data_parallel": [pins.megatron("node"), pins.data_parallel("gpu")],
-    },
+MODELS: dict[str, Callable[[int], Model]] = {"gpt2": gpt2, "llama": llama, "vit": vit}
+BATCHES = (4, 16)
+PINS: dict[str, pins.PinsLike] = {
+    "data_parallel": pins.data_parallel(),
+    "fsdp": pins.fsdp(),
+    "data_parallel x megatron": [pins.data_parallel("node"), pins.megatron("gpu")],
+    "data_parallel x megatron_sp": [pins.data_parallel("node"), pins.megatron_sp("gpu")],
+    "fsdp x megatron": [pins.fsdp("node"), pins.megatron("gpu")],
 }
+COLOURS = {"gpt2": "#06c", "llama": "#0b6", "vit": "#c60"}
 
 
-def captured(name: str) -> Graph:
-    """The prepared graph of a model of this file."""
-    model, batch = MODELS[name]()
-    return capture_graph(model, (), batch, Options(), Trace(None)).graph
+@dataclass(frozen=True)
+class Case:
+    """A plan for a model and a batch; `program` is what a process needs to train under it."""
+
+    model: str
+    batch: int
+    pins: str
+    graph: Graph
+    plan: Plan
+    program: dict[str, Any]
+
+
+def cases(names: list[str], file: Path) -> Iterator[Case]:
+    """Every plan, made under the calibration in `file`."""
+    prices = MeasuredModel(Mesh.parse(MESH), Calibration.load(file)).collective
+    for name in names:
+        for size in BATCHES:
+            torch.manual_seed(0)
+            model, batch = MODELS[name](size)
+            captured = capture_graph(model, (), batch, Options(), Trace(None))
+            values = values_of(model, captured)
+            tied = {k: v for k, v in captured.parameter_names.items() if k != v}
+            inputs = captured.inputs.flatten((), batch)
+            for word, said in PINS.items():
+                options = Options(pins=said, calibration=file)
+                plan = make_plan(captured.graph, Mesh.parse(MESH), options, Trace(None))
+                source = emit(captured.graph, plan, prices)
+                program = {"source": source, "values": values, "tied": tied, "batch": inputs}
+                yield Case(name, size, word, captured.graph, plan, program)
 
 
 def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, float]:
@@ -112,84 +138,67 @@ def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, f
     }
 
 
-def _train(rank: int, folder: str, name: str, files: list[str]) -> None:
-    """One process: the step times of a model's plans 0.toml, ..., each with its calibration."""
+def _train(rank: int, folder: str, count: int) -> None:
+    """One process: the step times of the programs 0.pt, 1.pt, ..."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    programs = []
-    for number, file in enumerate(files):
-        plan = Plan.load(Path(folder, f"{number}.toml"))
-        factory = partial(torch.optim.AdamW, lr=1e-4)
-        program = autopar.compile(
-            model, plan.mesh, plan=plan, optimizer=factory, example_inputs=batch, calibration=file
-        )
-        programs.append(program)
+    runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
+    factory = partial(torch.optim.AdamW, lr=1e-4)
+    programs = list[tuple[Executor, dict[str, Tensor]]]()
+    for number in range(count):
+        made = torch.load(Path(folder, f"{number}.pt"))
+        module = load(made["source"], f"<{number}>")
+        executor = Executor(module, runtime, made["values"], factory, tied=made["tied"])
+        programs.append((executor, made["batch"]))
     # In turns: what disturbs the machine for a while disturbs all plans alike.
-    rounds = [[_step(program, batch) for program in programs] for _ in range(WARMUP + STEPS)]
-    found = [list(steps) for steps in zip(*rounds[WARMUP:], strict=True)]
+    rounds = [[_step(*program) for program in programs] for _ in range(WARMUP + STEPS)]
     if rank == 0:
-        torch.save(found, Path(folder, "seconds.pt"))
+        torch.save(rounds[WARMUP:], Path(folder, "seconds.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _step(program: autopar.Program, batch: dict[str, Tensor]) -> float:
+def _step(program: Executor, batch: dict[str, Tensor]) -> float:
     """Seconds of one step, the slowest process's."""
     dist.barrier()
     began = time.perf_counter()
-    program.step(**batch)
+    program.step(batch)
     seconds = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
-def calibrations(folder: Path) -> dict[str, Calibration]:
-    """Each mesh's, from the folder or measured now."""
-    found = {}
-    for mesh in MESHES:
-        file = folder / _file(mesh)
-        if not file.exists():
-            command = [sys.executable, "-c", "from autopar.cli import main; main()", "calibrate"]
-            subprocess.run([*command, "--mesh", mesh, "-o", str(file), "--json"], cwd=ROOT,
-                           stdout=subprocess.DEVNULL, check=True)  # fmt: skip
-        found[mesh] = Calibration.load(file)
-    return found
-
-
-def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
-    """One row a plan."""
-    known = calibrations(folder)
-    for name in names:
-        graph, made = captured(name), list[tuple[str, str, Plan]]()
-        for mesh, words in PINS.items():
-            for word, said in words.items():
-                options = Options(pins=said, calibration=folder / _file(mesh))
-                plan = make_plan(graph, Mesh.parse(mesh), options, Trace(None))
-                made.append((mesh, word, plan))
-        files = [str(folder / _file(mesh)) for mesh, _, _ in made]
-        measured = _measured(name, [plan for _, _, plan in made], files)
-        for (mesh, word, plan), seconds in zip(made, measured, strict=True):
-            row = {"model": name, "mesh": mesh, "plan": word, "measured": middle(seconds)}
-            row |= {"fastest": min(seconds), "slowest": max(seconds)}
-            row |= predicted(graph, plan, known[mesh])
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-            yield row
-
-
-def _file(mesh: str) -> str:
-    return f"calibration{MESHES.index(mesh)}.toml"
-
-
-def _measured(name: str, plans: list[Plan], files: list[str]) -> list[list[float]]:
-    """The steps of each plan, in processes of their own."""
+def measured(programs: list[dict[str, Any]]) -> list[list[float]]:
+    """The seconds of the steps of each program, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, plan in enumerate(plans):
-            replace(plan, model={}).save(Path(folder, f"{number}.toml"))
-        spawn(_train, args=(folder, name, files), nprocs=4)
-        found: list[list[float]] = torch.load(Path(folder, "seconds.pt"))
-        return found
+        for number, program in enumerate(programs):
+            torch.save(program, Path(folder, f"{number}.pt"))
+        spawn(_train, args=(folder, len(programs)), nprocs=4)
+        rounds: list[list[float]] = torch.load(Path(folder, "seconds.pt"))
+        return [list(steps) for steps in zip(*rounds, strict=True)]
+
+
+def calibrated(file: Path) -> Calibration:
+    """The calibration in a file, measured now if there is none."""
+    if not file.exists():
+        command = [sys.executable, "-c", "from autopar.cli import main; main()", "calibrate"]
+        subprocess.run([*command, "--mesh", MESH, "-o", str(file), "--json"], cwd=ROOT,
+                       stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+    return Calibration.load(file)
+
+
+def rows(file: Path, names: list[str]) -> Iterator[dict[str, Any]]:
+    """One row a plan."""
+    known, began = calibrated(file), time.perf_counter()
+    made = list(cases(names, file))
+    print(f"{len(made)} plans made in {time.perf_counter() - began:.0f} s", flush=True)
+    taken = measured([case.program for case in made])
+    for case, seconds in zip(made, taken, strict=True):
+        row = {"model": case.model, "batch": case.batch, "mesh": MESH, "plan": case.pins}
+        row |= {"measured": middle(seconds), "fastest": min(seconds), "slowest": max(seconds)}
+        row |= predicted(case.graph, case.plan, known)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+        yield row
 
 
 def verdict(found: list[dict[str, Any]], by: str) -> tuple[float, float]:
@@ -201,20 +210,64 @@ def verdict(found: list[dict[str, Any]], by: str) -> tuple[float, float]:
     )
 
 
+def drawn(found: list[dict[str, Any]]) -> str:
+    """A picture: predicted against measured seconds, both logarithmic; lines: equal, 20 % off."""
+    size, margin = 400, 50
+    values = [float(row[key]) for row in found for key in ("measured", "simulated")]
+    low, high = log10(min(values)) - 0.05, log10(max(values)) + 0.05
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right, up = ((log10(v) - low) / (high - low) * size for v in (x, y))
+        return margin + right, margin + size - up
+
+    parts = [
+        f'<rect width="{size + 2 * margin}" height="{size + 2 * margin}" fill="#fff"/>',
+        f'<rect x="{margin}" y="{margin}" width="{size}" height="{size}" fill="none" '
+        'stroke="#999"/>',
+        f'<text x="{margin + 60}" y="{size + 2 * margin - 18}">measured seconds of a step '
+        f"({10**low:.2g} to {10**high:.2g}, log)</text>",
+        f'<text x="18" y="{margin + 300}" transform="rotate(-90 18 {margin + 300})">predicted '
+        "(lines: equal, 20 % off)</text>",
+    ]
+    for factor, dash in ((1.0, ""), (1.2, "4"), (0.8, "4")):
+        ends = (max(10**low, 10**low / factor), min(10**high, 10**high / factor))
+        (x1, y1), (x2, y2) = (place(x, x * factor) for x in ends)
+        parts.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#999" '
+            f'stroke-dasharray="{dash}"/>'
+        )
+    for k, (name, colour) in enumerate(COLOURS.items()):
+        parts.append(
+            f'<text x="{margin + 8}" y="{margin + 16 + 14 * k}" fill="{colour}">{name}</text>'
+        )
+    for row in found:
+        x, y = place(row["measured"], row["simulated"])
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{COLOURS[row["model"]]}" '
+            f'fill-opacity="0.6"><title>{row["model"]}, batch {row["batch"]}, {row["plan"]}'
+            "</title></circle>"
+        )
+    whole = size + 2 * margin
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{whole}" '
+        f'font-family="sans-serif" font-size="11">{"".join(parts)}</svg>\n'
+    )
+
+
 def main() -> None:
     """Measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--calibrations", type=Path, help="a folder to keep them in")
+    parser.add_argument("--calibration", type=Path, help="a file to take, or to keep it in")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.calibrations or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = list(rows(folder, arguments.models))
+        file = arguments.calibration or Path(temporary, "calibration.toml")
+        found = list(rows(file, arguments.models))
     for by in ("simulated", "summed", "closed_form"):
         correlation, error = verdict(found, by)
         print(f"{by}: rank correlation {correlation:.3f}, median error {error:.1%}")
     print(write("calibrated", found))
+    (RESULTS / "calibrated.svg").write_text(drawn(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,10 @@ def test_an_error_stops_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_rank_stops_all_ranks(tmp_path: Path) -> None:
-    for end in run(die, tmp_path, "file"):
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_a_lost_rank_stops_all_ranks(store: str, tmp_path: Path) -> None:
+    for rank, end in enumerate(run(die, tmp_path, store)):
         assert end.status != 0
         assert end.seconds < LIMIT
+        if rank != WHO:
+            assert "rank 2 was lost" in end.stderr

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 import torch
 
+from autopar.cli import staged
 from autopar.cli.console import stages, writing
 from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shapes
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
+from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.text import format_graph
+from autopar.pipeline_plan import PipelinePlan, load_plan
 
 
 @click.command("emit")
@@ -37,7 +41,7 @@ def command(
     seq: int | None,
     layers: int | None,
 ) -> None:
-    """Write the program of a plan: ordinary PyTorch, without weights.
+    """Write the program of a plan: ordinary PyTorch, without weights; of a pipeline all stages.
 
     A plan that was edited by hand is checked against the rules first.
 
@@ -45,23 +49,40 @@ def command(
     autopar emit plan.toml -o program
     """
     known = table(own_rules(rule_files))
+    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
     with stages(quiet=False) as stage:
-        chosen, captured = open_whole(file, model, Wanted("", batch, seq, layers), known, stage)
-        stage("emit")
-        source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
+        if isinstance(plan, PipelinePlan):
+            files = staged.files(plan, file, model, wanted, known, stage)
+        else:
+            files = _files(file, model, wanted, known, stage)
+    with writing(output):
+        folder.write(output, files, {})
+    program = output / "program.py"
+    beside = [name for name in files if name.startswith("stage_")]
+    click.echo(
+        f"{program}: {len(files['program.py'].splitlines())} lines"
+        f"{', beside ' + ', '.join(beside) if beside else ''}\n"
+        "put weights.safetensors and batch.safetensors beside it, under the names of "
+        f"{'parameters() of the stages' if beside else 'its parameters()'} and its INPUTS, then\n"
+        f"  torchrun --nproc-per-node {plan.mesh.size} {program}"
+    )
+
+
+def _files(
+    file: Path,
+    model: str | None,
+    wanted: Wanted,
+    known: dict[str, OpRule],
+    stage: Callable[[str], None],
+) -> dict[str, str]:
+    """The folder of a plan, name -> text."""
+    chosen, captured = open_whole(file, model, wanted, known, stage)
+    stage("emit")
+    source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
     tied = {k: v for k, v in captured.parameter_names.items() if k != v}
-    files = {
+    return {
         "program.py": folder.standalone(source),
         "plan.toml": chosen.to_toml(),
         "graph.txt": format_graph(captured.graph),
         "program.toml": folder.settings(tied, torch.optim.AdamW, None),
     }
-    with writing(output):
-        folder.write(output, files, {})
-    program = output / "program.py"
-    click.echo(
-        f"{program}: {len(files['program.py'].splitlines())} lines\n"
-        f"put weights.safetensors and batch.safetensors beside it, under the names of its "
-        f"parameters() and INPUTS, then\n"
-        f"  torchrun --nproc-per-node {chosen.mesh.size} {program}"
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from autopar.cli import dims
+from autopar.cli import dims, staged
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import device
@@ -21,6 +21,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
+from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
 from autopar.planning.single import simulated_peak
 
@@ -33,6 +34,13 @@ from autopar.planning.single import simulated_peak
 @click.option("--by", type=click.Choice(PARTS), help="Show the sums and this part only.")
 @click.option("--all", "everything", is_flag=True, help="Operators that take no time, too.")
 @click.option("--dims", "named", is_flag=True, help="The dimensions by name, and where they split.")
+@click.option("--stage", "number", type=click.IntRange(min=0), help="Of a pipeline this stage.")
+@click.option(
+    "--trace-json",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Of a pipeline: write the simulated step to this file, for ui.perfetto.dev.",
+)
 @JSON
 def command(
     file: Path,
@@ -44,12 +52,16 @@ def command(
     by: str | None,
     everything: bool,
     named: bool,
+    number: int | None,
+    trace_json: Path | None,
     as_json: bool,
 ) -> None:
     """Say where time and memory of a plan go.
 
     By layer, kind of operator, kind of collective, mesh axis, line of the model's source, and
-    parameter; each part adds up to the predicted step, and to the predicted peak.
+    parameter; each part adds up to the predicted step, and to the predicted peak. Of a pipeline:
+    its stages, what each group of devices does when, and its memory; with --stage all this for one
+    stage on one microbatch.
 
     A plan is data: a model that is a Python file is never run because a plan names it, only because
     --model does.
@@ -59,21 +71,52 @@ def command(
     autopar explain plan.toml --model train.py:model
     autopar explain plan.toml --by layer
     autopar explain plan.toml --dims
+    autopar explain pipeline.toml --stage 1 --by collective
     """
     known = table(own_rules(rule_files))
+    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
+    whole = isinstance(plan, PipelinePlan) and number is None
+    _refuse(plan, number, whole and bool(by or everything or named), trace_json)
     with stages(quiet=as_json) as stage:
-        chosen, graph = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
-        if named:
+        if isinstance(plan, PipelinePlan):
+            opened = staged.open_pipeline(plan, file, model, wanted, known, stage)
+            chosen, graph = plan.stages[number or 0].plan, opened.graphs[number or 0]
+        else:
+            chosen, graph = open_plan(file, model, wanted, known, stage)
+        if whole:
+            pass
+        elif named:
             found = dims.rows(graph, chosen, known)
         else:
             limit = chosen.memory.get("limit", device(chosen.mesh).memory)
             explanation = explained(graph, chosen, limit, known)
-    if named:
+    if whole:
+        staged.show(opened, trace_json, as_json)
+    elif named:
         print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
     elif as_json:
         print_json(_json(explanation, by))
     else:
         print_out(render(explanation, by=by, everything=everything))
+
+
+def _refuse(
+    plan: Plan | PipelinePlan, number: int | None, parts: bool, trace_json: Path | None
+) -> None:
+    """UsageError where options are not for such a plan."""
+    if not isinstance(plan, PipelinePlan):
+        if number is not None or trace_json is not None:
+            raise click.UsageError(
+                "--stage and --trace-json are for plans of pipelines; autopar simulate has the"
+                " trace of others"
+            )
+    elif number is not None and number >= len(plan.stages):
+        raise click.UsageError(f"there is no stage {number}, only 0 to {len(plan.stages) - 1}")
+    elif parts or (number is not None and trace_json is not None):
+        raise click.UsageError(
+            "--by, --all and --dims are for one stage of a pipeline, which --stage names;"
+            " --trace-json is for all"
+        )
 
 
 def _json(explanation: Explanation, by: str | None) -> dict[str, object]:

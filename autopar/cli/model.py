@@ -18,6 +18,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.deepen import LEAST, deepen
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint, format_graph
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load, names
@@ -125,13 +126,23 @@ def open_whole(
 
 
 def _read(file: Path, model: str | None, given: Wanted) -> tuple[Plan, Wanted]:
-    """A plan and its model, as the command line spells it or else the plan."""
+    """A plan and its model."""
     chosen = Plan.load(file)
+    return chosen, model_of(chosen, file, model, given)
+
+
+def model_of(chosen: Plan | PipelinePlan, file: Path, model: str | None, given: Wanted) -> Wanted:
+    """The model of a plan, as the command line spells it or else the plan.
+
+    Raises:
+        PlanError: it names code to run.
+        UnknownDeviceError: there is no such device as it is for.
+    """
     device(chosen.mesh)
     flags = {k: v for k, v in given.table().items() if k != "source"}
     named = {"source": model} if model else {"source": _source(chosen, file)}
     wanted = {"batch": None, "seq": None, "layers": None, **chosen.model, **flags, **named}
-    return chosen, Wanted(**wanted)  # type: ignore[arg-type]
+    return Wanted(**wanted)  # type: ignore[arg-type]
 
 
 def _check(
@@ -161,7 +172,7 @@ def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
     return tuple(found)
 
 
-def _source(chosen: Plan, file: Path) -> str:
+def _source(chosen: Plan | PipelinePlan, file: Path) -> str:
     """The model that a plan names, if it is data: a name of the zoo or a configuration."""
     source = str(chosen.model.get("source", ""))
     if is_data(source):

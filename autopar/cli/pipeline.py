@@ -41,6 +41,23 @@ def plan_pipeline(
     Raises:
         InfeasibleError: no pipeline fits into memory.
     """
+    found = find_pipeline(wanted, mesh, batch, options, memory, stage)
+    stage("planning the stages")
+    one = replace(wanted, batch=batch // found.pipeline.microbatches)
+    graph = remove_shares(capture_model(one, options, Trace(None)))
+    made = plan_of(found, graph, mesh, options, trace)
+    return found, replace(made, model={**wanted.table(), "batch": batch})
+
+
+def find_pipeline(
+    wanted: Wanted,
+    mesh: Mesh,
+    batch: int,
+    options: Options,
+    memory: float,
+    stage: Callable[[str], None],
+) -> Searched:
+    """What the search finds; raises as `plan_pipeline`."""
     counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
 
     def told(progress: Progress) -> None:
@@ -48,9 +65,9 @@ def plan_pipeline(
         stage(f"{progress.doing}: {progress.calls} stages priced, {known}")
 
     def layered(count: int) -> Layered:
-        return _layered(replace(wanted, batch=batch // count), mesh, options)
+        return layered_on(replace(wanted, batch=batch // count), mesh, options)
 
-    found = search(
+    return search(
         layered,
         mesh,
         counts,
@@ -62,11 +79,6 @@ def plan_pipeline(
         scaling=True,
         progress=told,
     )
-    stage("planning the stages")
-    one = replace(wanted, batch=batch // found.pipeline.microbatches)
-    graph = remove_shares(capture_model(one, options, Trace(None)))
-    made = plan_of(found, graph, mesh, options, trace)
-    return found, replace(made, model={**wanted.table(), "batch": batch})
 
 
 def _sizes(batch: int) -> list[int]:
@@ -77,7 +89,7 @@ def _sizes(batch: int) -> list[int]:
     return sizes
 
 
-def _layered(wanted: Wanted, mesh: Mesh, options: Options) -> Layered:
+def layered_on(wanted: Wanted, mesh: Mesh, options: Options) -> Layered:
     """The model on one microbatch; of a deep one of the zoo a few blocks."""
     layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
     more = max(0, (layers or 0) - LEAST)

@@ -59,6 +59,13 @@ from autopar.planning.single import Options, make_plan
     help="Prices that `autopar calibrate` measured on such machines.",
 )
 @click.option(
+    "--recompute",
+    default="auto",
+    show_default=True,
+    metavar="WHAT",
+    help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
+)
+@click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder to which every value on the way is written.",
@@ -87,6 +94,7 @@ def command(
     state: str | None,
     solver: str,
     calibration: Path | None,
+    recompute: str,
     trace: Path | None,
     output: Path | None,
     as_json: bool,
@@ -114,7 +122,7 @@ def command(
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
     options = Options(
-        None, limit, unknown_ops, trace, pins, solver, known, calibration,
+        None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=int(within.get("microbatches", 1)), state=state,
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
@@ -174,6 +182,7 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "model": made.model,
         "predicted": made.predicted,
         "pins": made.pins,
+        "recompute": {run: str(how) for run, how in made.recompute.items()},
         "solver": made.solver,
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }
@@ -184,8 +193,9 @@ def _found(made: Plan) -> str:
     said = made.solver
     left = f"reductions left {said['left']}, " if "left" in said else ""
     gap = float(said["gap"])
+    again = "".join(f"; {run} recomputes {how}" for run, how in made.recompute.items())
     verdict = "optimal" if gap <= 1e-6 else f"within {100 * gap:.2g} % of the optimum"
-    return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s"
+    return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s{again}"
 
 
 def _warn_whole(explanation: Explanation) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from autopar.cli import staged
 from autopar.cli.console import JSON, print_json, print_out, stages, writing
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cost.device import Device, device
@@ -17,6 +18,7 @@ from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
+from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
 from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
@@ -51,6 +53,8 @@ def command(
 ) -> None:
     """Simulate one training step of a plan on one device: time, overlap and memory.
 
+    Of a pipeline it is every stage, and the schedule in time.
+
     The optimizer is AdamW. A plan is data: a model that is a Python file is never run because a
     plan names it, only because --model does.
 
@@ -59,8 +63,16 @@ def command(
     autopar simulate plan.toml --trace-json step.json
     """
     known = table(own_rules(rule_files))
+    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
+    if isinstance(plan, PipelinePlan):
+        if wait:
+            raise click.UsageError("--wait is for plans of a model in one piece")
+        with stages(quiet=as_json) as stage:
+            opened = staged.open_pipeline(plan, file, model, wanted, known, stage)
+        staged.show(opened, trace_json, as_json)
+        return
     with stages(quiet=as_json) as stage:
-        chosen, graph = open_plan(file, model, Wanted("", batch, seq, layers), known, stage)
+        chosen, graph = open_plan(file, model, wanted, known, stage)
         stage("simulate")
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)

@@ -4,22 +4,28 @@ All processes of the mesh run each problem at once, so that they compete for the
 in training; a run takes as long as the slowest of them. Operators are measured with autograd
 recording, several independent ones a run, so that what Python, the dispatcher and autograd add to
 each is in their time.
+
+Collectives are measured behind work, as programs call them, where processes share processors. They
+do not arrive at once then, since each runs for some milliseconds before another one has its turn;
+waiting for the last of them is part of what a collective takes.
+
+All problems are measured once before any is measured again: what disturbs the machine for a while
+disturbs one round of all of them, and the median over rounds leaves it out.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import quantiles
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.codegen.bench import Bench, timing
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.group import Group
 from autopar.cost.calibration import (
@@ -37,8 +43,7 @@ from autopar.ir.mesh import Mesh
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WIDTH = 256  # of the rows that normalisations and softmax look along
 HEAD = 64  # width of a head of attention
-_NOISY = 0.3  # a spread that is too large
-_ROUNDS = 10  # how often problems are measured again that took longer than larger ones
+_AGAIN = 10  # how often problems are measured again that took longer than larger ones
 Progress = Callable[[str, int, int], None]
 
 
@@ -52,8 +57,8 @@ class Settings:
         elements: of kernels' results.
         sequences: lengths of attention.
         payloads: bytes a device of collectives.
-        runs: of each problem.
-        tries: of each problem, where it spreads widely.
+        runs: of each problem in a row.
+        rounds: of all problems, one after another.
         seconds: a run takes at least; problems that are shorter are repeated in it.
     """
 
@@ -63,7 +68,7 @@ class Settings:
     sequences: tuple[int, ...]
     payloads: tuple[int, ...]
     runs: int
-    tries: int
+    rounds: int
     seconds: float
 
 
@@ -75,16 +80,16 @@ def settings(device: torch.device, quick: bool = False) -> Settings:
         elements=_powers(8, 22, 2),
         sequences=(32, 128, 512),
         payloads=_powers(8, 24, 2),
-        runs=7,
-        tries=3,
+        runs=3,
+        rounds=5,
         seconds=0.01,
     )
     if quick:
         few, some = (16, 64), _powers(10, 14, 4)
         usual = replace(usual, lengths=few, elements=some, sequences=(16, 32), payloads=some)
-        return replace(usual, runs=3, tries=2, seconds=0.0)
+        return replace(usual, runs=3, rounds=1, seconds=0.0)
     if device.type == "cuda":
-        usual = replace(usual, dtypes=("bf16", "f32"), lengths=(128, 512, 2048, 8192), runs=9)
+        usual = replace(usual, dtypes=("bf16", "f32"), lengths=(128, 512, 2048, 8192))
         usual = replace(usual, elements=_powers(12, 28, 4), payloads=_powers(12, 28, 2))
         return replace(usual, sequences=(512, 2048, 8192))
     return usual
@@ -178,92 +183,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return made[0]
 
 
-class Bench:
-    """Times what all processes of a mesh run at once.
-
-    Args:
-        group: all of them.
-        device: where this one computes.
-        chosen: see `Settings`.
-    """
-
-    def __init__(self, group: Group, device: torch.device, chosen: Settings) -> None:
-        self.group, self.device = group, device
-        self.runs, self.tries, self.seconds = chosen.runs, chosen.tries, chosen.seconds
-
-    def slowest(self, values: Sequence[float]) -> list[float]:
-        """Each value's largest over the processes."""
-        found = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return [float(value) for value in self.group.maximum(found)]
-
-    def __call__(self, call: Callable[[], Sequence[float]]) -> list[Timing]:
-        """Times of the parts of a problem.
-
-        Args:
-            call: runs the problem once and returns the clock before, between and after its parts;
-                all processes run it equally often. What spreads widely is measured again.
-        """
-        call()
-        began = self._clock()
-        call()
-        once = max(self.slowest([self._clock() - began])[0], 1e-7)
-        count = min(max(int(self.seconds / once), 1), 1000)
-        tries = [self._times(call, count)]
-        while len(tries) < self.tries and max(t.spread for t in tries[-1]) > _NOISY:
-            tries.append(self._times(call, count))
-        return [min(each, key=lambda t: t.spread) for each in zip(*tries, strict=True)]
-
-    def _times(self, call: Callable[[], Sequence[float]], count: int) -> list[Timing]:
-        """Times of the parts of a problem that is repeated `count` times a run."""
-        samples = []
-        for _ in range(self.runs):
-            self.slowest([0.0])  # they begin together
-            total: list[float] = []
-            for _ in range(count):
-                marks = call()
-                parts = [after - before for before, after in itertools.pairwise(marks)]
-                total = [a + b for a, b in zip(total or [0.0] * len(parts), parts, strict=True)]
-            samples.append(self.slowest([part / count for part in total]))
-        return [_timing(list(part)) for part in zip(*samples, strict=True)]
-
-    def alone(self, call: Callable[[], object]) -> Timing:
-        """Time of a problem in one part."""
-
-        def marked() -> tuple[float, float]:
-            before = self._clock()
-            call()
-            return before, self._clock()
-
-        return self(marked)[0]
-
-    def operator(self, problem: Problem, dtype: torch.dtype, copies: int) -> list[Timing]:
-        """Times of one operator forwards and backwards, `copies` of it a run."""
-        inputs = [problem.inputs(dtype, self.device) for _ in range(copies)]
-        wanted = [x.requires_grad_() for xs in inputs for x in xs if x.is_floating_point()]
-        results = [problem.run(*xs) for xs in inputs]
-        gradients = [torch.ones_like(result) for result in results]
-        del results
-
-        def call() -> tuple[float, ...]:
-            marks = [self._clock()]
-            made = [problem.run(*xs) for xs in inputs]
-            marks.append(self._clock())
-            torch.autograd.grad(made, wanted, gradients)
-            return (*marks, self._clock())
-
-        return [Timing(t.seconds / copies, t.spread) for t in self(call)]
-
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def _timing(samples: Sequence[float]) -> Timing:
-    low, middle, high = quantiles(samples, n=4, method="inclusive")
-    return Timing(middle, (high - low) / 2 / middle)
-
-
 def calibrate(
     mesh: Mesh, device: torch.device, chosen: Settings, date: str, progress: Progress
 ) -> Calibration:
@@ -281,19 +200,22 @@ def calibrate(
         CalibrationError: the measurements make no sense.
     """
     comm = Communicator(mesh)
-    bench = Bench(comm.group(mesh.names), device, chosen)
+    bench = Bench(comm.group(mesh.names), device, chosen.runs, chosen.seconds)
     plan = list(_plan(bench, comm, chosen))
-    found: list[list[Point]] = []
-    for number, (name, measure) in enumerate(plan, 1):
-        progress(name, number, len(plan))
-        found.append(measure())
+    total, rounds = chosen.rounds * len(plan), list[list[list[Point]]]()
+    for _ in range(chosen.rounds):
+        rounds.append([])
+        for name, measure in plan:
+            progress(name, (len(rounds) - 1) * len(plan) + len(rounds[-1]) + 1, total)
+            rounds[-1].append(measure())
+    found = [_middle(each) for each in zip(*rounds, strict=True)]
     # What else runs on the machine only slows down: a small problem that took longer than a large
     # one is measured again.
-    for _ in range(_ROUNDS):
+    for _ in range(_AGAIN):
         slow = {id(small) for small, _ in disorder(itertools.chain(*found))}
         for number, points in enumerate(found):
             if any(id(point) in slow for point in points):
-                progress(plan[number][0], len(plan), len(plan))
+                progress(plan[number][0], total, total)
                 again = zip(points, plan[number][1](), strict=True)
                 found[number] = [min(pair, key=lambda point: point.time.seconds) for pair in again]
     points = list(itertools.chain(*found))
@@ -305,6 +227,16 @@ def calibrate(
         tuple(point for point in points if isinstance(point, Kernel)),
         tuple(point for point in points if isinstance(point, Exchange)),
     )
+
+
+def _middle(rounds: Sequence[list[Point]]) -> list[Point]:
+    """The points of one problem, each with the median over its rounds."""
+    if len(rounds) == 1:
+        return rounds[0]
+    return [
+        replace(points[0], time=timing([point.time.seconds for point in points]))
+        for points in zip(*rounds, strict=True)
+    ]
 
 
 def _plan(
@@ -350,7 +282,8 @@ def _product(bench: Bench, dtype: str, gemm: Gemm) -> list[Point]:
 def _kernels(bench: Bench, dtype: str, problem: Problem) -> list[Point]:
     """Both directions of an operator; the backward only where it launches something."""
     copies = 8 if problem.nbytes[0] < 1 << 22 else 2
-    forward, backward = bench.operator(problem, DTYPES[dtype], copies)
+    inputs = [problem.inputs(DTYPES[dtype], bench.device) for _ in range(copies)]
+    forward, backward = bench.operator(inputs, problem.run)
     back = Timing(backward.seconds / problem.kernels, backward.spread)
     sides = ((problem.op, forward), (f"{problem.op} backward", back))
     return [
@@ -383,7 +316,9 @@ def _exchange(bench: Bench, group: Group, kind: str, payload: int) -> list[Point
     """A collective with `payload` bytes a device, in f32, as generated programs call it."""
     count = max(payload // 4 // group.size, 1) * group.size
     x = torch.randn(count, device=bench.device)
-    taken = bench.alone(lambda: COLLECTIVES[kind](group, x))
+    # Accelerators are one process's each, and are given their work ahead of time.
+    measure = bench.alone if bench.device.type == "cuda" else bench.behind
+    taken = measure(lambda: COLLECTIVES[kind](group, x))
     if kind == "send":  # neighbours send in both directions at once
         taken = Timing(taken.seconds / 2, taken.spread)
     return [Exchange(kind, group.axes, 4.0 * count, taken)]

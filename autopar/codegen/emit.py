@@ -8,17 +8,18 @@ above the lines stands the user's own. The steps printed are those that the plan
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from autopar.codegen.draws import draw_function
+from autopar.codegen.keys import Keys, block_keys, leaf_key, quoted
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
 from autopar.codegen.scope import WIDTH, Held, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.recompute import Recompute, common_module, of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -50,14 +51,14 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
-        f'    {_quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
+        f'    {quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
         for name, node in graph.outputs
     )
     inputs = "".join(
-        f'    {_quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
+        f'    {quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
     )
     received = "".join(
-        f"    {_quoted(leaf.target)}: {_received(printer, leaf)},\n"
+        f"    {quoted(leaf.target)}: {_received(printer, leaf)},\n"
         for leaf in graph.leaves("received")
     )
     loss = next((name for name, node in graph.outputs if node == graph.loss), None)
@@ -70,6 +71,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     imports = ["import torch"] if re.search(r"\btorch\.", bare) else []
     imports += ["import torch.nn.functional as F"] if re.search(r"\bF\.", bare) else []
     imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
+    if "checkpoint(" in bare:
+        imports += ["from torch.utils.checkpoint import checkpoint"]
+    if "=keep_products" in bare:
+        imports += ["from autopar.codegen.recompute import keep_products"]
     imports += [f"from autopar.codegen.runtime import {'received, ' * bool(received)}stored"]
     constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
     if constants and "import torch" not in imports:
@@ -80,7 +85,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
-        + (f"LOSS = {_quoted(loss)}\n" if loss else "LOSS = None\n")
+        + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 
@@ -94,7 +99,8 @@ def _is_stage(graph: Graph) -> bool:
 def _sorted_imports(lines: list[str]) -> list[str]:
     """Library imports, an empty line, the project's own, in the order of isort."""
     own = sorted(line for line in lines if line.startswith("from autopar"))
-    return [*(line for line in lines if line.startswith("import")), "", *own]
+    library = [line for line in lines if line.startswith(("import", "from torch"))]
+    return [*library, "", *own]
 
 
 def _header(graph: Graph, plan: Plan) -> str:
@@ -132,85 +138,17 @@ def _leaving(graph: Graph) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """How the blocks of a run name their parameters: a pattern in `i`, or a table of names."""
-
-    repeat: Repeat
-    patterns: dict[str, str]
-    start: int
-    table: str
-
-    def read(self, name: str) -> str:
-        """The expression for a leaf of the first block."""
-        return self.patterns[name]
-
-
-@dataclass(frozen=True)
 class _Block:
     repeat: Repeat
     function: str
-    keys: _Keys
+    keys: Keys
     outside: tuple[str, ...]
     source: str
 
 
-def leaf_key(node: Node) -> str:
-    """The key of a parameter or buffer in a program's `p`, equal to its `Parameter.key`."""
-    dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
-    if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
-        return f"{node.target}[{':, ' * dim}{start}:{start + length}]"
-    return node.target
-
-
 def _read(node: Node) -> str:
     """The expression for a leaf outside of blocks."""
-    return f"p[{_quoted(leaf_key(node))}]"
-
-
-def _quoted(text: str) -> str:
-    """A Python literal in double quotes, whatever the characters of a user's name."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _keys(graph: Graph, repeat: Repeat, name: str) -> _Keys:
-    """Find one integer that counts up through all names, else fall back to a table."""
-    first = repeat.iterations[0]
-    places = [j for j, node in enumerate(first) if graph[node].is_leaf]
-    names = [[leaf_key(graph[block[j]]) for block in repeat.iterations] for j in places]
-    starts, patterns = set(), {}
-    for place, row in zip(places, names, strict=True):
-        found = _pattern(row)
-        if found is None:
-            break
-        starts.add(found[0])
-        patterns[first[place]] = f"p[f{_quoted(found[1])}]"
-    else:
-        if len(starts) <= 1:
-            return _Keys(repeat, patterns, min(starts, default=0), "")
-    columns = (", ".join(map(_quoted, column)) for column in zip(*names, strict=True))
-    rows = "".join(f"    ({column}{',' * (len(names) == 1)}),\n" for column in columns)
-    table = f"{name.upper()}_NAMES = (\n{rows})"
-    read = {first[place]: f"p[names[{at}]]" for at, place in enumerate(places)}
-    return _Keys(repeat, read, 0, table)
-
-
-def _pattern(names: list[str]) -> tuple[int, str] | None:
-    """("h.3.w", "h.4.w") -> (3, "h.{i}.w"), braces doubled; None unless one number counts up."""
-    parts = [re.split(r"(?<=\.)(\d+)(?=\.)", "." + name + ".") for name in names]
-    if len({len(part) for part in parts}) != 1:
-        return None
-    differ = [k for k in range(len(parts[0])) if len({part[k] for part in parts}) > 1]
-    if len(differ) != 1 or not parts[0][differ[0]].isdigit() or differ[0] % 2 == 0:
-        return None
-    at = differ[0]
-    start = int(parts[0][at])
-    if any(part[at] != str(start + k) for k, part in enumerate(parts)):
-        return None
-    before, after = (
-        "".join(part).replace("{", "{{").replace("}", "}}")
-        for part in (parts[0][:at], parts[0][at + 1 :])
-    )
-    return start, (before + "{i}" + after)[1:-1]
+    return f"p[{quoted(leaf_key(node))}]"
 
 
 def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
@@ -230,12 +168,13 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
         for name in reads
         if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
     )
-    function = wish = f"{_common_module(graph, repeat)}_block"
+    module = common_module(graph, repeat)
+    function = wish = f"{module[-1] if module else 'repeated'}_block"
     for number in itertools.count(2):
         if function not in taken:
             break
         function = f"{wish}_{number}"
-    keys = _keys(graph, repeat, function)
+    keys = block_keys(graph, repeat, function)
     scope = Scope(
         printer,
         nodes,
@@ -276,18 +215,6 @@ def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
     return f"{tensor.dtype}{layout.format(tensor.shape)}"
 
 
-def _common_module(graph: Graph, repeat: Repeat) -> str:
-    """The last word of the module path that the parameters of the first block share."""
-    paths = [graph[name].target.split(".") for name in repeat.iterations[0] if graph[name].is_leaf]
-    common: list[str] = []
-    for words in zip(*paths, strict=False):
-        if len(set(words)) > 1:
-            break
-        common.append(words[0])
-    named = [word for word in common if word.isidentifier()]
-    return named[-1] if named else "repeated"
-
-
 def _forward(printer: Printer, blocks: list[_Block]) -> str:
     """The function that computes the outputs from the batch."""
     graph = printer.graph
@@ -306,8 +233,10 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             variable = scope.fresh(wish)
             scope.hold(leaf.name, variable, printer.result(leaf.name))
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
-            scope.line(f"{variable} = batch[{_quoted(leaf.target)}]", note)
+            scope.line(f"{variable} = batch[{quoted(leaf.target)}]", note)
     called: set[str] = set()
+    planned = of_runs(graph, printer.plan.recompute)
+    again = {block.function: how for block, how in zip(blocks, planned, strict=True)}
     for node in graph.nodes:
         if node.is_leaf:
             continue
@@ -316,19 +245,19 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             scope.add(node)
         elif block.function not in called:
             called.add(block.function)
-            _call(printer, scope, block)
+            _call(printer, scope, block, again[block.function])
     results = {
         name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
     }
-    returned = ", ".join(f"{_quoted(name)}: {variable}" for name, variable in results.items())
+    returned = ", ".join(f"{quoted(name)}: {variable}" for name, variable in results.items())
     lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines]
     return "\n".join(
         ["def forward(mesh, p, batch):", *_indented([*lines, f"return {{{returned}}}"])]
     )
 
 
-def _call(printer: Printer, scope: Scope, block: _Block) -> None:
-    """The loop over the blocks of a run."""
+def _call(printer: Printer, scope: Scope, block: _Block, how: Recompute | None) -> None:
+    """The loop over the blocks of a run; the first ones may be run again in the backward."""
     graph, repeat = printer.graph, block.repeat
     inside = set(repeat.iterations[0])
     variables, layouts = [], []
@@ -342,18 +271,34 @@ def _call(printer: Printer, scope: Scope, block: _Block) -> None:
         if target != variable:
             scope.line(f"{target} = {variable}")
     outside = [scope.operand(name, printer.result(name)) for name in block.outside]
-    start, stop = block.keys.start, block.keys.start + repeat.count
-    bounds = f"{start}, {stop}" if start else f"{stop}"
-    head = f"for i in range({bounds}):"
-    index = "i"
-    if block.keys.table:
-        head, index = f"for names in {block.function.upper()}_NAMES:", "names"
-    arguments = ", ".join(["mesh", "p", index, *targets, *outside])
-    scope.line(head)
-    scope.line(f"    {', '.join(targets)} = {block.function}({arguments})")
+    arguments = ["mesh", "p", "names" if block.keys.table else "i", *targets, *outside]
+    split = how.blocks if how is not None else 0
+    for begin, end in ((0, split), (split, repeat.count)):
+        if begin == end:
+            continue
+        called = f"{block.function}({', '.join(arguments)})"
+        if how is not None and begin == 0:
+            called = _checkpointed(block.function, arguments, how)
+        scope.line(_head(block, begin, end))
+        scope.line(f"    {', '.join(targets)} = {called}")
     last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
     for (_, leaves), target, layout in zip(repeat.carried, targets, layouts, strict=True):
         scope.held[last[leaves]] = Held(target, layout)
+
+
+def _head(block: _Block, begin: int, end: int) -> str:
+    """The loop over the blocks from `begin` to before `end`."""
+    if block.keys.table:
+        part = f"[{begin or ''}:{end}]" if end - begin < block.repeat.count else ""
+        return f"for names in {block.function.upper()}_NAMES{part}:"
+    start, stop = block.keys.start + begin, block.keys.start + end
+    return f"for i in range({f'{start}, {stop}' if start else stop}):"
+
+
+def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
+    """The call of a block that is run again in the backward."""
+    keep = ", context_fn=keep_products" if how.kind == "selective" else ""
+    return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
 
 
 def _parameters(printer: Printer, blocks: list[_Block]) -> str:
@@ -364,7 +309,7 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
-            lines += _stored(printer, node, _quoted(node.target), "    ")
+            lines += _stored(printer, node, quoted(node.target), "    ")
     lines.append("]")
     for block in looped:
         leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]

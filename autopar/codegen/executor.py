@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.batches import Intake
+from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import State
@@ -90,17 +92,21 @@ class Executor:
                 todo="return a scalar loss from the model, or pass loss_fn",
             )
         with self.watch:
-            inputs = self._prepare(batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            self.gradients.drop()  # those of a step that failed
-            loss: Tensor = self._forward(inputs)[self.program.LOSS]
-            torch.autograd.backward(loss)
-            self.gradients.collect()
-            if self.clip_norm is not None:
-                gradients = self.weights.gradients
-                self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
-            self.optimizer.step()
-            self.weights.gather()
+            with part(PHASE, "batch"):
+                inputs = self._prepare(batch)
+                self.optimizer.zero_grad(set_to_none=True)
+                self.gradients.drop()  # those of a step that failed
+            with part(PHASE, "forward"):
+                loss: Tensor = self._forward(inputs)[self.program.LOSS]
+            with part(PHASE, "backward"):
+                torch.autograd.backward(loss)
+                self.gradients.collect()
+            with part(PHASE, "optimizer"):
+                if self.clip_norm is not None:
+                    gradients = self.weights.gradients
+                    self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
+                self.optimizer.step()
+                self.weights.gather()
         return loss.detach()
 
     @torch.no_grad()
@@ -125,10 +131,20 @@ class Executor:
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
-                why="it was compiled from a model on the meta device",
+                why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
         return self._intake.take(batch)
+
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds of every parameter and buffer, for checkpoints."""
+        return held_of(self.state, self.tensors, self.weights.updated)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by name."""
+        return self.state.shapes
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, whole, on every rank."""

@@ -10,6 +10,8 @@ every rank a thread looks there twice a second. What follows then depends on whe
 
 A process that dies without raising (killed, out of memory) leaves no word. Its peers' collectives
 fail by themselves with gloo, and after their time-out with NCCL, if no launcher stops them before.
+Then the ranks call the roll: every one that reads of the broken collective answers, by its thread,
+and who does not answer is named as lost.
 """
 
 from __future__ import annotations
@@ -45,21 +47,33 @@ class Failure:
         number: how many failures the program has lived through before.
         summary: the exception in a line.
         trace: its traceback, causes included.
+        broken: whether it may be a collective's that another rank broke.
     """
 
     rank: int
     number: int
     summary: str
     trace: str
+    broken: bool = False
 
     @classmethod
     def of(cls, rank: int, number: int, error: BaseException) -> Failure:
         """The failure of `rank` with `error`."""
         summary = traceback.format_exception_only(error)[-1].partition("\n")[0]
-        return cls(rank, number, summary, "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, number, summary, trace, _may_follow(error))
 
-    def error(self) -> RankFailedError:
-        """What the other ranks raise."""
+    def error(self, lost: Sequence[int] = ()) -> RankFailedError:
+        """What the other ranks raise; `lost` are those that do not answer."""
+        if lost:
+            names = f"rank {lost[0]}" if len(lost) == 1 else "ranks " + ", ".join(map(str, lost))
+            return RankFailedError(
+                f"{names} {'was' if len(lost) == 1 else 'were'} lost",
+                where=names,
+                why="no error was left behind: the process was killed, ran out of memory or hangs;"
+                f" rank {self.rank} noticed: {self.summary}",
+                todo="look into that machine's system log, and start again from a checkpoint",
+            )
         return RankFailedError(
             f"rank {self.rank} failed: {self.summary}",
             where=f"rank {self.rank}",
@@ -82,6 +96,8 @@ class Watch:
         interval: seconds between looks.
         grace: seconds to leave a step in once another rank has failed.
         patience: the same where no step is running.
+        roll: seconds in which a rank that lives has answered.
+        ranks: the global ranks; by default 0, 1, ...
     """
 
     def __init__(
@@ -94,8 +110,11 @@ class Watch:
         interval: float = 0.5,
         grace: float = 2.0,
         patience: float = 20.0,
+        roll: float = 5.0,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world, self.key = rank, world, key
+        self.ranks, self.roll = tuple(range(world) if ranks is None else ranks), roll
         self.interval, self.grace, self.patience = interval, grace, patience
         self._store = store if world > 1 else None
         self._thread: threading.Thread | None = None
@@ -122,7 +141,7 @@ class Watch:
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         name = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
         number = store.add(f"autopar/watches/{name}/{rank}", 1)
-        return cls(store, rank, len(ranks), key=f"autopar/failure/{name}/{number}")
+        return cls(store, rank, len(ranks), key=f"autopar/failure/{name}/{number}", ranks=ranks)
 
     def __enter__(self) -> Watch:
         if self._store is not None and self._depth == 0:
@@ -144,9 +163,14 @@ class Watch:
         if error is None:
             self._raise_what_is_known()
             return
+        number = self._survivals
         first = self._publish(self._store, error)
-        if first is not None and _may_follow(error):
-            raise first.error() from error
+        if not _may_follow(error):
+            return
+        failure = first or Failure.of(self.rank, number, error)
+        lost = self._lost(failure)
+        if first is not None or lost:
+            raise failure.error(lost) from error
 
     def close(self) -> None:
         """End the thread; it also ends with the process. A later step starts another."""
@@ -197,16 +221,37 @@ class Watch:
         with self._lock:
             new, self._answered = value != self._answered, value
         if new:
-            store.add(self._answers(value), 1)
+            store.set(self._place(_read(value), self.rank), "")
 
-    def _answers(self, value: str) -> str:
-        return f"{self.key}/read/{_read(value).number}"
+    def _place(self, failure: Failure, rank: int) -> str:
+        """Where a rank's answer to a failure stands."""
+        return f"{self.key}/read/{failure.number}/{rank}"
 
     def _wait_for_answers(self, store: Store, value: str) -> None:
         """The first rank may serve the store: what it left must be read before it goes."""
-        end = time.monotonic() + self.grace
-        while store.add(self._answers(value), 0) < self.world - 1 and time.monotonic() < end:
-            time.sleep(_BLINK_SECONDS)
+        self._silent(store, _read(value), self.grace)
+
+    def _lost(self, failure: Failure) -> tuple[int, ...]:
+        """The ranks that do not answer, where a collective broke and nobody says why."""
+        if not failure.broken or self._store is None:
+            return ()
+        return self._silent(self._store, failure, self.roll)
+
+    def _silent(self, store: Store, failure: Failure, seconds: float) -> tuple[int, ...]:
+        """The ranks that have not answered to a failure, as soon as there are none or time is up.
+
+        Those that ended after they had answered count as answering, and so does who left it. Where
+        the store is gone it is the first rank, which serves it unless a launcher does.
+        """
+        left = [rank for rank in self.ranks if rank not in (failure.rank, self.rank)]
+        end = time.monotonic() + seconds
+        try:
+            while left and time.monotonic() < end:
+                left = [rank for rank in left if not store.check([self._place(failure, rank)])]
+                time.sleep(_BLINK_SECONDS if left else 0)
+        except RuntimeError:
+            return (0,) if 0 in left else ()
+        return tuple(left)
 
     def _run(self) -> None:
         """The thread: look until another rank has failed, then see this rank out."""
@@ -243,7 +288,8 @@ class Watch:
                 if self._failure is not failure:
                     return
             if time.monotonic() - start > (self.grace if self._depth else self.patience):
-                sys.stderr.write(f"rank {self.rank} stops: {failure.error()}\n")
+                error = failure.error(self._lost(failure))
+                sys.stderr.write(f"rank {self.rank} stops: {error}\n")
                 sys.stderr.flush()
                 os._exit(1)
 

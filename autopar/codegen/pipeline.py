@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.codegen.batches import Intake
+from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.parts import ACTION, PHASE, part
 from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
@@ -143,23 +145,28 @@ class Pipeline:
                 todo="return a scalar loss from the model, or pass loss_fn",
             )
         with self.watch:
-            parts = self._prepare(batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            for stage in self.stages.values():
-                stage.forget()
-                if stage.runtime.gradients is not None:
-                    stage.runtime.gradients.drop()
-            losses = self._run(parts)
-            for stage in self.stages.values():
-                if stage.runtime.gradients is not None:
-                    stage.runtime.gradients.collect()
-            self.copies.add_up()
-            if self.clip_norm is not None:
-                self.grad_norm = self._clip(self.clip_norm)
-            self.optimizer.step()
-            for stage in self.stages.values():
-                stage.weights.gather()
-            return self._mean(losses)
+            with part(PHASE, "batch"):
+                parts = self._prepare(batch)
+                self.optimizer.zero_grad(set_to_none=True)
+                for stage in self.stages.values():
+                    stage.forget()
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.drop()
+            with part(PHASE, "microbatches"):
+                losses = self._run(parts)
+            with part(PHASE, "gradients"):
+                for stage in self.stages.values():
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.collect()
+                self.copies.add_up()
+                if self.clip_norm is not None:
+                    self.grad_norm = self._clip(self.clip_norm)
+            with part(PHASE, "optimizer"):
+                self.optimizer.step()
+                for stage in self.stages.values():
+                    stage.weights.gather()
+            with part(PHASE, "loss"):
+                return self._mean(losses)
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
         """Do this rank's row; the losses of the microbatches whose last stage is here."""
@@ -173,13 +180,15 @@ class Pipeline:
                 stage = self.stages[action.stage, action.copy]
                 waits, sends = self.routes.around(action)
                 arrived = [(name, post.receive(letter, stage.runtime)) for name, letter in waits]
-                if action.kind == "F":
-                    enter(action)
-                    made = stage.forward(action.microbatch, parts[action.microbatch], dict(arrived))
-                    if stage.module.LOSS is not None:
-                        losses.append(made[stage.module.LOSS])
-                else:
-                    made = self._backward(stage, action, arrived)
+                with part(ACTION, action):
+                    if action.kind == "F":
+                        enter(action)
+                        given = parts[action.microbatch]
+                        made = stage.forward(action.microbatch, given, dict(arrived))
+                    else:
+                        made = self._backward(stage, action, arrived)
+                if action.kind == "F" and stage.module.LOSS is not None:
+                    losses.append(made[stage.module.LOSS])
                 for name, letter in sends:
                     post.send(letter, made[name])
         post.finish()
@@ -240,7 +249,7 @@ class Pipeline:
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
-                why="it was compiled from a model on the meta device",
+                why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
         whole_batch = self._intake.take(batch)
@@ -353,6 +362,19 @@ class Pipeline:
         return value
 
     # State ---------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds; of copies, the first stage's are saved."""
+        first: dict[str, tuple[int, int]] = {}
+        for key, stage in self.everywhere.items():
+            for name in stage.state.names:
+                first.setdefault(name, key)
+        found: list[Held] = []
+        for key, stage in self.stages.items():
+            own = {name for name in stage.state.names if first[name] == key}
+            found += held_of(stage.state, stage.tensors, stage.weights.updated, own)
+        return found
 
     def state_dict(self) -> Tensors:
         """Every parameter and buffer by name, whole, on every rank."""

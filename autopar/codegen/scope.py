@@ -7,6 +7,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer, axes_text
@@ -29,6 +30,8 @@ RESERVED = (
     "names",
     "stored",
     "Piece",
+    "checkpoint",
+    "keep_products",
 )
 # What stands for a layout of its own and computes nothing.
 IDENTITIES = ("autopar.share", "autopar.shard")
@@ -307,7 +310,7 @@ class Scope:
 def _assigned(nodes: list[Node]) -> dict[str, str]:
     """The last node of a line `name = ...` of the user's code -> that name."""
     names: dict[str, str] = {}
-    for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+    for node, after in zip_longest(nodes, nodes[1:]):
         last = after is None or after.source != node.source
         match = re.match(r"([A-Za-z_]\w*)\s*[-+*/]?=(?!=)", node.source.text)
         if last and match:

@@ -11,6 +11,7 @@ collectives in the backward do not bear.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -78,10 +79,23 @@ class Later:
         finally:
             for clamp in clamps:
                 clamp.remove()
+        # A gradient that passed through as it is belongs to others, too: it is not added to.
+        held = Counter(_storage(g) for g in (*gradients, *found) if g is not None)
         for node, gradient in zip(weights, found, strict=True):
-            if gradient is not None:
-                weight = self.variables[node]
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            weight = self.variables[node]
+            if gradient is None:
+                continue
+            if weight.grad is not None:
+                weight.grad.add_(gradient)
+            else:
+                alone = held[_storage(gradient)] == 1
+                whole = gradient.untyped_storage().nbytes() == gradient.nbytes
+                weight.grad = gradient if alone and whole else gradient.clone()
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def backward_input(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 # `torch.distributed.Store` is public, but its type stubs live here only.
@@ -32,3 +33,9 @@ def own_store() -> Store:
     store: Any = distributed_c10d._get_default_store()
     connection: Store = store.clone()
     return connection
+
+
+def profiling() -> bool:
+    """Whether torch's profiler records this thread."""
+    enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return enabled

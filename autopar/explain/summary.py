@@ -100,7 +100,8 @@ class Parameter:
         times: number of blocks.
         layer: where it belongs; see layers.py.
         stored, used: layouts, in the notation of the plan, with the dtype.
-        axes, used_axes: the mesh axes that split it as it is stored, and as it is used.
+        axes, updated_axes, used_axes: the mesh axes that split it as it is held, as it is updated
+            and as it is used.
         moves: gathering it and synchronising its gradient.
         nbytes: of what is stored, on one device, all blocks together.
         gathered: of the copy that is used, where that is another.
@@ -114,6 +115,7 @@ class Parameter:
     stored: str
     used: str
     axes: tuple[str, ...]
+    updated_axes: tuple[str, ...]
     used_axes: tuple[str, ...]
     moves: tuple[Move, ...]
     nbytes: int
@@ -266,6 +268,7 @@ def parameters(
                 f"{node.type.dtype}{storage.format(node.type.shape)}",
                 f"{node.type.dtype}{used.format(node.type.shape)}",
                 stored.sharded_axes,
+                storage.updated.sharded_axes,
                 used.sharded_axes,
                 tuple(by_parameter.get(node.name, ())),
                 times * nbytes,

@@ -60,7 +60,9 @@ def law(name: str, **options: int) -> Law:
             return 1.0
         bubble = None if made.joined else made.bubble(Times())
         if bubble is None:
-            microbatches = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
+            few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
+            if made_for(ranks, few) is not None:  # some take multiples of other numbers
+                microbatches = few
             made = schedule(name, ranks, microbatches, **options)
             bubble = simulate(made, [StageCost()] * made.stages).bubble
         return bubble / (1 - bubble) * microbatches / (ranks - 1)

@@ -8,7 +8,7 @@ above (1 + slack) times the mean, with the fewest bytes between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,28 @@ def find_layers(
         return row.layers(row.around(blocks, slack))
     exact = count is not None
     return row.layers(row.clustered(0, len(row.nodes), count or _LAYERS, slack, exact))
+
+
+def layers_at(graph: Graph, weights: Mapping[str, float], ends: Sequence[str]) -> Layers:
+    """`graph` in layers whose last operators are given.
+
+    Args:
+        graph: with its repeats, if it has any.
+        weights: of each operator, seconds or FLOPs; what is missing weighs nothing.
+        ends: in execution order; the last one is the graph's last operator.
+
+    Raises:
+        GraphError: one is no operator, or they are not in order.
+    """
+    row = _Row(graph, weights)
+    places = [row.place.get(name, -1) + 1 for name in ends]
+    if not places or sorted({*places, len(row.nodes)} - {0}) != places:
+        raise GraphError(
+            f"{graph.name} cannot be cut into layers there",
+            why=f"the ends are {', '.join(ends)}",
+            todo="name operators in the order in which they run, the last one last",
+        )
+    return row.layers(places)
 
 
 class _Row:

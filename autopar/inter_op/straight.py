@@ -4,11 +4,14 @@ Alpa (OSDI 2022, section 5.2) tries every value of the slowest stage in ascendin
 where it alone exceeds the best step. Here the values are bisected: the sum over stages falls as the
 slowest stage may be slower, so a threshold's sum bounds all smaller thresholds, and the smallest
 value of an interval plus such a sum bounds the interval.
+
+Schedules differ in what they keep in flight by the number of stages. Many such numbers are bounded
+together and told apart where the bound is good, by halves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +30,31 @@ _EXACT = 1e-12  # relative, of sums in another order
 
 @dataclass(frozen=True)
 class _Group:
-    """Numbers of stages that share a fill and numbers of microbatches in flight."""
+    """Numbers of stages that share a fill and numbers of microbatches in flight.
+
+    `most_fill` is above `fill` where this stands for several of them, see `_relaxed`.
+    """
 
     fill: float
+    most_fill: float
     in_flight: Floats
     stages: tuple[int, ...]
+
+
+def _relaxed(groups: list[_Group]) -> _Group:
+    """What bounds all of these: the least fill for the sum over stages, the largest where it
+    shortens the slowest stage's part, and the fewest microbatches in flight.
+    """
+    kept = np.full(max(len(group.in_flight) for group in groups), np.inf)
+    for group in groups:
+        size = len(group.in_flight)
+        kept[:size] = np.minimum(kept[:size], group.in_flight)
+    return _Group(
+        min(group.fill for group in groups),
+        max(group.most_fill for group in groups),
+        kept,
+        tuple(sorted(stages for group in groups for stages in group.stages)),
+    )
 
 
 class Straight:
@@ -61,12 +84,23 @@ class Straight:
             slack: by which part of its seconds what is found need not be the fastest.
         """
         found = self._even.best(table, cutoff, only)
-        for group in self._groups:
-            wanted = [s for s in group.stages if only in (None, s)]
-            if wanted:
-                limit = cutoff if found is None else found.seconds
-                draft = self._of_group(group, wanted, table, limit, slack)
-                found = draft or found
+        groups = [group for group in self._groups if only is None or only in group.stages]
+        if only is not None:
+            groups = [replace(group, stages=(only,)) for group in groups]
+        left = [groups] if groups else []
+        while left:
+            some = left.pop()
+            limit = cutoff if found is None else found.seconds
+            draft = self._of_group(_relaxed(some), table, limit, slack)
+            if draft is None:
+                continue
+            if len(some) == 1:
+                found = draft
+                continue
+            halves = [some[: len(some) // 2], some[len(some) // 2 :]]
+            # The half that looks best is taken first.
+            halves.sort(key=lambda half: any(len(draft.stages) in one.stages for one in half))
+            left += halves
         return found
 
     def rough(self, table: Table, cutoff: float) -> Draft | None:
@@ -90,10 +124,12 @@ class Straight:
                 # The numbers in flight of fewer stages are often the first of those of more.
                 if key == (fill, *kept[: len(group.in_flight)]):
                     del groups[key]
-                    groups[fill, *kept] = _Group(fill, np.array(kept), (*group.stages, stages))
+                    groups[fill, *kept] = _Group(
+                        fill, fill, np.array(kept), (*group.stages, stages)
+                    )
                     break
             else:
-                groups[fill, *kept] = _Group(fill, np.array(kept), (stages,))
+                groups[fill, *kept] = _Group(fill, fill, np.array(kept), (stages,))
         return list(groups.values())
 
     @cached_property
@@ -112,18 +148,18 @@ class Straight:
         return rows, pairs // len(kinds), kinds[pairs % len(kinds)]
 
     def _of_group(
-        self, group: _Group, wanted: list[int], table: Table, cutoff: float, slack: float
-    ) -> Draft | None:
+        self, group: _Group, table: Table, cutoff: float, slack: float
+    ) -> Draft | None:  # fmt: skip
         rows, signature, into = self._rows
         figures, count = table.figures[signature], table.count[signature]
         seconds, once = figures[..., 0], figures[..., 1]
-        spare = self.microbatches - group.fill
+        spare = self.microbatches - group.most_fill
         top = spare * (seconds + self.law.exposed * into[:, :, None]) + once
         program = _Program(
             rows, group.fill * seconds, top, figures[..., 2] + figures[..., 4], figures[..., 3],
             count, group.fill * self.transfer, self.space, group.in_flight, cutoff,
         )  # fmt: skip
-        answer = program.minimum(wanted, cutoff, slack)
+        answer = program.minimum(list(group.stages), cutoff, slack)
         if answer is None:
             return None
         total, stages = answer

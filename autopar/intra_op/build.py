@@ -38,6 +38,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
@@ -62,6 +63,7 @@ class Builder:
         pins: Pins,
         slowdown: float,
         limited: bool = False,
+        recompute: Mapping[str, Recompute] | None = None,
         microbatches: int = 1,
         lies: Lies | None = None,
     ) -> None:
@@ -80,9 +82,11 @@ class Builder:
         self.beside: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator)
+        self.alive = lifetimes(graph, self.accelerator, recompute)
+        self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
+        self.entering = {entry for repeat in graph.repeats for entry, _ in repeat.carried}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
@@ -100,7 +104,11 @@ class Builder:
             self.replicated.append(node.name)
         options = self.pins.keep(node, options)
         count = self.graph.multiplicity[node.name]
-        asked = tuple(count * self._exchange_seconds(node, option) for option in options)
+        again = self.again.get(node.name, 0)
+        asked = tuple(
+            (count + again) * forward + count * backward
+            for forward, backward in (self._exchange_seconds(node, option) for option in options)
+        )
         if any(asked):
             self.exchanged[node.name] = asked
         kernels = [self._seconds(node, option, signature) for option in options]
@@ -111,7 +119,7 @@ class Builder:
         if any(backward):
             self.backward[node.name] = backward
         cost = tuple(
-            count * forward + after + self._loss_seconds(node, option) + inside
+            (count + again) * forward + after + self._loss_seconds(node, option) + inside
             for option, (forward, _), after, inside in zip(
                 options, kernels, backward, asked, strict=True
             )
@@ -124,7 +132,7 @@ class Builder:
         every = tuple(parameter_options(node.type, self.mesh, node.requires_grad, lies))
         every = self.pins.keep(share, every)
         waits = self.slowdown >= TAKE_TURNS
-        options, costs = undominated(every, [self._stored(node, o, waits) for o in every])
+        options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
         if any(cost.beside for cost in costs):
@@ -134,11 +142,13 @@ class Builder:
         self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
         self.position[node.name] = self.position[share.name]
 
-    def _stored(self, node: Node, option: Option, waits: bool) -> StoredCost:
+    def _stored(self, node: Node, share: Node, option: Option, waits: bool) -> StoredCost:
         assert option.storage is not None
+        again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
         return stored_cost(
-            node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits
-        )
+            node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
+            again,
+        )  # fmt: skip
 
     def _append(
         self, name: str, options: tuple[Option, ...], cost: tuple[float, ...], rows: Rows
@@ -169,7 +179,9 @@ class Builder:
             return 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
-        cost = self._stored(leaf, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS)
+        cost = self._stored(
+            leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
+        )
         return self.graph.multiplicity[share.name] * cost.beside
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
@@ -184,11 +196,11 @@ class Builder:
                 seconds += (readers - 1) * self.model.compute(work)
         return seconds
 
-    def _exchange_seconds(self, node: Node, option: Option) -> float:
-        """What the operator itself sends, in both directions."""
+    def _exchange_seconds(self, node: Node, option: Option) -> tuple[float, float]:
+        """What the operator itself sends, forwards and backwards."""
         types = operand_types(self.graph, node)
         forward, backward = exchanged(node, types, option.operands, self.mesh)
-        return sum(map(self.model.collective, (*forward, *backward)))
+        return sum(map(self.model.collective, forward)), sum(map(self.model.collective, backward))
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """The loss ends whole on every device, so that all report the same."""
@@ -232,11 +244,14 @@ class Builder:
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
                 rows.setdefault(key, []).append(nbytes)
-        count = self.graph.multiplicity[node.name]
+        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
             copies = self.alive.payers.get((node.name, place), 0)
             saved += copies * np.array(rows["kept", place])
+        if node.inputs and node.inputs[0] in self.entering:
+            # What enters a block that is computed again is all that it keeps.
+            saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])
         self.sums[node.name] = tuple(saved.tolist())
         return rows
 
@@ -262,10 +277,13 @@ class Builder:
                 if self.position[source] == self.position[node.name]:
                     continue
                 enters = (value, node.name) in leaving
-                count = 1 if enters else self.graph.multiplicity[node.name]
-                yield self._edge(source, count, node, index)
-                if enters:
-                    yield self._edge(*leaving[value, node.name], node, index)
+                if not enters:
+                    count = self.graph.multiplicity[node.name]
+                    again = self.reached.get(node.name, 0)
+                    yield self._edge(source, count, node, index, again)
+                    continue
+                yield self._edge(source, 1, node, index)
+                yield self._edge(*leaving[value, node.name], node, index)
 
     def _held_after_blocks(self) -> dict[str, str]:
         """Value that leaves the last block of a run -> the share in whose layout it is held.
@@ -280,8 +298,11 @@ class Builder:
                 found[last[leaves]] = next(readers)
         return found
 
-    def _edge(self, source: str, count: int, node: Node, index: int) -> Edge:
-        """`count` reshardings of an operand of `node`, from what `source` gives."""
+    def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
+        """`count` reshardings of an operand of `node`, from what `source` gives.
+
+        `again` is how often only the forward is repeated.
+        """
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
         rows = [option.results[0] for option in self.options[a]]
@@ -289,9 +310,12 @@ class Builder:
         sources, targets = (
             {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
         )
-        price = np.array(self.resharder.costs(tensor, tuple(sources), tuple(targets), grad))
+        sides = tuple(sources), tuple(targets)
+        price = count * np.array(self.resharder.costs(tensor, *sides, grad))
+        if again:
+            price += again * np.array(self.resharder.costs(tensor, *sides, False))
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
-        return Edge(a, b, self._gathered_once(source, node, index, count * matrix))
+        return Edge(a, b, self._gathered_once(source, node, index, matrix))
 
     def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
         """Forbids to gather a parameter behind its share, or behind a transpose of that, where its
@@ -329,6 +353,7 @@ def build(
     unknown_ops: str = "replicate",
     pins: Mapping[str, str] | None = None,
     slowdown: float = TAKE_TURNS,
+    recompute: Mapping[str, Recompute] | None = None,
     microbatches: int = 1,
     lies: Lies | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -347,6 +372,8 @@ def build(
         pins: layouts that are fixed; see pins.py.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
             took turns, leaves nothing to gain from not waiting for gradients.
+        recompute: runs of blocks that compute their activations again in the backward; their
+            layouts change again as cheaply as can be without a gradient.
         microbatches: in a step; costs are those of one, with its part of what a step does once.
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         progress: told of each stage as it begins.
@@ -365,7 +392,7 @@ def build(
     fixed = Pins(graph, pins or {})
     limited = memory_limit is not None
     builder = Builder(
-        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited,
+        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
         microbatches, lies,
     )  # fmt: skip
     for node in graph.folded:
@@ -392,7 +419,8 @@ def build(
         slowdown,
         builder.sums,
         builder.alive.points,
-        builder.once,
+        again=builder.again,
+        once=builder.once,
     )
 
 

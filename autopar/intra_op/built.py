@@ -31,6 +31,7 @@ class Built:
         points: what each time of the problem is to a person.
         once: parameter's share -> for each choice the seconds that a step takes once for reducing
             the gradient, and for gathering the parameter when it is updated.
+        again: node -> how many of its blocks compute it again in the backward.
         slowdown: how many times as long kernels and collectives take side by side.
     """
 
@@ -45,6 +46,7 @@ class Built:
     sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     points: tuple[str, ...] = ()
     once: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    again: Mapping[str, int] = field(default_factory=dict)
 
     def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of the backward's kernels, and of the gradients synchronised beside them."""

@@ -11,6 +11,9 @@ at one place of a block change by the same amount from block to block. What is c
 are the tensors of all blocks, so that a node of the folded graph holds n times its own bytes of
 activations, or gradients, less those that are not there yet or any more.
 
+A block that recomputes keeps what enters it, and is computed again just before its backward: then
+all that it would have kept is there, and its variables too.
+
 Layouts are not known here. A choice's bytes follow from them; that a layout changes between two
 operators, and which buffer then waits, is not counted (`autopar.simulate` counts it).
 """
@@ -18,6 +21,7 @@ operators, and which buffer then waits, is not counted (`autopar.simulate` count
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +31,7 @@ from numpy.typing import NDArray
 from autopar.cost.memory import hands_on, kept
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
+from autopar.ir.recompute import Again, Recompute, again, of_runs
 
 # What a node of the folded graph pays for, in bytes that follow from its choice.
 #   leaf: an input or a buffer, or a parameter with its optimizer state (on its share)
@@ -75,27 +80,44 @@ def pieces_of(memory: Copies) -> list[Held]:
     return found
 
 
-def lifetimes(graph: Graph, accelerator: bool) -> Lifetimes:
+def lifetimes(
+    graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute] | None = None
+) -> Lifetimes:
     """The life of every tensor of a step.
 
     Args:
         graph: prepared, with its repeats.
         accelerator: whether operators keep what kernels of accelerators do, and one update takes
             all parameters.
+        recompute: runs whose first blocks are computed again; see `autopar.ir.recompute`.
     """
-    return _Step(graph, accelerator).result()
+    return _Step(graph, accelerator, recompute or {}).result()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block that is computed again: what of it, when, and when its backward is done."""
+
+    what: Again
+    when: float
+    done: float
 
 
 class _Step:
-    """Moments: operator i runs forwards at i and backwards at 2 n - i, the forward ends at n."""
+    """Moments: operator i runs forwards at i and backwards at 2 n - i, the forward ends at n.
 
-    def __init__(self, graph: Graph, accelerator: bool) -> None:
+    A block is computed again half a moment before its backward begins.
+    """
+
+    def __init__(self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute]) -> None:
         self.graph, self.accelerator = graph, accelerator
         self.nodes = [node for node in graph.nodes if not node.is_leaf]
         self.place = {node.name: i for i, node in enumerate(self.nodes)}
         self.end = len(self.nodes)
         self.last = 2 * self.end + 1  # the optimizer
         self.returns = self._returns()
+        self.recompute = of_runs(graph, recompute)
+        self.again = self._recomputed()
         self.moments, self.names = self._points()
         self.changes: dict[str, dict[tuple[Role, int], Copies]] = {}
         self.payers: dict[tuple[str, int], float] = {}
@@ -119,12 +141,31 @@ class _Step:
             for name in block
         }
 
-    def _points(self) -> tuple[list[int], tuple[str, ...]]:
+    def _recomputed(self) -> dict[str, _Block]:
+        """The block of each operator that is in one which is computed again."""
+        found: dict[str, _Block] = {}
+        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
+            if how is None:
+                continue
+            what = again(self.graph, repeat, how.kind)
+            for names in repeat.iterations[: how.blocks]:
+                places = [self.place[name] for name in names if name in self.place]
+                begin, done = 2 * self.end - max(places), 2 * self.end - min(places)
+                found |= dict.fromkeys(names, _Block(what, begin - 0.5, done))
+        return found
+
+    def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
-        points = {self.end: "end of forward", self.last: "update"}
-        for repeat in self.graph.repeats:
-            for block in repeat.iterations[1:-1]:
-                inner.update(block)
+        points: dict[float, str] = {self.end: "end of forward", self.last: "update"}
+        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
+            count, split = repeat.count, 0 if how is None else how.blocks
+            ends = {0, split - 1, split, count - 1}  # of runs of blocks that do the same
+            for number, block in enumerate(repeat.iterations):
+                if number not in ends:
+                    inner.update(block)
+                elif number < split:
+                    first = next(name for name in block if name in self.place)
+                    points[self.again[first].when] = f"%{first} and its block computed again"
             stop = self.returns[repeat.iterations[-1][-1]]
             points[stop] = f"forward of %{self.nodes[stop].name}"
         for i, node in enumerate(self.nodes):
@@ -136,7 +177,7 @@ class _Step:
         return moments, tuple(points[moment] for moment in moments)
 
     def _alive(
-        self, name: str, role: Role, begin: int, end: int, place: int = -1, count: float = 1.0
+        self, name: str, role: Role, begin: float, end: float, place: int = -1, count: float = 1.0
     ) -> None:
         """A tensor of an operator, from one moment to another, both included."""
         low, high = bisect_left(self.moments, begin), bisect_right(self.moments, end)
@@ -184,31 +225,82 @@ class _Step:
             for place in kept(node, self.accelerator) if node.requires_grad else ():
                 value = node.name if place < 0 else node.inputs[place]
                 keepers.setdefault(self._storage(value), []).append((i, place))
+        arguments = self._arguments(keepers)
         for root, found in keepers.items():
             if self.graph[root].op == "param":
                 continue
-            made, freed = self.place.get(root, found[0][0]), 2 * self.end - found[0][0]
+            made = self.place.get(root, found[0][0])
+            freed = max(2 * self.end - found[0][0], arguments.get(root, 0.0))
+            block = self._only_block(root, found)
             for i, place in found:
                 name = self.nodes[i].name
-                self._alive(name, "kept", made, freed, place, 1 / len(found))
-                key = self.graph.template[name], place
-                self.payers[key] = self.payers.get(key, 0.0) + 1 / len(found)
+                share = 1 / len(found)
+                self._alive(name, "kept", block.when if block else made, freed, place, share)
+                if block is None:
+                    key = self.graph.template[name], place
+                    self.payers[key] = self.payers.get(key, 0.0) + share
         for i, node in enumerate(self.nodes):
-            end = self.returns.get(node.name, self.end)
-            if node.requires_grad:
-                self._alive(node.name, "extra", i, 2 * self.end - i)
+            end, block = self.returns.get(node.name, self.end), self.again.get(node.name)
             self._alive(node.name, "scratch", i, i)
+            if node.requires_grad:
+                runs_again = block is not None and self._is_one_of(node, block.what.operators)
+                begin = block.when if block is not None and runs_again else i
+                self._alive(node.name, "extra", begin, 2 * self.end - i)
             if self._is_parameter(node):
                 first = keepers.get(self._storage(node.name))
-                kept_until = end if first is None else 2 * self.end - first[0][0]
-                self._alive(node.name, "gathered", i, kept_until)
-                for reader in self.graph.users[node.name]:
-                    place = self.graph[reader].inputs.index(node.name)
-                    self._alive(reader, "copy", self.place[reader], kept_until, place)
+                self._gathered(node, i, end, end if first is None else 2 * self.end - first[0][0])
             elif node.alias is None and node.name not in keepers:
                 self._value(node, i, end)
+                if block is not None and self._is_one_of(node, block.what.kept):
+                    self._alive(node.name, "value", end + 0.5, block.when)
+                elif block is not None and self._is_one_of(node, block.what.operators):
+                    self._value(node, block.when, block.when)
 
-    def _value(self, node: Node, made: int, end: int) -> None:
+    def _is_one_of(self, node: Node, templates: Collection[str]) -> bool:
+        return self.graph.template[node.name] in templates
+
+    def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> _Block | None:
+        """The block that is computed again which makes a value, if nobody else keeps that."""
+        block = self.again.get(root)
+        if block is None or self._is_one_of(self.graph[root], block.what.kept):
+            return None
+        alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
+        return block if alone else None
+
+    def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
+        """What enters blocks that are computed again, and until when they keep it.
+
+        What no operator keeps is paid for by the share that reads it, as that wants it.
+        """
+        until: dict[str, float] = {}
+        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
+            for names in repeat.iterations[: 0 if how is None else how.blocks]:
+                inside = set(names)
+                for name in names:
+                    for value in self.graph[name].inputs:
+                        root = self._storage(value)
+                        if value in inside or self.graph[root].is_leaf:
+                            continue
+                        begin = max(until.get(root, 0.0), self.returns.get(root, self.end)) + 0.5
+                        done = self.again[name].done
+                        if root not in keepers and name in self.place:
+                            self._alive(name, "value", begin, done, 0)
+                        until[root] = max(until.get(root, 0.0), done)
+        return until
+
+    def _gathered(self, node: Node, made: int, end: int, kept_until: float) -> None:
+        """A parameter as it is used; a block that is computed again gathers it again."""
+        block = self.again.get(node.name)
+        spans: list[tuple[float, float]] = [(made, kept_until)]
+        if block is not None:
+            spans = [(made, end), (block.when, max(kept_until, block.when))]
+        for begin, until in spans:
+            self._alive(node.name, "gathered", begin, until)
+            for reader in self.graph.users[node.name]:
+                place = self.graph[reader].inputs.index(node.name)
+                self._alive(reader, "copy", max(self.place[reader], begin), until, place)
+
+    def _value(self, node: Node, made: float, end: float) -> None:
         """A result that no operator keeps: a variable, in the end as its reader wants it."""
         readers = [self.graph[name] for name in self.graph.users[node.name]]
         alone = len(readers) == 1 and len(node.types) == 1
@@ -216,9 +308,10 @@ class _Step:
             self._alive(node.name, "value", made, end)
             return
         reader = readers[0]
-        read = self.place[reader.name]
+        read = max(self.place[reader.name], made)
         self._alive(node.name, "value", made, read - 1)
-        self._alive(node.name, "owed", read, read)
+        if read > made:
+            self._alive(node.name, "owed", read, read)
         self._alive(reader.name, "value", read, max(end, read), reader.inputs.index(node.name))
 
     def _backward(self) -> None:
@@ -233,13 +326,13 @@ class _Step:
                 continue
             self._alive(node.name, "backward", now, now)
             if self._is_parameter(node):
-                self._alive(node.name, "waiting", arrived[node.name] + 1, now - 1)
+                self._alive(node.name, "waiting", arrived[node.name] + 0.5, now - 1)
                 self._alive(node.name, "accumulated", 0, now)
                 self._alive(node.name, "gradient", now, self.last)
                 continue
             pays = paid[node.name]
             if pays:
-                self._alive(node.name, "waiting", arrived[node.name] + 1, now)
+                self._alive(node.name, "waiting", arrived[node.name] + 0.5, now)
             same: list[str] = []
             for place, name in enumerate(node.inputs):
                 operand = self.graph[name]

@@ -58,6 +58,7 @@ def stored_cost(
     state_bytes: float,
     microbatches: int,
     waits: bool,
+    again: float = 0.0,
 ) -> StoredCost:
     """The price of one choice.
 
@@ -68,11 +69,13 @@ def stored_cost(
         state_bytes: optimizer state in units of the parameter's own bytes.
         microbatches: in a step.
         waits: whether the backward waits for gradients.
+        again: which part of its blocks is computed again in the backward, and fetches it again.
     """
     trained = node.requires_grad
     totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
     for hop in storage.hops(node.type, mesh, microbatches, trained):
         totals[hop.when] += hop.times * model.collective(hop.call)
+    totals["forward"] *= 1 + again
     beside = 0.0 if waits else (totals["accumulate"] + totals["reduce"]) / microbatches
     held, grads, updated, used = (
         float(layout.local_bytes(node.type, mesh))

@@ -36,9 +36,12 @@ _CHANCE = ("rand", "bernoulli", "binomial", "multinomial", "normal", "poisson", 
            "rrelu")  # fmt: skip
 
 
+SENT = "%"  # begins the names under which values are sent; no user's name begins so
+
+
 def key(value: str) -> str:
-    """The name under which a value is sent: "%add_12"; no user's name begins like that."""
-    return f"%{value}"
+    """The name under which a value is sent: "%add_12"."""
+    return f"{SENT}{value}"
 
 
 def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:

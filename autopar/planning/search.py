@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
-from autopar.inter_op.partition import partition
+from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.simulate import StageCost, simulate
 from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress
@@ -92,11 +92,7 @@ def search(
     costs = StageCosts(layered, mesh, options, memory, state_bytes, most=_power(max(microbatches)))
     kinds = costs.layered(fewest).kinds
     parts = tuple(replace(part, meshes=part.meshes[:shapes]) for part in submeshes(mesh))
-    borders = _Borders(costs.layered(fewest), mesh, options)
-
-    def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
-        pair = (kinds[border - 1], kinds[border])
-        return borders.seconds(pair, before, behind) * fewest / count
+    transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
 
     def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
         total = [0.0] * 3
@@ -184,7 +180,7 @@ def plan_of(
     return replace(made, predicted=figures)
 
 
-def play(pipeline: Pipeline, transfer: Callable[[int, SubMesh, SubMesh, int], float]) -> Timeline:
+def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:
     """The pipeline's actions in time, under its stages' costs and transfers."""
     name, own = read_schedule(pipeline.schedule)
     count = pipeline.microbatches
@@ -214,13 +210,29 @@ def play(pipeline: Pipeline, transfer: Callable[[int, SubMesh, SubMesh, int], fl
     return simulate(made, stage_costs, hops)
 
 
-class _Borders:
-    """Seconds that one microbatch's values take over a border, and their gradients back."""
+class Borders:
+    """Seconds that one microbatch's values take over a border, and their gradients back.
+
+    Args:
+        layered: the model on one microbatch.
+        mesh: the cluster.
+        options: whose prices hold.
+    """
 
     def __init__(self, layered: Layered, mesh: Mesh, options: Options) -> None:
         self.layered, self.mesh = layered, mesh
         self.cluster, self.model = Cluster.of(mesh), cost_model(mesh, options)
         self.nbytes = cache(self._nbytes)
+
+    def between(self, microbatches: int) -> Transfer:
+        """Transfers in any number of microbatches, `layered` being on one of so many."""
+        kinds = self.layered.kinds
+
+        def transfer(border: int, before: SubMesh, behind: SubMesh, count: int) -> float:
+            pair = (kinds[border - 1], kinds[border])
+            return self.seconds(pair, before, behind) * microbatches / count
+
+        return transfer
 
     def _nbytes(self, pair: tuple[Hashable, Hashable]) -> tuple[float, float]:
         """Bytes of the values that cross between two kinds of layers, and of their gradients."""

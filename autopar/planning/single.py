@@ -6,7 +6,7 @@ What `compile` and the command line do before anything is emitted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,13 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import InfeasibleError, ProgramError
-from autopar.intra_op.build import Built, build, layouts
+from autopar.errors import ProgramError
+from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies
-from autopar.intra_op.overlap import solve_side_by_side
-from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
+from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.solvers import find, solve
+from autopar.intra_op.solvers import find
 from autopar.intra_op.states import StateChoice
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
@@ -35,15 +33,15 @@ from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import PASSES, Pass, prepare
+from autopar.ir.recompute import Recompute
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
-from autopar.ir.units import format_bytes
 from autopar.ir.verify import verify
 from autopar.plan import Plan
+from autopar.planning.fitting import Made, fitting, solved
+from autopar.planning.recomputation import Branch, cheapest
+from autopar.planning.repeated import Repeated
 from autopar.simulate import run, settings_on, tasks
-
-TRIES = 4  # plans that are simulated before one fits
-SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Options:
     solver: str = "ilp"
     table: dict[str, OpRule] = field(default_factory=table)
     calibration: str | Path | None = None
+    recompute: str = "auto"
     microbatches: int = 1
     state: str | StateSharding | None = None
 
@@ -133,9 +132,23 @@ def cost_model(mesh: Mesh, options: Options) -> CostModel:
 
 
 def make_plan(
-    graph: Graph, mesh: Mesh, options: Options, trace: Trace, state_bytes: float = 2.0
+    graph: Graph,
+    mesh: Mesh,
+    options: Options,
+    trace: Trace,
+    state_bytes: float = 2.0,
+    repeated: Repeated | None = None,
 ) -> Plan:
     """The cheapest plan within memory.
+
+    Args:
+        graph: prepared.
+        mesh: the devices.
+        options: what a user said.
+        trace: keeps the problem and the plan.
+        state_bytes: optimizer state in units of a parameter's own bytes (AdamW: 2).
+        repeated: of a stage, how often it runs in a step; what the plan predicts is then of one
+            microbatch, with its part in what a step does once.
 
     Raises:
         InfeasibleError: no plan fits into the memory.
@@ -148,123 +161,63 @@ def make_plan(
     limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
     pins = spell_out(options.pins, graph, mesh, options.table)
     prices = cost_model(mesh, options)
-    built = build(
-        graph,
-        mesh,
-        prices,
-        options.table,
-        memory_limit=math.inf,
-        state_bytes=state_bytes,
-        unknown_ops=options.unknown_ops,
-        pins=pins,
-        slowdown=device(mesh).slowdown,
-        microbatches=options.microbatches,
-        lies=options.lies(mesh),
-    )
-    limited = replace(built.problem, memory_limit=max(limit, 0.0))
-    trace("problem.json", lambda: format_problem(limited))
     within = {"limit": limit} if limit < math.inf else {}
     within["state"] = state_bytes
     if options.microbatches > 1:
         within["microbatches"] = options.microbatches
 
-    def planned(allowed: float) -> tuple[Plan, float]:
-        problem = replace(built.problem, memory_limit=allowed)
-        choice, solution = _solved(replace(built, problem=problem), options.solver)
-        found = Plan(
-            fingerprint(graph),
+    def branch(recompute: Mapping[str, Recompute]) -> Branch:
+        built = build(
+            graph,
             mesh,
-            layouts(built, graph, choice),
-            built.figures(choice),
-            replicated=built.replicated_seconds(choice),
+            prices,
+            options.table,
+            memory_limit=math.inf,
+            state_bytes=state_bytes,
+            unknown_ops=options.unknown_ops,
             pins=pins,
-            solver=found_by(built.problem, solution),
-            memory=within,
-            state="" if options.state is None else str(options.state),
+            slowdown=device(mesh).slowdown,
+            recompute=recompute,
+            microbatches=options.microbatches,
+            lies=options.lies(mesh),
         )
-        peak = simulated_peak(graph, found, options.table, prices, state_bytes)
-        simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
-        return simulated, found.predicted["peak_bytes"]
+        single = built.problem
+        if repeated is not None:
+            built = repeated.of(built, graph, mesh)
+        if not recompute:
+            limited = replace(built.problem, memory_limit=max(limit, 0.0))
+            trace("problem.json", lambda: format_problem(limited))
 
-    made = _fitting(planned, built.problem, limit, searches=options.solver != "propagate")
+        def planned(allowed: float, before: Made | None) -> Made:
+            choice, solution = solved(built, options.solver, allowed, before)
+            found = Plan(
+                fingerprint(graph),
+                mesh,
+                layouts(built, graph, choice),
+                built.figures(choice),
+                replicated=built.replicated_seconds(choice),
+                pins=pins,
+                solver=found_by(built.problem, solution),
+                memory=within,
+                recompute=dict(recompute),
+                state="" if options.state is None else str(options.state),
+            )
+            others = found.predicted["peak_bytes"] - evaluate(single, choice).peak  # microbatches
+            alone = found.predicted | {"peak_bytes": found.predicted["peak_bytes"] - others}
+            alone_plan = replace(found, predicted=alone)
+            peak = simulated_peak(graph, alone_plan, options.table, prices, state_bytes) + others
+            simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
+            return Made(simulated, found.predicted["peak_bytes"], choice)
+
+        searches = options.solver != "propagate"
+        return Branch(
+            lambda: planned(math.inf, None).plan,
+            lambda: fitting(planned, built.problem, limit, searches),
+        )
+
+    made = cheapest(graph, options.recompute, limit, branch)
     trace("plan.toml", made.to_toml)
     return made
-
-
-def _solved(built: Built, solver: str) -> tuple[tuple[int, ...], Solution]:
-    """The polished choice and what the solver says of it.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    solution = solve_side_by_side(built, lambda problem: solve(problem, solver=solver))
-    # The judge is not the party: a plan that breaks the limit must never be used.
-    judged = evaluate(built.problem, solution)
-    if not judged.feasible:
-        raise ProgramError(
-            f"the solver {solver} returned a plan that is not feasible",
-            why=f"peak {judged.peak:.4g} bytes, limit {built.problem.memory_limit}",
-        )
-    return polish(built, solution.choice), solution
-
-
-def _fitting(
-    planned: Callable[[float], tuple[Plan, float]], problem: Problem, limit: float, searches: bool
-) -> Plan:
-    """The first plan whose simulated step fits.
-
-    The problem does not see what layouts change between two operators. Where that is more than the
-    memory has room for, the problem is given as much less, and solved again; the last to be tried
-    is about the smallest plan there is.
-
-    Args:
-        planned: a plan, with its simulated peak, of a problem of so many bytes, and the bytes that
-            the problem counts.
-        problem: what is solved.
-        limit: bytes a device.
-        searches: whether the solver finds something smaller where it has less memory.
-
-    Raises:
-        InfeasibleError: no plan was found that fits; says how much is missing.
-    """
-    _, held = frugal(problem.nodes)
-    allowed, least = max(limit, 0.0), sum(held.values())
-    for _ in range(TRIES):
-        if allowed < least:
-            break
-        try:
-            made, counted = planned(allowed)
-        except InfeasibleError:
-            if not searches:
-                raise
-            break
-        peak = made.predicted["peak_bytes"]
-        if peak <= limit:
-            return made
-        allowed = min(allowed, counted) - (peak - limit)
-    made = _smallest(planned, least)
-    need = made.predicted["peak_bytes"]
-    if need <= limit:
-        return made
-    ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
-    largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
-    none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
-    raise InfeasibleError(
-        f"{none} into {format_bytes(max(limit, 0.0))} a device",
-        why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
-        f"{largest}",
-        todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
-    )
-
-
-def _smallest(planned: Callable[[float], tuple[Plan, float]], least: float) -> Plan:
-    """A plan of little more than the least memory; InfeasibleError if pins leave none at all."""
-    for slack in SLACKS:
-        try:
-            return planned(slack * least)[0]
-        except InfeasibleError:
-            continue
-    return planned(math.inf)[0]
 
 
 def simulated_peak(

@@ -33,16 +33,19 @@ from autopar.intra_op.build import build
 from autopar.intra_op.built import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.words import spell_out
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import alike, cut
 from autopar.ir.verify import verify
 from autopar.planning.single import Options, cost_model
+from autopar.planning.stage_pins import pins_of
 
 Floats = NDArray[np.float64]
 BLOCKS = 2  # of a run of equal ones are planned
+# Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
+_PRICED = {"gap": 0.005, "time_limit": 5.0}
+_TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 Signature = tuple[tuple[Hashable, int], ...]  # kinds of the layers, with how many of each follow
 
 
@@ -138,6 +141,7 @@ class StageCosts:
         self.mesh = mesh
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
         self.most = most
+        self._within = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
         self._layered = layered
         self._models: dict[int, Layered] = {}
@@ -213,7 +217,7 @@ class StageCosts:
             if not any(way.memory(in_flight) <= memory for way in found):
                 problem = _scaled(planned, ratios, in_flight, memory)
                 try:
-                    choice = solve(problem, solver=self.options.solver).choice
+                    choice = solve(problem, solver=self.options.solver, **self._within).choice
                 except InfeasibleError:
                     break
                 if choice in choices:
@@ -224,7 +228,7 @@ class StageCosts:
         return found
 
     def _plan(self, graph: Graph, mesh: Mesh, microbatches: int) -> _Planned:
-        model = self._price(mesh)
+        model, whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph,
             mesh,
@@ -232,7 +236,7 @@ class StageCosts:
             self.options.table,
             state_bytes=self.state_bytes,
             unknown_ops=self.options.unknown_ops,
-            pins=spell_out(self.options.pins, graph, mesh, self.options.table),
+            pins=pins_of(whole, graph, mesh, self.options),
             slowdown=device(mesh).slowdown,
             microbatches=microbatches,
             lies=self.options.lies(mesh),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import PinError
 from autopar.intra_op.pins import joined, naming
-from autopar.intra_op.words import spell_out
+from autopar.intra_op.words import Word, spell_out
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
@@ -34,12 +34,9 @@ def stage_pins(
         PinError: something names nothing in any stage, or a word does not apply to the model.
         MeshError: a word names an axis that a stage's mesh does not have.
     """
-    said = options.pins
-    if said is None:
+    plain, words = _said(options)
+    if not plain and not words:
         return [{} for _ in parts]
-    items = [said] if isinstance(said, Mapping) or callable(said) else list(said)
-    plain = joined(item for item in items if isinstance(item, Mapping))
-    words = [item for item in items if not isinstance(item, Mapping)]
     whole = prepare(graph, passes=FINDING) if words else graph
     spoken: dict[Mesh, dict[str, str]] = {}
     found = []
@@ -56,6 +53,22 @@ def stage_pins(
             todo="take names from model.named_parameters(), model.named_modules() or the plan",
         )
     return found
+
+
+def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
+    """The pins of one stage, whatever names nothing in it; arguments as of `stage_pins`."""
+    plain, words = _said(options)
+    whole = prepare(graph, passes=FINDING) if words else graph
+    told = _told(spell_out(words, whole, mesh, options.table), whole, part) if words else {}
+    return joined([naming(part, plain), told])
+
+
+def _said(options: Options) -> tuple[dict[str, str], list[Word]]:
+    """Layouts by name, and words."""
+    said = options.pins or ()
+    items = [said] if isinstance(said, Mapping) or callable(said) else list(said)
+    plain = joined(item for item in items if isinstance(item, Mapping))
+    return plain, [item for item in items if not isinstance(item, Mapping)]
 
 
 def _told(pins: Mapping[str, str], whole: Graph, part: Graph) -> dict[str, str]:

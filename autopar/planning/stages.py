@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.device import device
 from autopar.errors import MeshError, ScheduleError, StageError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
@@ -15,7 +16,7 @@ from autopar.intra_op.options import operand_types, whole_options
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Axis, Mesh, parse_quantity
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.rewrite import writes
 from autopar.ir.stages import alike, cut, free_values
@@ -23,10 +24,12 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
+from autopar.planning.repeated import Repeated
 from autopar.planning.single import Options, Trace, cost_model, make_plan
 from autopar.planning.stage_pins import stage_pins
 
 Floats = NDArray[np.float64]
+_ALIKE = 1e-3  # plans so close in seconds are as good
 _SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
 
 
@@ -145,7 +148,8 @@ def plan_stages(
 ) -> PipelinePlan:
     """The plan of a pipeline whose cuts and devices are given.
 
-    Equal stages on equal meshes are planned once.
+    Equal stages on equal meshes are planned once for each number of microbatches in flight that
+    makes a difference.
 
     Args:
         graph: the whole model on one microbatch, normalised, without shares and repeats.
@@ -171,28 +175,82 @@ def plan_stages(
             why=f"on {len(groups)} groups of devices it has {made.stages}",
             todo="cut the model into as many stages",
         )
-    known: dict[tuple[str, Mesh, str], tuple[Graph, Plan]] = {}
-    stages = []
     parts = stage_graphs(graph, ends, trace)
-    first = made.placement[0]
-    pins = stage_pins(graph, parts, [groups[place].mesh for place in first], options)
-    for number, part in enumerate(parts):
-        held = [groups[placed[number]] for placed in made.placement]
-        if any(sub.mesh != held[0].mesh for sub in held):
+    held = [[groups[placed[number]] for placed in made.placement] for number in range(len(parts))]
+    for number, copies in enumerate(held):
+        if any(sub.mesh != copies[0].mesh for sub in copies):
             raise StageError(
                 f"the copies of stage {number} have unequal meshes",
-                why=", ".join(str(sub.mesh) for sub in held),
+                why=", ".join(str(sub.mesh) for sub in copies),
                 todo="give all groups of devices of such a schedule one mesh",
             )
+    meshes = [copies[0].mesh for copies in held]
+    pins = stage_pins(graph, parts, meshes, options)
+    alone: dict[tuple[str, Mesh, str], list[int]] = {}
+    for number, part in enumerate(parts):
         # Pins are by name, and equal stages differ in names.
-        key = (alike(part), held[0].mesh, str(number) if pins[number] else "")
-        if key not in known:
-            own = replace(options, pins=pins[number], microbatches=microbatches)
-            known[key] = (part, make_plan(part, held[0].mesh, own, trace, state_bytes))
-        plan = translated(*known[key], part)
-        end = ends[number] if number < len(ends) else ""
-        stages.append(StagePlan(end, tuple(sub.start for sub in held), plan))
-    return PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, tuple(stages))
+        key = (alike(part), meshes[number], str(number) if pins[number] else "")
+        alone.setdefault(key, []).append(number)
+    plans: dict[int, Plan] = {}
+    for same in alone.values():
+        kept = {number: in_flight(made, number) for number in same}
+        one = same[0]
+
+        def planned(most: float, one: int = one) -> Plan:
+            own = replace(
+                options,
+                pins=pins[one],
+                memory=_room(options, meshes[one], made, one),
+                microbatches=microbatches,
+            )
+            repeated = Repeated(microbatches, most)
+            return make_plan(parts[one], meshes[one], own, trace, state_bytes, repeated)
+
+        found = _by_in_flight(sorted(set(kept.values())), planned)
+        plans |= {n: translated(parts[one], found[kept[n]], parts[n]) for n in same}
+    stages = tuple(
+        StagePlan(end, tuple(sub.start for sub in held[number]), plans[number])
+        for number, end in enumerate((*ends, ""))
+    )
+    return PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
+
+
+def in_flight(schedule: Schedule, stage: int) -> float:
+    """Of how many microbatches a stage keeps activations at most, on average over those of its
+    rank.
+    """
+    ranks = {placed[stage] for placed in schedule.placement}
+    return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
+
+
+def _room(options: Options, mesh: Mesh, schedule: Schedule, stage: int) -> float:
+    """Bytes of a device for one of the stages that it holds."""
+    given = device(mesh).memory if options.memory is None else options.memory
+    limit = parse_quantity(given, "B") if isinstance(given, str) else given
+    ranks = {placed[stage] for placed in schedule.placement}
+    return limit / max(len(schedule.holds[rank]) for rank in ranks)
+
+
+def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> dict[float, Plan]:
+    """Plans for numbers of microbatches in flight, in ascending order.
+
+    A plan for many is one for fewer, and as good where the best for the fewest is no faster.
+    """
+    found = {kept[-1]: planned(kept[-1])}
+    left = [(0, len(kept) - 1)]
+    while left:
+        low, high = left.pop()
+        if kept[low] not in found:
+            found[kept[low]] = planned(kept[low])
+        few, many = found[kept[low]], found[kept[high]]
+        slower = many.predicted["step_seconds"] > (1 + _ALIKE) * few.predicted["step_seconds"]
+        if slower and high - low > 1:
+            middle = (low + high) // 2
+            found[kept[middle]] = planned(kept[middle])
+            left += [(low, middle), (middle, high)]
+        else:
+            found |= dict.fromkeys(kept[low + 1 : high], many)
+    return found
 
 
 def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:

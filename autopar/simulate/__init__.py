@@ -8,7 +8,8 @@ a gradient needs until it is added. Solvers and code generation are not imported
 """
 
 from autopar.simulate.engine import run
-from autopar.simulate.step import Settings, settings_on, tasks
+from autopar.simulate.settings import Settings, settings_on
+from autopar.simulate.step import tasks
 from autopar.simulate.task import Task
 from autopar.simulate.timeline import Span, Timeline
 

@@ -7,6 +7,7 @@ backward has run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory import Recipe, Transfer
@@ -58,16 +59,45 @@ class Met:
     value: Value
 
 
-Entry = Ran | Moved | Used | Met
+@dataclass(eq=False, slots=True)
+class Block:
+    """A block that is computed again in the backward.
+
+    Attributes:
+        arguments: what entered it, kept until its backward is done.
+        results: what came of it.
+        again: computes it again; its tape, and its results on that.
+    """
+
+    arguments: list[Value]
+    results: list[Value]
+    again: Callable[[], tuple[list[Entry], list[Value]]]
 
 
-def backward(tape: list[Entry], loss: Value, recorder: Recorder, weights: Weights) -> None:
-    """Play `tape` from its end and leave every parameter its gradient; the tape is used up."""
+Entry = Ran | Moved | Used | Met | Block
+
+
+def backward(
+    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, weights: Weights
+) -> None:
+    """Play `tape` from its end and leave every parameter its gradient; the tape is used up.
+
+    Args:
+        tape: what the forward wrote.
+        ends: the loss, or the values whose gradients a stage of a pipeline is sent.
+        recorder: takes the tasks.
+        weights: the parameters that are exchanged.
+    """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
-    loss.gradient = recorder.hold(
-        recorder.allocate("temporary", "gradient of the loss", loss.buffer.nbytes)
-    )
+    for end in ends:
+        title = f"gradient of {end.buffer.name}"
+        end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
+    _play(tape, recorder, weights)
+    recorder.compute("end of backward", "", (), recorder.pending)
+
+
+def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
     while tape:
         entry = tape.pop()
         if isinstance(entry, Met):
@@ -78,9 +108,22 @@ def backward(tape: list[Entry], loss: Value, recorder: Recorder, weights: Weight
             _move(entry, recorder)
         elif isinstance(entry, Used):
             weights.give(entry)
-        else:
+        elif isinstance(entry, Ran):
             _compute(entry, recorder)
-    recorder.compute("end of backward", "", (), recorder.pending)
+        else:
+            _again(entry, recorder, weights)
+
+
+def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
+    """Compute a block again, then play its backward."""
+    if any(value.gradient is not None for value in entry.results):
+        tape, results = entry.again()
+        for outer, inner in zip(entry.results, results, strict=True):
+            inner.gradient, inner.gradient_ready = outer.gradient, outer.gradient_ready
+            outer.gradient = None
+        _play(tape, recorder, weights)
+    for value in entry.arguments:
+        recorder.drop(value.buffer)
 
 
 def _compute(entry: Ran, recorder: Recorder) -> None:

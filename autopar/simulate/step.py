@@ -9,7 +9,7 @@ them to None.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cost.memory import Transfer, recipe, transfers
 from autopar.cost.model import CostModel, NodeWork
@@ -17,9 +17,11 @@ from autopar.cost.work import optimizer_work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.recompute import Again, again, of_runs
+from autopar.ir.stages import SENT
 from autopar.plan import Plan
-from autopar.simulate.backward import Entry, Met, Moved, Operator, Ran, backward
+from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.program import (
     LEAF,
@@ -32,47 +34,11 @@ from autopar.simulate.program import (
     Use,
     program,
 )
+from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Cause, Task
 from autopar.simulate.weights import Used, Weight, Weights
 
-OVERLAPS = ("gradient", "parameter")
 _NO_WORK = NodeWork()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a step depends on beside graph and plan.
-
-    Attributes:
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
-        update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
-            parameter at a time, 1 for all at once).
-        at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
-        accelerator: whether operators keep for the backward what kernels of accelerators do; by
-            default what those of CPUs do.
-        overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
-            parameter in the backward, which synchronises its gradient, and gathering parameters
-            one block ahead. On a CPU the emitted program waits for all, on accelerators it does
-            not wait for gradients.
-    """
-
-    state_bytes: float = 2.0
-    update_bytes: float = 2.0
-    at_once: bool = False
-    accelerator: bool = False
-    overlap: frozenset[str] = frozenset()
-
-
-def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
-    """How a program runs on a kind of device, "cpu" or an accelerator's name.
-
-    On accelerators torch updates all parameters at once, and the program does not wait for
-    gradients; on the CPU it does one thing after another. The optimizer is AdamW or one whose
-    state is `state_bytes` times as large as the parameters.
-    """
-    if name.lower() == "cpu":
-        return Settings(state_bytes)
-    return Settings(state_bytes, 1.0, True, True, frozenset({"gradient"}))
 
 
 def tasks(
@@ -85,7 +51,8 @@ def tasks(
     """Everything that one device does in one training step, repeated blocks unfolded.
 
     Args:
-        graph: prepared, with its repeats and a loss.
+        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see ir/stages.py),
+            whose step is that of one microbatch.
         plan: a layout for every node of the folded graph.
         works: kernels of each node of the folded graph, run once.
         model: the prices under which layouts change, as code generation chooses them.
@@ -101,7 +68,7 @@ def tasks(
         LayoutError: a layout does not fit its value.
     """
     settings = settings or Settings()
-    if graph.loss is None:
+    if graph.loss is None and not any(user.startswith(SENT) for user, _ in graph.outputs):
         raise SimulationError(
             "there is no training step to simulate",
             why=f"graph {graph.name} has no loss",
@@ -115,6 +82,31 @@ def tasks(
     resharder = Resharder(plan.mesh, model.collective)
     player = _Player(graph, plan, works, settings)
     return player.play(program(graph, plan, resharder))
+
+
+@dataclass
+class _Twice:
+    """A block that is played without a tape, and again in the backward.
+
+    Attributes:
+        what: what it does again.
+        kept: results that are kept meanwhile, by operator.
+        second: whether it is played again.
+        over: whether nothing is missing any more, so that torch's checkpoint has stopped.
+    """
+
+    what: Again
+    kept: dict[str, Buffer] = field(default_factory=dict)
+    second: bool = False
+    over: bool = False
+
+    def skips(self, name: str) -> bool:
+        """Whether an operator is not computed now."""
+        return self.second and name not in self.what.operators
+
+    def played(self, name: str) -> None:
+        """An operator of the block has been played."""
+        self.over = self.second and name == self.what.last
 
 
 class _Player:
@@ -133,21 +125,27 @@ class _Player:
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
         self.causes: dict[str, bool] = {}
         self.began = self.before = -1  # the tasks with which this block and the last one began
+        self.recomputed = of_runs(graph, plan.recompute)
+        self.twice: _Twice | None = None  # the block that is being played, if it is played twice
 
     def play(self, made: Program) -> tuple[Task, ...]:
         self._begin()
         frame = self._run(made.forward, [], {}, made)
         outputs = [frame[name] for name in made.forward.results]
-        names = [node for _, node in self.graph.outputs]
-        loss = outputs[names.index(str(self.graph.loss))]
+        ends = [
+            value
+            for (user, node), value in zip(self.graph.outputs, outputs, strict=True)
+            if node == self.graph.loss or (user.startswith(SENT) and value.grad)
+        ]
         for value in outputs:
             self.recorder.hold(value.buffer)
         self._leave(frame)
         for value in outputs:
-            if value is not loss:
+            if value not in ends:
                 self.recorder.drop(value.buffer)
-        backward(self.tape, loss, self.recorder, self.weights)
-        self.recorder.drop(loss.buffer)
+        backward(self.tape, ends, self.recorder, self.weights)
+        for value in ends:
+            self.recorder.drop(value.buffer)
         self._optimizer()
         self.weights.gather()
         return self.recorder.tasks()
@@ -218,17 +216,62 @@ class _Player:
     def _call(self, line: Call, frame: dict[str, Value], made: Program) -> None:
         repeat, function = self.graph.repeats[line.run], made.blocks[line.run]
         outside = [frame[variable] for variable in line.outside]
-        for block in repeat.iterations:
+        how = self.recomputed[line.run]
+        for number, block in enumerate(repeat.iterations):
             names = dict(zip(repeat.iterations[0], block, strict=True))
-            arguments = [frame[variable] for variable in line.targets]
-            inner = self._run(function, [*arguments, *outside], names, made)
-            results = [inner[variable] for variable in function.results]
-            for value in results:
-                self.recorder.hold(value.buffer)
-            self._leave(inner)
+            arguments = [*(frame[variable] for variable in line.targets), *outside]
+            if how is not None and number < how.blocks:
+                results = self._play_twice(function, arguments, names, made, how.kind, repeat)
+            else:
+                results = self._results(function, arguments, names, made)
             for variable, value in zip(line.targets, results, strict=True):
                 self._bind(frame, variable, value)
                 self.recorder.drop(value.buffer)
+
+    def _results(
+        self, function: Function, arguments: list[Value], names: dict[str, str], made: Program
+    ) -> list[Value]:
+        """What a function returns, held."""
+        frame = self._run(function, arguments, names, made)
+        results = [frame[variable] for variable in function.results]
+        for value in results:
+            self.recorder.hold(value.buffer)
+        self._leave(frame)
+        return results
+
+    def _play_twice(
+        self,
+        function: Function,
+        arguments: list[Value],
+        names: dict[str, str],
+        made: Program,
+        kind: str,
+        repeat: Repeat,
+    ) -> list[Value]:
+        """The results of a block that is played without a tape now, and again in the backward."""
+        twice = self.twice = _Twice(again(self.graph, repeat, kind))
+        tape, self.tape = self.tape, []
+        results = [
+            Value(value.buffer, value.grad, ready=value.ready)
+            for value in self._results(function, arguments, names, made)
+        ]
+        self.tape, self.twice = tape, None
+        for value in arguments:
+            self.recorder.hold(value.buffer)
+
+        def second() -> tuple[list[Entry], list[Value]]:
+            self.tape, self.twice = [], twice
+            twice.second, twice.over = True, not twice.what.last
+            inner = self._results(function, arguments, names, made)
+            for value in inner:
+                self.recorder.drop(value.buffer)
+            for buffer in twice.kept.values():
+                self.recorder.drop(buffer)
+            written, self.tape, self.twice = self.tape, [], None
+            return written, inner
+
+        self.tape.append(Block(arguments, results, second))
+        return results
 
     def _read(self, frame: dict[str, Value], names: dict[str, str], variable: str) -> Value:
         if variable.startswith(LEAF):
@@ -260,14 +303,17 @@ class _Player:
         return self.operators[node.name]
 
     def _compute(self, node: Node, operands: list[Value], names: dict[str, str]) -> Value:
-        recorder, operator = self.recorder, self._operator(node)
+        recorder, operator, twice = self.recorder, self._operator(node), self.twice
         made, name = operator.recipe, names.get(node.name, node.name)
-        ready = [value.ready for value in operands]
-        if made.alias >= 0 and not operator.work.forward:
+        skipped = twice is not None and twice.skips(node.name)
+        if made.alias >= 0 and (skipped or not operator.work.forward):
             value = Value(operands[made.alias].buffer, node.requires_grad)
-            value.ready = max(ready)
+            value.ready = max(operand.ready for operand in operands)
+        elif skipped:
+            value = Value(self._left(node.name), node.requires_grad)
         else:
-            recorder.compute(name, name, operator.work.forward, ready)
+            ready = [value.ready for value in operands]
+            recorder.compute(self._title(name), name, operator.work.forward, ready)
             value = Value(
                 operands[made.alias].buffer
                 if made.alias >= 0
@@ -275,9 +321,13 @@ class _Player:
                 node.requires_grad,
             )
             recorder.scratch("temporary", f"of {name}", made.scratch)
-        for call in operator.asks[0]:
-            recorder.collective(f"{call.kind} in {name}", name, call, "exchange")
-        if node.requires_grad:
+        for call in () if skipped else operator.asks[0]:
+            recorder.collective(f"{call.kind} in {self._title(name)}", name, call, "exchange")
+        if twice is not None and not twice.second:
+            if node.name in twice.what.kept:
+                twice.kept[node.name] = recorder.hold(value.buffer)
+                value.buffer.kind = "activation"
+        elif node.requires_grad:
             saved = [(value if place < 0 else operands[place]).buffer for place in made.saved]
             for buffer in saved:
                 recorder.hold(buffer)
@@ -288,14 +338,29 @@ class _Player:
             for operand, gradient in zip(operands, made.gradients, strict=False):
                 operand.readers += gradient >= 0
             self.tape.append(Ran(name, operator, operands, value, saved))
+        if twice is not None:
+            twice.played(node.name)
         return value
 
     def _use(self, line: Use, names: dict[str, str]) -> Value:
         weight = self.weights.known[names.get(line.leaf.name, line.leaf.name)]
-        target = self.weights.use(weight, self.before)
-        if target.grad:
+        source, twice = weight.value, self.twice
+        if twice is not None and twice.over:
+            target = Value(self._left(""), source.grad, ready=source.ready)
+        else:
+            target = self.weights.use(weight, self.before, self._title(weight.name))
+        if source.grad and (twice is None or twice.second):
+            source.readers += 1
             self.tape.append(Used(weight, target))
         return target
+
+    def _left(self, name: str) -> Buffer:
+        """What is left of an operator that is not computed again: its result, or nothing."""
+        kept = None if self.twice is None else self.twice.kept.get(name)
+        return self.recorder.allocate("temporary", name, 0.0) if kept is None else kept
+
+    def _title(self, name: str) -> str:
+        return f"{name} again" if self.twice is not None and self.twice.second else name
 
     def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
         recorder, step = self.recorder, line.step
@@ -303,10 +368,12 @@ class _Player:
             self.transfers[id(step)] = transfers(step, line.tensor, self.plan.mesh)
         forward, gradient = self.transfers[id(step)]
         value_of = names.get(line.value, line.value)
-        parameter = self._of_parameter(line.value)
+        parameter, twice = self._of_parameter(line.value), self.twice
         target = Value(source.buffer, source.grad, ready=source.ready)
-        if step.forward is not None:
-            title = f"{step.forward.kind} of {value_of}"
+        if twice is not None and twice.over:
+            target.buffer = self._left("")
+        elif step.forward is not None:
+            title = f"{step.forward.kind} of {self._title(value_of)}"
             if parameter and "parameter" in self.settings.overlap:
                 target.ready = recorder.launch(
                     title, value_of, step.forward, "parameter", [source.ready], self.before
@@ -316,10 +383,10 @@ class _Player:
                 recorder.collective(title, value_of, step.forward, cause, [source.ready])
         elif forward.result is not None:
             recorder.compute(f"{step.op} of {value_of}", value_of, (), [source.ready])
-        if forward.result is not None:
+        if forward.result is not None and not (twice is not None and twice.over):
             target.buffer = recorder.allocate("temporary", value_of, forward.result)
             recorder.scratch("communication", value_of, forward.staging)
-        if source.grad:
+        if source.grad and (twice is None or twice.second):
             source.readers += 1
             back: Cause = "gradient" if parameter else "activation"
             entry = Moved(value_of, step.backward, gradient, back, source, target)

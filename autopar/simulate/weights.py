@@ -69,12 +69,18 @@ class Weights:
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
             weight.total = self.recorder.hold(buffer)
 
-    def use(self, weight: Weight, behind: int) -> Value:
-        """The parameter as operators use it; a task `behind` which it may be fetched ahead."""
+    def use(self, weight: Weight, behind: int, name: str) -> Value:
+        """The parameter as operators use it.
+
+        Args:
+            weight: the parameter.
+            behind: the task behind which it may be fetched ahead.
+            name: what it is called.
+        """
         source, recorder = weight.value, self.recorder
         target = Value(source.buffer, source.grad, ready=source.ready)
         for hop in _at(weight, "forward"):
-            title = f"{hop.call.kind} of {weight.name}"
+            title = f"{hop.call.kind} of {name}"
             needs = [target.ready]
             if "parameter" in self.overlap:
                 target.ready = recorder.launch(
@@ -87,8 +93,6 @@ class Weights:
             recorder.scratch("communication", weight.name, nbytes if hop.dim else 0.0)
             if before is not source.buffer:  # between two hops
                 recorder.drop(recorder.hold(before))
-        if source.grad:
-            source.readers += 1
         return target
 
     def give(self, used: Used) -> None:

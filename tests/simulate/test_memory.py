@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
+from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
@@ -113,11 +114,24 @@ def compare(every: list[Case], within: float) -> None:
 QUICK = {"gpt2": ["batch x tensor"], "llama": ["Megatron"], "vit": ["data parallel"]}
 
 
+RECOMPUTED = ("full 2", "full 1", "selective 2")
+
+
+def recomputing(case: Case, how: str) -> Case:
+    """The same with the first blocks computed again."""
+    (run_name,) = run_names(case.captured.graph)
+    return replace(case, plan=replace(case.plan, recompute={run_name: Recompute.parse(how)}))
+
+
 def test_predicted_bytes_are_measured_bytes() -> None:
-    compare([case for name, plans in QUICK.items() for case in cases(name, plans, 2)], 0.05)
+    every = [case for name, plans in QUICK.items() for case in cases(name, plans, 2)]
+    again = [recomputing(case, how) for case, how in zip(every, RECOMPUTED, strict=True)]
+    compare([*every, *again], 0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
-    compare(cases(name, list(PLANS), 6), 0.05)
+    every = cases(name, list(PLANS), 6)
+    again = [recomputing(case, how) for case in every for how in ("full 6", "selective 4")]
+    compare([*every, *again], 0.05)

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Problem, Solution
@@ -29,6 +31,7 @@ def solve(
     progress: Callable[[str], None] | None = None,
     watch: Watch | None = None,
     seed: int = 0,
+    start: Sequence[int] | None = None,
 ) -> Solution:
     """Returns the optimum, or the best choice found in time, with a proven bound.
 
@@ -39,6 +42,7 @@ def solve(
         progress: called with a line of text at every step.
         watch: called with seconds, best price and bound whenever one of them improves.
         seed: of whatever is random.
+        start: a choice for every node to begin with, say of a similar problem; it need not fit.
 
     Raises:
         InfeasibleError: no choice fits (the least attainable peak is in the message), or none was
@@ -47,6 +51,8 @@ def solve(
     """
     try:
         search = Search(problem, time_limit, gap, progress, watch, seed)
+        if start is not None:
+            search.begin(np.array(start, dtype=np.int64))
         relaxation = relax(search)
         if not search.done:
             close(search, relaxation)

@@ -1,0 +1,20 @@
+"""Checkpoints: what a program needs to go on, in a folder that any other plan can read.
+
+checkpoint.json       what is there, and where; written last, so that its presence says "whole"
+rank_0.safetensors    what rank 0 wrote, and so on
+
+Tensors have the names of the model's state_dict, whatever a program fuses or splits: `model.NAME`,
+`optimizer.NAME.exp_avg`, and `buffer.NAME` for buffers that are no part of a state_dict. Each is
+stored as boxes of the whole tensor. torch.distributed.checkpoint plans who writes and who reads
+what; its own files hold a pickle, which executes what it is told, so the folder's format is JSON
+and safetensors instead.
+
+| to see | read |
+|---|---|
+| which part of a tensor this rank holds | boxes.py |
+| what is saved of a program | held.py |
+| the folder: written whole or not at all, checked | index.py |
+| values as JSON | values.py |
+| torch.distributed.checkpoint's plans and files | plans.py, storage.py |
+| saving and loading | checkpoints.py; without processes plain.py |
+"""

@@ -1,0 +1,68 @@
+"""Which part of a whole tensor a device holds: a box, offsets and sizes along its dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.codegen.state import Piece
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements [offset, offset + size) along every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def inside(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of `shape` has it."""
+        return len(shape) == len(self.offsets) == len(self.sizes) and all(
+            offset >= 0 and size >= 0 and offset + size <= extent
+            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def shifted(self, dim: int, by: int) -> Box:
+        """The same box further along `dim`."""
+        offsets = list(self.offsets)
+        offsets[dim] += by
+        return replace(self, offsets=tuple(offsets))
+
+
+def box_of(
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    piece: Piece | None = None,
+) -> Box:
+    """What the device at `coordinate` holds, as a part of the tensor of the state_dict.
+
+    Args:
+        layout: how the mesh holds it.
+        shape: of the tensor, or of the piece where it is one.
+        mesh: the devices.
+        coordinate: the device's position along every axis.
+        piece: the part of a fused tensor that is held in `layout`.
+    """
+    bounds = layout.bounds(shape, mesh, coordinate)
+    box = Box(tuple(start for start, _ in bounds), tuple(length for _, length in bounds))
+    return box if piece is None else box.shifted(piece.dim, piece.start)

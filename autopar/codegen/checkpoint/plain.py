@@ -1,0 +1,40 @@
+"""A checkpoint as the state_dict of the plain model, without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopar.codegen.checkpoint import index as folder
+from autopar.codegen.checkpoint.boxes import Box
+from autopar.codegen.checkpoint.checkpoints import read_alone
+from autopar.codegen.checkpoint.plans import Part
+from autopar.codegen.checkpoint.values import DTYPES
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """The model's state_dict in a checkpoint, for `model.load_state_dict`; executes no code.
+
+    Args:
+        path: the folder that `Program.save_checkpoint` was given.
+
+    Returns:
+        Whole tensors in host memory; tied names share one.
+
+    Raises:
+        CheckpointError: there is none, or it is not whole, or damaged.
+    """
+    where, index = folder.read(Path(path).absolute())
+    found = {
+        name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        for name, stored in index.under("model").items()
+    }
+    parts = [
+        Part(f"model.{name}", value, Box.whole(tuple(value.shape)), tuple(value.shape))
+        for name, value in found.items()
+    ]
+    read_alone(where, index, parts)
+    tied = index.details["tied"]
+    return {name: found[tied.get(name, name)] for name in index.details["names"]}

@@ -1,0 +1,135 @@
+"""Recomputation: blocks whose activations are not kept but computed again in the backward.
+
+Of a run of equal blocks the first ones may be told to recompute: their activations would be kept
+the longest. "full" keeps what enters a block only (Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", arXiv:1604.06174), "selective" also the results of matrix products, convolutions and
+attention, which take long to compute (after Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models", arXiv:2205.05198). Both run a block again only as far as its backward
+needs: up to the last operator of which autograd keeps something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import PlanError, PlanMismatchError
+from autopar.ir.graph import Graph, Repeat
+
+KINDS = ("selective", "full")
+# What "selective" keeps the results of; `codegen/recompute.py` says the same of torch's kernels.
+PRODUCTS = (
+    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm",
+    "aten.scaled_dot_product_attention", "aten.conv1d", "aten.conv2d", "aten.conv3d",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """That the first `blocks` of a run recompute; `str` gives what `parse` reads, "full 8"."""
+
+    kind: str
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.blocks < 1:
+            raise PlanError(
+                f"{self} is no way to recompute",
+                why=f"a kind, {' or '.join(KINDS)}, and a number of blocks are expected",
+                todo='write e.g. "full 8"',
+            )
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.blocks}"
+
+    @classmethod
+    def parse(cls, text: str) -> Recompute:
+        """Read "full 8"; PlanError if it is not like that."""
+        kind, _, blocks = text.partition(" ")
+        return cls(kind, int(blocks) if blocks.isdecimal() else 0)
+
+
+@dataclass(frozen=True)
+class Again:
+    """What the first block of a run does a second time.
+
+    Attributes:
+        operators: those that are computed again.
+        reached: all whose operands are brought into their layouts again.
+        kept: those whose results are kept instead.
+        last: the last of which autograd keeps something, "" for none.
+    """
+
+    operators: frozenset[str]
+    reached: frozenset[str]
+    kept: frozenset[str]
+    last: str = ""
+
+
+def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
+    """What a recomputation of that kind does; torch's checkpoint stops where nothing is missing."""
+    nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
+    kept = frozenset(n.name for n in nodes if kind == "selective" and n.op in PRODUCTS)
+    savers = [place for place, node in enumerate(nodes) if node.saved or node.saved_types]
+    if not savers:
+        return Again(frozenset(), frozenset(), kept)
+    last = nodes[savers[-1]]
+    # What it keeps of its operands is there before it runs.
+    runs = bool(last.saved_types) or last.name in last.saved
+    reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
+    return Again(reached - kept - (frozenset() if runs else {last.name}), reached, kept, last.name)
+
+
+def run_names(graph: Graph) -> tuple[str, ...]:
+    """What each run of blocks is called: the module that its blocks are in, "transformer.h"."""
+    found: list[str] = []
+    for repeat in graph.repeats:
+        name = wish = ".".join(common_module(graph, repeat)) or "blocks"
+        while name in found:
+            name = f"{wish}#{sum(other.partition('#')[0] == wish for other in found) + 1}"
+        found.append(name)
+    return tuple(found)
+
+
+def common_module(graph: Graph, repeat: Repeat) -> list[str]:
+    """The words of the module path that the parameters of the first block share, numbers last."""
+    paths = [graph[name].target.split(".") for name in repeat.iterations[0] if graph[name].is_leaf]
+    common: list[str] = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    while common and not common[-1].isidentifier():
+        common.pop()
+    return common
+
+
+def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute | None, ...]:
+    """What a plan says of each run of blocks.
+
+    Raises:
+        PlanMismatchError: it names a run that is none, or more blocks than there are.
+    """
+    names = run_names(graph)
+    for name, how in planned.items():
+        count = graph.repeats[names.index(name)].count if name in names else 0
+        if how.blocks > count:
+            raise PlanMismatchError(
+                f"the plan recomputes {how.blocks} blocks of {name!r}",
+                why=f"the model has {count} of them; runs: {', '.join(names) or 'none'}",
+            )
+    return tuple(planned.get(name) for name in names)
+
+
+def repetitions(
+    graph: Graph, planned: Mapping[str, Recompute]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Node of the folded graph -> how often it is run again, and its operands brought to it."""
+    operators: dict[str, int] = {}
+    reached: dict[str, int] = {}
+    for repeat, how in zip(graph.repeats, of_runs(graph, planned), strict=True):
+        if how is not None:
+            what = again(graph, repeat, how.kind)
+            operators |= dict.fromkeys(what.operators, how.blocks)
+            reached |= dict.fromkeys(what.reached, how.blocks)
+    return operators, reached

@@ -1,0 +1,143 @@
+"""Which blocks compute their activations again: chosen together with the layouts.
+
+How much is recomputed is one decision with few values, so it is branched on: under each value the
+layouts are an ordinary strategy problem. A value is left out where even without a memory limit its
+problem has no plan that is faster than the best one found; nothing else is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.recompute import KINDS, Recompute, run_names
+from autopar.plan import Plan
+
+PARTS = 4  # of a run of blocks, in which it is tried to recompute more and more
+REFINED = 2  # rounds in which the step between the numbers of blocks is halved
+
+Chosen = Mapping[str, Recompute]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Planning under one decision.
+
+    Attributes:
+        free: the fastest plan if memory had no limit.
+        fitting: the fastest plan found that fits; InfeasibleError if there is none.
+    """
+
+    free: Callable[[], Plan]
+    fitting: Callable[[], Plan]
+
+
+def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen], Branch]) -> Plan:
+    """The fastest plan that fits.
+
+    Args:
+        graph: prepared, with its repeats.
+        wanted: "auto" chooses; "none", a kind for all blocks or a kind and a number of blocks
+            ("full 8", at most all that a run has) is taken as it is.
+        limit: bytes a device.
+        branch: planning under a decision.
+
+    Raises:
+        InfeasibleError: nothing fits; tells the need of the plan that needs least.
+        PlanError: `wanted` is none of these.
+    """
+    if wanted != "auto":
+        return branch(_told(graph, wanted)).fitting()
+    whole = branch({})
+    best = whole.free()
+    if best.predicted["peak_bytes"] <= limit or not graph.repeats:
+        return best if best.predicted["peak_bytes"] <= limit else whole.fitting()
+    search = _Search(graph, branch)
+    search.attempt({}, whole)
+    if search.best is None:
+        # What needs the least memory: if not even that fits, its error says by how much.
+        search.found(branch(_of_all(graph, "full", 1.0)).fitting())
+    search.run()
+    assert search.best is not None
+    return search.best
+
+
+class _Search:
+    """The fastest plan so far, and what has been tried."""
+
+    def __init__(self, graph: Graph, branch: Callable[[Chosen], Branch]) -> None:
+        self.graph, self.branch = graph, branch
+        self.best: Plan | None = None
+        self.tried: set[tuple[tuple[str, str], ...]] = set()
+
+    def run(self) -> None:
+        """Try more and more blocks of each kind, then the numbers next to the best one."""
+        for kind in KINDS:
+            for part in range(1, PARTS + 1):
+                if not self.attempt(_of_all(self.graph, kind, part / PARTS)):
+                    break
+        step = 1 / PARTS
+        for _ in range(REFINED):
+            step /= 2
+            for kind, share in self._around(step):
+                self.attempt(_of_all(self.graph, kind, share))
+
+    def _around(self, step: float) -> Iterator[tuple[str, float]]:
+        """The shares of blocks one step below and above those of the best plan."""
+        chosen = {} if self.best is None else self.best.recompute
+        names = run_names(self.graph)
+        shares = [
+            how.blocks / self.graph.repeats[names.index(n)].count for n, how in chosen.items()
+        ]
+        kinds = {how.kind for how in chosen.values()} or KINDS
+        middle = max(shares, default=0.0)
+        for kind in kinds:
+            yield from ((kind, s) for s in (middle - step, middle + step) if 0 < s <= 1)
+
+    def attempt(self, chosen: Chosen, branch: Branch | None = None) -> bool:
+        """Plan under a decision; False if it cannot be faster than what was found."""
+        key = tuple(sorted((name, str(how)) for name, how in chosen.items()))
+        if key in self.tried:
+            return True
+        self.tried.add(key)
+        branch = branch or self.branch(chosen)
+        if self.best is not None and not _faster(branch.free(), self.best):
+            return False
+        try:
+            self.found(branch.fitting())
+        except InfeasibleError:
+            return True
+        return True
+
+    def found(self, plan: Plan) -> None:
+        if self.best is None or _faster(plan, self.best):
+            self.best = plan
+
+
+def _faster(one: Plan, other: Plan) -> bool:
+    a, b = one.predicted["step_seconds"], other.predicted["step_seconds"]
+    return a < b * (1 - 1e-9)
+
+
+def _of_all(graph: Graph, kind: str, share: float) -> dict[str, Recompute]:
+    """A share of the blocks of every run."""
+    pairs = zip(run_names(graph), graph.repeats, strict=True)
+    return {name: Recompute(kind, math.ceil(share * repeat.count)) for name, repeat in pairs}
+
+
+def _told(graph: Graph, wanted: str) -> dict[str, Recompute]:
+    """What the words of a user say; PlanError if nothing."""
+    if wanted == "none":
+        return {}
+    if wanted in KINDS:
+        return _of_all(graph, wanted, 1.0)
+    try:
+        how = Recompute.parse(wanted)
+    except PlanError as error:
+        error.todo = f'pass "auto", "none", {", ".join(map(repr, KINDS))} or such as "full 8"'
+        raise
+    pairs = zip(run_names(graph), graph.repeats, strict=True)
+    return {name: Recompute(how.kind, min(how.blocks, repeat.count)) for name, repeat in pairs}

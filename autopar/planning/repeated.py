@@ -1,0 +1,77 @@
+"""What a stage of a pipeline does in a step: the same on every microbatch, with others in flight.
+
+A problem is built for one forward and one backward of a microbatch. Here it becomes that of a
+stage: the other microbatches in flight keep what autograd keeps of them and the gathered copies of
+parameters, and what is reduced once a step has the last backward alone to hide behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.intra_op.built import Built
+from autopar.intra_op.options import Option
+from autopar.intra_op.problem import Choices, Held
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+
+Figures = dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """How often a stage runs in a step.
+
+    Attributes:
+        microbatches: in a step.
+        in_flight: of how many at a time the backward has not ended; a fraction where ranks hold
+            several stages.
+    """
+
+    microbatches: int
+    in_flight: float = 1.0
+
+    def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
+        """The problem of one microbatch in the midst of a step, given that of a step of one.
+
+        Args:
+            built: of a stage.
+            graph: of it, prepared.
+            mesh: of it.
+        """
+        whole, once = len(built.points), 1 / self.microbatches
+        nodes = []
+        rows = zip(built.problem.nodes, built.names, built.options, strict=True)
+        for node, name, options in rows:
+            more: list[Held] = []
+            if self.in_flight > 1 and whole:
+                kept = copies(built, graph, mesh, name, options)
+                more.append(((0, whole), tuple((self.in_flight - 1) * n for n in kept)))
+            nodes.append(_with(node, [held for held in more if any(held[1])]))
+        return replace(
+            built,
+            problem=replace(built.problem, nodes=tuple(nodes)),
+            backward=_times(once, dict(built.backward)),
+        )
+
+
+def copies(
+    built: Built, graph: Graph, mesh: Mesh, name: str, options: tuple[Option, ...]
+) -> tuple[float, ...]:
+    """Bytes that each choice of a node keeps for every microbatch in flight."""
+    if options[0].stored is None:
+        return built.sums.get(name, (0.0,) * len(options))
+    # A block that recomputes gathers its parameters again.
+    leaf, count = graph[name].type, graph.multiplicity[name] - built.again.get(name, 0)
+    return tuple(
+        float(count * used.local_bytes(leaf, mesh)) if used.dims != stored.dims else 0.0
+        for stored, used in ((option.operands[0], option.results[0]) for option in options)
+    )
+
+
+def _with(node: Choices, more: list[Held]) -> Choices:
+    return replace(node, more=(*node.more, *more))
+
+
+def _times(factor: float, figures: Figures) -> Figures:
+    return {name: tuple(factor * n for n in seconds) for name, seconds in figures.items()}

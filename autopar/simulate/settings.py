@@ -1,0 +1,43 @@
+"""What a simulated step depends on beside graph and plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OVERLAPS = ("gradient", "parameter")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a step depends on beside graph and plan.
+
+    Attributes:
+        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        update_bytes: temporaries of an update in units of the parameter, at least 1 (AdamW: 2 one
+            parameter at a time, 1 for all at once).
+        at_once: whether one update takes all parameters, as torch's optimizers do on accelerators.
+        accelerator: whether operators keep for the backward what kernels of accelerators do; by
+            default what those of CPUs do.
+        overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
+            parameter in the backward, which synchronises its gradient, and gathering parameters
+            one block ahead. On a CPU the emitted program waits for all, on accelerators it does
+            not wait for gradients.
+    """
+
+    state_bytes: float = 2.0
+    update_bytes: float = 2.0
+    at_once: bool = False
+    accelerator: bool = False
+    overlap: frozenset[str] = frozenset()
+
+
+def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
+    """How a program runs on a kind of device, "cpu" or an accelerator's name.
+
+    On accelerators torch updates all parameters at once, and the program does not wait for
+    gradients; on the CPU it does one thing after another. The optimizer is AdamW or one whose
+    state is `state_bytes` times as large as the parameters.
+    """
+    if name.lower() == "cpu":
+        return Settings(state_bytes)
+    return Settings(state_bytes, 1.0, True, True, frozenset({"gradient"}))

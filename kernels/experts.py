@@ -1,0 +1,315 @@
+"""Tokens to experts and back: rows sorted by expert, and the weighted sum of what returns.
+
+Every token goes to `k` experts, so there are k slots a token; `slots` lists them sorted by expert,
+`inverse` says where in that list each slot is.
+
+    permuted[i] = x[slots[i] // k],    out[t] = sum over j of weight[t, j] y[inverse[k t + j]]
+
+Both directions gather, and so do their gradients: nothing is added atomically, and the same tokens
+give the same bits. (The layout is that of MegaBlocks, arXiv:2211.15841, section 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry.draw import Draw
+from .registry.language import blocks, jit, power_of_2, tl
+from .registry.launch import launch
+from .registry.operator import Args, Gradient, KernelError, Operator, contiguous, wider
+
+Pair = tuple[Tensor, Tensor]
+
+
+@jit
+def _permute_kernel(
+    x: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n
+    token = (tl.load(slots + row) // K).to(tl.int64)
+    tl.store(out + row * n + column, tl.load(x + token * n + column, mask=mask), mask=mask)
+
+
+@jit
+def _unpermute_kernel(
+    y: tl.tensor,
+    inverse: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < n
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(K):
+        row = tl.load(inverse + token * K + j).to(tl.int64)
+        value = tl.load(y + row * n + column, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weight + token * K + j).to(tl.float32)
+        total += value
+    tl.store(out + token * n + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _backward_kernel(
+    dout: tl.tensor,
+    y: tl.tensor,
+    slots: tl.tensor,
+    weight: tl.tensor,
+    dy: tl.tensor,
+    dweight: tl.tensor,
+    n: tl.tensor,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row of y: its gradient, and that of its weight."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    w = tl.load(weight + slot).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(0, tl.cdiv(n, BLOCK)):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        mask = column < n
+        d = tl.load(dout + slot // K * n + column, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(y + row * n + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dy + row * n + column, (d * w).to(dy.dtype.element_ty), mask=mask)
+        total += d * value
+    tl.store(dweight + slot, tl.sum(total, axis=0).to(dweight.dtype.element_ty))
+
+
+def permute_reference(
+    x: Tensor, slots: Tensor, inverse: Tensor, *, wide: torch.dtype = torch.float32
+) -> Tensor:
+    """(slots, features): the rows of x in the order of their slots."""
+    return x[slots // (slots.numel() // x.shape[0])]
+
+
+def unpermute_reference(
+    y: Tensor,
+    slots: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    *,
+    wide: torch.dtype = torch.float32,
+) -> Tensor:
+    """(tokens, features): the weighted sum of each token's rows of y."""
+    rows = wider(y, wide)[inverse].view(*weight.shape, -1)
+    return (rows * wider(weight, wide).unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def gather_reference(
+    d: Tensor, inverse: Tensor, k: int, *, wide: torch.dtype = torch.float32
+) -> Tensor:
+    """(tokens, features): the sum of each token's rows of d, the gradient of `experts_permute`."""
+    rows = wider(d, wide)[inverse]
+    return rows.view(inverse.numel() // k, k, -1).sum(1).to(d.dtype)
+
+
+def backward_reference(
+    dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
+) -> Pair:
+    """(dy, dweight)."""
+    d = wider(dout, wide)[slots // weight.shape[1]]
+    dy = d * wider(weight, wide).reshape(-1)[slots].unsqueeze(1)
+    dweight = torch.zeros(weight.numel(), dtype=d.dtype, device=d.device)
+    dweight[slots] = (d * wider(y, wide)).sum(1)
+    return dy.to(y.dtype), dweight.view(weight.shape).to(weight.dtype)
+
+
+def _allocate_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+    if slots.numel() % x.shape[0]:
+        raise KernelError(
+            f"autopar_kernels.experts_permute: {slots.numel()} slots are not a multiple of "
+            f"{x.shape[0]} tokens"
+        )
+    return x.new_empty((slots.numel(), x.shape[1]))
+
+
+def _launch_permute(out: Tensor, x: Tensor, slots: Tensor, inverse: Tensor) -> None:
+    n = x.shape[1]
+    row = launch("experts_permute", n)
+    _permute_kernel[(slots.numel(), blocks(n, row.block))](
+        *(x, slots, out, n), K=slots.numel() // x.shape[0], BLOCK=row.block, **row.options
+    )
+
+
+def _allocate_unpermute(y: Tensor, slots: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    return y.new_empty((weight.shape[0], y.shape[1]))
+
+
+def _launch_unpermute(
+    out: Tensor, y: Tensor, slots: Tensor, inverse: Tensor, weight: Tensor
+) -> None:
+    _gather(out, y, inverse, weight, weight.shape[1])
+
+
+def _allocate_gather(d: Tensor, inverse: Tensor, k: int) -> Tensor:
+    return d.new_empty((inverse.numel() // k, d.shape[1]))
+
+
+def _launch_gather(out: Tensor, d: Tensor, inverse: Tensor, k: int) -> None:
+    _gather(out, d, inverse, None, k)
+
+
+def _gather(out: Tensor, y: Tensor, inverse: Tensor, weight: Tensor | None, k: int) -> None:
+    n = y.shape[1]
+    row = launch("experts_unpermute", n)
+    _unpermute_kernel[(out.shape[0], blocks(n, row.block))](
+        *(y, inverse, y if weight is None else weight, out, n),
+        WEIGHTED=weight is not None,
+        K=k,
+        BLOCK=row.block,
+        **row.options,
+    )
+
+
+def _allocate_backward(dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor) -> Pair:
+    return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _launch_backward(results: Pair, dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor) -> None:
+    n = y.shape[1]
+    row = launch("experts_backward", n)
+    _backward_kernel[(slots.numel(),)](
+        *(dout, y, slots, weight, *results, n),
+        K=weight.shape[1],
+        BLOCK=min(row.block, power_of_2(n)),
+        **row.options,
+    )
+
+
+def _fits(*args: Any) -> str:
+    tensors = {f"operand {i}": a for i, a in enumerate(args) if isinstance(a, Tensor)}
+    return contiguous(**tensors)
+
+
+def _setup_permute(ctx: Any, inputs: Args, output: Tensor) -> None:
+    x, slots, inverse = inputs
+    ctx.k = slots.numel() // x.shape[0]
+    ctx.save_for_backward(inverse)
+
+
+def _differentiate_permute(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    return GATHER(d.contiguous(), *ctx.saved_tensors, ctx.k), None, None
+
+
+def _setup_unpermute(ctx: Any, inputs: Args, output: Tensor) -> None:
+    y, slots, _, weight = inputs
+    ctx.save_for_backward(y, slots, weight)
+
+
+def _differentiate_unpermute(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    dy, dweight = BACKWARD(dout.contiguous(), *ctx.saved_tensors)
+    return dy, None, None, dweight
+
+
+def _slots(draw: Draw, tokens: int, k: int) -> Pair:
+    """Slots sorted by an expert drawn for each, and the inverse."""
+    expert = draw.integers(8, tokens * k)
+    if draw.device.type == "meta":
+        return expert, expert
+    slots = expert.argsort(stable=True)
+    return slots, slots.argsort()
+
+
+def _permute_samples(draw: Draw) -> Iterable[Args]:
+    for tokens, k, n in ((6, 2, 100), (4, 1, 48)):
+        yield draw.normal(tokens, n), *_slots(draw, tokens, k)
+
+
+def _unpermute_samples(draw: Draw) -> Iterable[Args]:
+    for tokens, k, n in ((6, 2, 100), (4, 3, 48)):
+        slots, inverse = _slots(draw, tokens, k)
+        yield draw.normal(tokens * k, n), slots, inverse, draw.positive(tokens, k)
+
+
+def _gather_samples(draw: Draw) -> Iterable[Args]:
+    yield draw.normal(12, 100), _slots(draw, 6, 2)[1], 2
+
+
+def _backward_samples(draw: Draw) -> Iterable[Args]:
+    for y, slots, _, weight in _unpermute_samples(draw):
+        yield draw.normal(weight.shape[0], y.shape[1]), y, slots, weight
+
+
+def _typical(draw: Draw, n: int) -> Args:
+    return draw.normal(4096, n or 4096), *_slots(draw, 4096, 8)
+
+
+def _typical_unpermute(draw: Draw, n: int) -> Args:
+    return draw.normal(4096 * 8, n or 4096), *_slots(draw, 4096, 8), draw.positive(4096, 8)
+
+
+def _typical_backward(draw: Draw, n: int) -> Args:
+    y, slots, _, weight = _typical_unpermute(draw, n)
+    return draw.normal(4096, n or 4096), y, slots, weight
+
+
+GATHER = Operator(
+    name="experts_gather",
+    allocate=_allocate_gather,
+    launch=_launch_gather,
+    reference=gather_reference,
+    factors="s! n, s! -> t! n",
+    flops="s n",
+    samples=_gather_samples,
+    typical=lambda draw, n: (draw.normal(4096 * 8, n or 4096), _slots(draw, 4096, 8)[1], 8),
+    table="experts_unpermute",
+    fits=_fits,
+)
+BACKWARD = Operator(
+    name="experts_unpermute_backward",
+    allocate=_allocate_backward,
+    launch=_launch_backward,
+    reference=backward_reference,
+    factors="t! n!, s! n!, s!, t! k! -> s! n!, t! k!",
+    flops="3 s n",
+    samples=_backward_samples,
+    typical=_typical_backward,
+    table="experts_backward",
+    fits=_fits,
+)
+PERMUTE = Operator(
+    name="experts_permute",
+    allocate=_allocate_permute,
+    launch=_launch_permute,
+    reference=permute_reference,
+    factors="t! n, s!, s! -> s! n",
+    flops="out",
+    passes={"inverse": 0},
+    samples=_permute_samples,
+    typical=_typical,
+    table="experts_permute",
+    fits=_fits,
+    gradient=Gradient(_setup_permute, _differentiate_permute),
+)
+UNPERMUTE = Operator(
+    name="experts_unpermute",
+    allocate=_allocate_unpermute,
+    launch=_launch_unpermute,
+    reference=unpermute_reference,
+    factors="s! n, s!, s!, t! k! -> t! n",
+    flops="2 s n",
+    passes={"slots": 0},
+    samples=_unpermute_samples,
+    typical=_typical_unpermute,
+    table="experts_unpermute",
+    fits=_fits,
+    gradient=Gradient(_setup_unpermute, _differentiate_unpermute),
+)
+OPERATORS = (PERMUTE, UNPERMUTE, GATHER, BACKWARD)

@@ -1,0 +1,83 @@
+"""How kernels are launched: a committed table, by kernel, architecture and size.
+
+    [rms_norm.any]
+    rows = [{ up_to = 1024, warps = 4 }, { up_to = 8192, warps = 8 }, { warps = 16 }]
+
+reads: rows of up to 1024 elements are normalised by 4 warps, longer ones by more. An architecture
+that has a table of its own ("sm_90") uses that in place of "any". `python -m benchmarks.gpu.tune`
+writes such tables on a GPU; nothing is tuned when a program runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .language import architecture
+
+TABLE = Path(__file__).parent / "launches.toml"
+Table = Mapping[str, Mapping[str, tuple["Launch", ...]]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One row of the table.
+
+    Attributes:
+        block: elements that a program handles at a time, where the kernel leaves that open.
+        warps: of 32 threads each.
+        stages: iterations of a loop whose loads are under way at once.
+        programs: how many programs share the work of a kernel that loops over it, for each
+            processor of the device.
+        up_to: the largest size that the row is meant for; None for all that no other row is for.
+    """
+
+    block: int = 0
+    warps: int = 4
+    stages: int = 3
+    programs: int = 1
+    up_to: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def launch(kernel: str, size: int) -> Launch:
+    """The row of `kernel` for this architecture and a size, which is what the kernel says it is.
+
+    Raises:
+        KeyError: the table has no such kernel.
+    """
+    for row in rows(kernel, architecture()):
+        if row.up_to is None or size <= row.up_to:
+            return row
+    raise KeyError(f"{TABLE.name}: no row of {kernel} is for size {size}")
+
+
+def rows(kernel: str, arch: str) -> tuple[Launch, ...]:
+    """All rows of a kernel for an architecture, by size."""
+    held = table()[kernel]
+    return held.get(arch, held["any"])
+
+
+@functools.cache
+def table() -> Table:
+    """The committed table."""
+    return read(TABLE)
+
+
+def read(path: Path) -> Table:
+    """A table of launches, from its file."""
+    held: Mapping[str, Mapping[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {
+        kernel: {
+            arch: tuple(Launch(**row) for row in entry["rows"]) for arch, entry in archs.items()
+        }
+        for kernel, archs in held.items()
+    }

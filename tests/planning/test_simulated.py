@@ -1,0 +1,102 @@
+"""A pipeline's plan in time, against the simulated step of the same model in one piece."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost.model import AnalyticModel
+from autopar.inter_op.schedules import schedule
+from autopar.inter_op.simulate import StageCost, simulate
+from autopar.intra_op.rules import rules
+from autopar.intra_op.works import works
+from autopar.ir.mesh import Mesh
+from autopar.pipelined import Request, capture_microbatch, plan_evenly
+from autopar.planning.simulated import Simulated, simulated
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.stages import stage_graphs
+from autopar.simulate import Settings, Timeline, run, tasks
+from tests.models import gpt2
+
+DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
+MICROBATCHES = 4
+
+
+def mesh(devices: int, bandwidth: str = "1GB/s") -> Mesh:
+    return Mesh.parse(f"{DEVICE}: gpu={devices} @{bandwidth} 1us")
+
+
+def staged(request: Request, devices: int, bandwidth: str = "1GB/s") -> Simulated:
+    model, batch = gpt2(4)
+    options, trace = Options(), Trace(None)
+    captured = capture_microbatch(model, (), batch, request.microbatches, options, trace)
+    plan = plan_evenly(captured, mesh(devices, bandwidth), request, options, trace)
+    graphs = stage_graphs(captured.graph, plan.ends, trace)
+    return simulated(graphs, plan, options)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Timeline:
+    """One microbatch of the model in one piece on one device."""
+    model, batch = gpt2(4, batch=8 // MICROBATCHES)
+    graph = capture_graph(model, (), batch, Options(), Trace(None)).graph
+    plan, price = make_plan(graph, mesh(1), Options(), Trace(None)), AnalyticModel(mesh(1))
+    return run(tasks(graph, plan, works(graph, plan, rules()), price, Settings()), price, 2.0)
+
+
+@pytest.fixture(scope="module")
+def four() -> Simulated:
+    return staged(Request(4, MICROBATCHES, "1f1b"), 4)
+
+
+def seconds(timeline: Timeline, phase: str) -> float:
+    return sum(span.seconds for span in timeline.spans if span.task.phase == phase)
+
+
+def test_stages_take_together_what_the_model_takes(four: Simulated, whole: Timeline) -> None:
+    assert sum(s.forward for s in four.stages) == pytest.approx(seconds(whole, "forward"), rel=0.01)
+    backward = sum(s.backward for s in four.stages)
+    # Masks and the like are made again in every stage; they have no backward.
+    assert backward == pytest.approx(seconds(whole, "backward"), rel=0.01)
+
+
+def test_stages_keep_together_what_the_model_keeps(four: Simulated, whole: Timeline) -> None:
+    """But for what is received, and the embedding, which is also the head: it stands in two."""
+    fixed = sum(s.fixed for s in four.stages)
+    tied = 4 * 96 * 32 * 4  # parameter, gradient and two moments in float32
+    kinds = whole.memory.kinds
+    assert fixed == pytest.approx(2 * kinds["parameter"] + kinds["optimizer"] + tied, rel=0.02)
+    most = max(memory for memory in four.memory)
+    assert (
+        max(s.fixed + s.kept for s in four.stages)
+        < most
+        < fixed + 4 * sum(s.kept + s.transient for s in four.stages)
+    )
+
+
+def test_the_schedule_is_played_with_the_stages_figures(four: Simulated) -> None:
+    costs = [StageCost(s.forward, s.backward / 2, s.backward / 2) for s in four.stages]
+    there, back = (
+        [getattr(s, name) for s in four.stages[1:]] for name in ("arriving", "returning")
+    )
+    alone = simulate(schedule("1f1b", 4, MICROBATCHES), costs, there, back)
+    assert four.timeline.seconds == alone.seconds
+    assert four.seconds == alone.seconds + max(s.once for s in four.stages)
+    slowest = max(s.forward + s.backward for s in four.stages)
+    assert four.seconds > MICROBATCHES * slowest
+
+
+def test_transfers_follow_bytes_and_bandwidth(four: Simulated) -> None:
+    """A stage receives one activation of two samples, and sends back its gradient."""
+    nbytes = 2 * 16 * 32 * 4
+    slower = staged(Request(4, MICROBATCHES, "1f1b"), 4, "0.5GB/s")
+    for fast, slow in zip(four.stages[1:], slower.stages[1:], strict=True):
+        assert slow.arriving - fast.arriving == pytest.approx(nbytes / 1e9)
+        assert fast.returning == fast.arriving
+    assert (four.stages[0].arriving, four.stages[0].returning) == (0.0, 0.0)
+
+
+def test_stages_in_one_place_send_nothing() -> None:
+    found = staged(Request(4, MICROBATCHES, "zb_v"), 2)
+    # Stages 1 and 2 share their device, at the foot of the V.
+    assert [s.arriving > 0 for s in found.stages] == [False, True, False, True]
+    assert len(found.memory) == 2
