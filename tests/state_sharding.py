@@ -22,6 +22,7 @@ from autopar.planning.single import Trace
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
 STEPS = 3
+Calls = list[tuple[str, tuple[str, ...], int]]  # kind, axes, and the bytes that a rank brings
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -138,9 +139,9 @@ def unsharded(case: Case) -> Run:
 
 
 @contextmanager
-def recorded(mesh: Mesh) -> Iterator[list[tuple[str, tuple[str, ...], int]]]:
+def recorded(mesh: Mesh) -> Iterator[Calls]:
     """Lists the collectives that this rank begins: kind, axes and the bytes that it brings."""
-    calls: list[tuple[str, tuple[str, ...], int]] = []
+    calls: Calls = []
 
     def axes(group: Any) -> tuple[str, ...]:
         members = tuple(torch.distributed.get_process_group_ranks(group))
@@ -200,7 +201,7 @@ class Jobs:
             captured, Mesh.parse(self.mesh), request, options, Trace(None), 2.0
         )
 
-    def train(self) -> list[tuple[Run, list[tuple[str, tuple[str, ...], int]]]]:
+    def train(self) -> list[tuple[Run, Calls]]:
         """Each case's run on this rank, and what the last step sends."""
         found = []
         for case, plan in zip(self.cases, self.plans, strict=True):

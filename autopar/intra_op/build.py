@@ -325,6 +325,12 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
+        if self.lies is not None and self.options[self.position[root.name]][0].storage is not None:
+            # Where a gradient is reduced is said; so it is not reduced behind the share.
+            given = [set(option.results[0].varying) for option in self.options[a]]
+            asked = [set(option.operands[index].varying) for option in self.options[b]]
+            aside = np.array([[not more <= less for more in asked] for less in given])
+            cost = np.where(aside, FORBIDDEN, cost)
         stored = [option.stored for option in self.options[self.position[root.name]]]
         if not self.limited or stored[0] is None or len(self.graph.users[source]) > 1:
             return cost

@@ -2,7 +2,8 @@
 
     "zero2"  "paro-iig"  "NIG"  "GGG+I"  "paro-iig over node"  "mics in groups of 8"
 
-Behind `over` stand the mesh axes that lead from group to group, by default all but the last one.
+Behind `over` stand the mesh axes that lead from group to group, by default all but the last one;
+"over none" makes one group of all devices.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class StateChoice:
         over = re.fullmatch(r"over\s+(\w+(?:\s*,\s*\w+)*)", rest)
         size = re.fullmatch(r"in groups of (\d+)", rest)
         if over:
-            return cls(sharding, _axes(re.split(r"\s*,\s*", over[1]), mesh))
+            names = [] if over[1] == "none" else re.split(r"\s*,\s*", over[1])
+            return cls(sharding, _axes(names, mesh))
         if size:
             return cls(sharding, _leading(int(size[1]), mesh))
         if rest:
@@ -100,7 +102,7 @@ class StateChoice:
         return cls(sharding, mesh.names[:-1])
 
     def __str__(self) -> str:
-        return f"{self.sharding} over {', '.join(self.inter)}" if self.inter else str(self.sharding)
+        return f"{self.sharding} over {', '.join(self.inter) or 'none'}"
 
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
         """Where the states of a parameter lie that is used as `used`.
@@ -117,7 +119,8 @@ class StateChoice:
         for dim in range(len(used.dims)):
             held, grads, updated = (behind(whole, dim, axes[level]) for level in levels)
             if fits(updated, tensor, mesh):
-                found.append(Storage(used, held, grads, updated, whole))
+                kept = behind(whole, dim, inside) if self.sharding.secondary else whole
+                found.append(Storage(used, held, grads, updated, kept))
         return tuple(dict.fromkeys(found)) or (Storage(used, whole, whole, whole, whole),)
 
 

@@ -88,7 +88,7 @@ class Storage:
     def _check(self) -> None:
         pairs = (
             (self.held, self.used), (self.grads, self.used), (self.kept, self.used),
-            (self.updated, self.held), (self.updated, self.grads), (self.held, self.kept),
+            (self.updated, self.held), (self.updated, self.grads),
         )  # fmt: skip
         behind = {a for fine, coarse in pairs for _, axes in _added(fine, coarse) for a in axes}
         if not behind <= set(self.used.varying):
