@@ -156,7 +156,7 @@ def _pipeline(
     if as_json:
         print_json(to_json(found, made))
     else:
-        print_out(*render(found))
+        print_out(*render(found, made))
     if output is not None:
         with writing(output):
             made.save(output)
