@@ -19,7 +19,7 @@ from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.plan import Plan
-from autopar.planning.single import Options, make_plan
+from autopar.planning.single import Options, cost_model, make_plan
 
 
 @click.command("plan")
@@ -125,7 +125,7 @@ def command(
         stage("strategies")
         found = make_plan(graph, mesh, options, tracer, within.get("state", 2.0))
         made = replace(found, model=wanted.table())
-        explanation = explained(graph, made, limit, known)
+        explanation = explained(graph, made, limit, known, cost_model(mesh, options))
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:

@@ -122,6 +122,11 @@ def cost_model(mesh: Mesh, options: Options) -> CostModel:
     return MeasuredModel(mesh, Calibration.load(options.calibration))
 
 
+def calibration_of(prices: CostModel) -> str:
+    """The fingerprint of the calibration behind some prices, "" of closed forms."""
+    return prices.calibration.fingerprint if isinstance(prices, MeasuredModel) else ""
+
+
 def make_plan(
     graph: Graph,
     mesh: Mesh,
@@ -186,6 +191,7 @@ def make_plan(
                 solver=found_by(built.problem, solution),
                 memory=within,
                 recompute=dict(recompute),
+                calibration=calibration_of(prices),
             )
             others = found.predicted["peak_bytes"] - evaluate(single, choice).peak  # microbatches
             alone = found.predicted | {"peak_bytes": found.predicted["peak_bytes"] - others}
