@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 from autopar.planning import frontier
-from autopar.planning.single import Options, Trace, make_plan
+from autopar.planning.single import Options, Planner, Trace, cost_model, make_plan
 
 
 @click.command("plan")
@@ -140,7 +140,7 @@ def command(
         stage("strategies")
         found = make_plan(graph, mesh, options, tracer, state)
         made = replace(found, model=wanted.table())
-        explanation = explained(graph, made, limit, known)
+        explanation = explained(graph, made, limit, known, cost_model(mesh, options))
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
@@ -160,12 +160,14 @@ def _frontier(wanted: Wanted, mesh: Mesh, options: Options, state: float, as_jso
     with stages(quiet=as_json) as stage:
         tracer = Stages(None, stage)
         graph = capture_model(wanted, options, tracer)
+        planner = Planner(graph, mesh, options, Trace(None), state)
 
         def planned(limit: float) -> Plan:
             stage(f"{len(found)} plans; next within {format_bytes(limit)}")
-            return make_plan(graph, mesh, replace(options, memory=limit), Trace(None), state)
+            return planner.plan(limit)
 
-        found.extend(frontier.frontier(planned))
+        for plan in frontier.frontier(planned):
+            found.append(plan)
     print_json(frontier_view.to_json(found)) if as_json else print_out(frontier_view.render(found))
 
 
@@ -186,7 +188,7 @@ def _pipeline(
     if as_json:
         print_json(to_json(found, made))
     else:
-        print_out(*render(found))
+        print_out(*render(found, made))
     if output is not None:
         with writing(output):
             made.save(output)

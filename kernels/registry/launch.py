@@ -4,7 +4,7 @@
     rows = [{ up_to = 1024, warps = 4 }, { up_to = 8192, warps = 8 }, { warps = 16 }]
 
 reads: rows of up to 1024 elements are normalised by 4 warps, longer ones by more. An architecture
-that has a table of its own ("sm_90") uses that in place of "any". `python benchmarks/tune.py`
+that has a table of its own ("sm_90") uses that in place of "any". `python -m benchmarks.gpu.tune`
 writes such tables on a GPU; nothing is tuned when a program runs.
 """
 

@@ -11,7 +11,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.frontier import frontier
-from tests.planning.test_recomputation import planned
+from autopar.planning.single import Options, Planner, Trace
+from tests.planning.test_recomputation import MESH, graph
 
 # Peak and time of the plans that there are; the third is never the fastest.
 PLANS = ((100.0, 1.0), (60.0, 2.0), (55.0, 4.0), (40.0, 3.0), (20.0, 9.0))
@@ -35,6 +36,7 @@ def test_all_plans_that_no_other_beats() -> None:
 
 
 def test_less_memory_takes_longer() -> None:
+    planned = Planner(graph(), MESH, Options(), Trace(None)).plan
     found = [plan.predicted for plan in frontier(planned, 0.5)]
     assert len(found) > 1
     for one, other in itertools.pairwise(found):

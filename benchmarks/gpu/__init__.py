@@ -1,0 +1,1 @@
+"""What needs a GPU: how kernels are timed there, and their launches tuned."""

@@ -1,0 +1,117 @@
+"""Kernels compiled for GPUs that are not here: what the machine code holds is within budgets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does; unset, it warns
+
+from autopar_kernels.registry import launch, operators
+from autopar_kernels.registry.draw import Draw
+from autopar_kernels.registry.operator import Operator, listed
+from tests.kernels.compiled import Compiled, compiling
+
+KERNELS = [operator for operator in operators().values() if operator.table]
+# Bytes of shared memory of a program; instructions of threads for each byte that memory moves, at
+# nine tenths of its bandwidth: processors x 128 lanes x clock / bandwidth (NVIDIA's data sheets of
+# A100, H200 and B200).
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+ISSUED = {
+    80: 108 * 128 * 1.41e9 / (0.9 * 2.04e12),
+    90: 132 * 128 * 1.98e9 / (0.9 * 4.8e12),
+    100: 148 * 128 * 1.97e9 / (0.9 * 8.0e12),
+}
+# As much of the issue budget as leaves a kernel bound by memory.
+SHARE = {80: 0.7, 90: 0.7, 100: 1.0}
+REGISTERS = {"rms_norm": 96, "layer_norm": 96, "rms_norm_backward": 128, "layer_norm_backward": 128}
+# Rows of three numbers, and a sum over one: neither is read 16 bytes at a time, nor matters.
+NARROW = ("cross_entropy_combine",)
+
+
+def sizes(table: str, capability: int) -> Iterator[int]:
+    """The largest size of each row; 0, for any, where there is but one."""
+    least = 0
+    for row in launch.rows(table, f"sm_{capability}"):
+        yield row.up_to or 2 * least
+        least = row.up_to or 0
+
+
+def cases(capabilities: tuple[int, ...], *, whole: bool) -> Iterator[tuple[Operator, int, int]]:
+    for operator in KERNELS:
+        for capability in capabilities:
+            for size in sizes(operator.table, capability) if whole else (0,):
+                yield operator, size, capability
+
+
+def named(case: tuple[Operator, int, int]) -> str:
+    return f"{case[0].name}-{case[1]}-sm_{case[2]}"
+
+
+def executed(kernel: Compiled, trips: float) -> float:
+    """Instructions of all threads: those of a loop as often as it goes round."""
+    return (kernel.body + kernel.loop * max(trips - 1, 0)) * kernel.threads * kernel.programs
+
+
+def trips(operator: Operator, args: tuple[object, ...], kernel: Compiled) -> float:
+    """How often a program's loop goes round; 1 where it has none."""
+    if not kernel.loop:
+        return 1
+    first = next(t for t in operator.operands(args).values() if t is not None)
+    block = launch.rows(operator.table, "any")[0].block
+    each = first.numel() / block if block else first.numel() / first.shape[-1]
+    return each / kernel.programs
+
+
+def within_budgets(operator: Operator, size: int, capability: int) -> None:
+    args = operator.typical(Draw(torch.bfloat16, "meta"), size)
+    with compiling(capability) as made:
+        if operator.unfit(args):
+            assert operator.name == "quantize_f8"
+            assert capability < 89
+            return
+        results = operator.allocate(*args)
+        operator.launch(results, *args)
+    moved = operator.nbytes(list(operator.operands(args).values()), listed(results))
+    assert made
+    issued = 0.0
+    for kernel in made:
+        assert not kernel.spilled, kernel.name
+        assert kernel.registers <= REGISTERS.get(operator.table, 64), kernel.name
+        assert kernel.shared <= SHARED[capability]
+        assert kernel.wide or operator.table in NARROW or "combine" in kernel.name
+        assert not kernel.narrow_offsets
+        issued += executed(kernel, trips(operator, args, kernel))
+    assert issued / moved <= SHARE[capability] * ISSUED[capability]
+
+
+@pytest.mark.parametrize("case", cases((90,), whole=False), ids=named)
+def test_kernels_for_hopper(case: tuple[Operator, int, int]) -> None:
+    within_budgets(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases((80, 90, 100), whole=True), ids=named)
+def test_every_row_of_the_table(case: tuple[Operator, int, int]) -> None:
+    within_budgets(*case)
+
+
+def test_the_table_has_a_row_for_every_kernel_and_no_other() -> None:
+    assert set(launch.table()) == {operator.table for operator in KERNELS}
+
+
+def test_an_offset_of_32_bits_is_found() -> None:
+    """The check itself, on what it is there to find."""
+    ttir = """
+      tt.func public @k(%x: !tt.ptr<bf16>, %n: i32) {
+        %row = tt.get_program_id x : i32
+        %at = arith.muli %row, %n : i32
+        %wide = arith.extsi %row : i32 to i64
+        %right = arith.muli %wide, %n64 : i64
+    """
+    found = Compiled("k", 1, 32, 8, 0, (), ttir).narrow_offsets
+    assert [line.partition(" ")[0] for line in found] == ["%at"]
