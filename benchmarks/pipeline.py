@@ -43,8 +43,9 @@ from autopar.inter_op.timeline import Timeline
 from autopar.ir.mesh import Mesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch
+from autopar.planning.schedules import schedule_of
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import equal_parts, plan_stages, schedule_of
+from autopar.planning.stages import equal_parts, plan_stages
 from benchmarks.decoder import Sizes, Whole, loss_of
 from benchmarks.harness import markdown, middle, read, write
 
