@@ -80,6 +80,8 @@ class Plan:
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
+        calibration: fingerprint of the calibration that priced it, "" where closed forms did;
+            nor is this part of what it says.
     """
 
     graph: str
@@ -92,6 +94,7 @@ class Plan:
     solver: dict[str, str | float] = field(default_factory=dict, compare=False)
     memory: dict[str, float] = field(default_factory=dict)
     recompute: dict[str, Recompute] = field(default_factory=dict)
+    calibration: str = field(default="", compare=False)
     state: str = ""
 
     def __str__(self) -> str:
@@ -121,6 +124,8 @@ class Plan:
         document["version"] = VERSION
         document["graph"] = self.graph
         document["mesh"] = str(self.mesh)
+        if self.calibration:
+            document["calibration"] = self.calibration
         if self.model:
             document["model"] = dict(self.model)
         document["predicted"] = dict(self.predicted)
@@ -184,19 +189,9 @@ class Plan:
             recompute = {
                 run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
             }
-            return cls(
-                table["graph"],
-                mesh,
-                nodes,
-                predicted,
-                model,
-                whole,
-                pins,
-                solver,
-                memory,
-                recompute,
-                str(table.get("state", "")),
-            )
+            made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
+            told = (_text(table, "calibration"), _text(table, "state"))
+            return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 
@@ -233,6 +228,14 @@ def _figure(value: object) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"a prediction of {value}")
     return float(value)
+
+
+def _text(table: dict[str, object], name: str) -> str:
+    """An entry that may be missing; ValueError unless it is text."""
+    value = table.get(name, "")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} = {value!r} is no text")
+    return value
 
 
 def _model(table: object) -> dict[str, str | int]:

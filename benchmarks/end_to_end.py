@@ -20,7 +20,6 @@ import argparse
 import copy
 import functools
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -48,7 +47,8 @@ from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.zoo import Spec, build, example_inputs, spec
 from benchmarks.baselines import BASELINES, RefusedError, Rival, Setting
-from benchmarks.harness import middle, write
+from benchmarks.exposure import exposed
+from benchmarks.harness import markdown, middle, read, write
 
 ROOT = Path(__file__).parent.parent
 # What a laptop trains: named like the models of the zoo, so that the same plans apply.
@@ -248,57 +248,6 @@ def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def exposed(file: Path) -> float:
-    """Seconds of the first process in which something was sent and nothing computed."""
-    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    mine = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
-
-    def spans(wanted: Callable[[dict[str, Any]], bool]) -> list[tuple[float, float]]:
-        return union([(e["ts"], e["ts"] + e["dur"]) for e in mine if wanted(e)])
-
-    def nccl(event: dict[str, Any]) -> bool:
-        return bool(event["cat"] == "kernel" and "nccl" in event["name"].lower())
-
-    on_device = any(event["cat"] == "kernel" for event in mine)
-    if on_device:
-        sent = spans(nccl)
-        busy = spans(lambda e: e["cat"] == "kernel" and not nccl(e))
-    else:
-        sent = spans(lambda e: e["cat"] == "communication")
-        waits = spans(lambda e: e["cat"] == "call")
-        busy = without(spans(lambda e: e["cat"] == "operator"), waits)
-    return sum(end - start for start, end in without(sent, busy)) * 1e-6
-
-
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same in order, those that touch as one."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
-
-
-def without(
-    spans: list[tuple[float, float]], holes: list[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """What of one union of spans lies outside of another."""
-    found = []
-    for start, end in spans:
-        at = start
-        for begin, stop in holes:
-            if stop <= at or begin >= end:
-                continue
-            if begin > at:
-                found.append((at, begin))
-            at = max(at, stop)
-        if at < end:
-            found.append((at, end))
-    return found
-
-
 def measure(bench: Bench, names: list[str]) -> list[Runner]:
     """All programs that apply, ours first."""
     given = bench.given
@@ -345,6 +294,28 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def table() -> str:
+    """The README's table, from the CSV."""
+    heads = ["model", "program", "a step", "tokens/s", "MFU", "exposed", "predicted", "ours / it"]
+    lines = []
+    for row in read("end_to_end"):
+        low, high = (float(row[f"step_{end}_ms"]) for end in ("low", "high"))
+        predicted = f"{float(row['predicted_ms']):.0f} ms" if row["predicted_ms"] else "-"
+        lines.append(
+            [
+                f"{row['model']}, {row['batch']} x {row['seq']}, {row['mesh']}",
+                row["program"],
+                f"{float(row['step_ms']):.0f} ms ({low:.0f} to {high:.0f})",
+                f"{float(row['tokens_per_second']):.0f}",
+                f"{float(row['mfu']):.1%}",
+                f"{float(row['exposed_ms']):.0f} ms",
+                predicted,
+                f"{float(row['ours_over_it']):.2f}",
+            ]
+        )
+    return markdown(heads, lines)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -368,12 +339,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="one program at a time in memory")
     parser.add_argument("--processes", type=int, default=4, help="where torchrun did not start it")
     parser.add_argument("--output", default="end_to_end", help="the CSV's name; none with ''")
+    parser.add_argument("--table", action="store_true", help="print the README's table, no more")
     return parser.parse_args()
 
 
 def main() -> None:
     """Start processes if torchrun did not, measure, write."""
     given = arguments()
+    if given.table:
+        print(table())
+        return
     unknown = set(given.baselines) - set(BASELINES)
     if unknown:
         sys.exit(f"there is no baseline {', '.join(sorted(unknown))}; there are {[*BASELINES]}")

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.multiprocessing.spawn import spawn
@@ -45,9 +43,11 @@ from autopar.inter_op.timeline import Timeline
 from autopar.ir.mesh import Mesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch
+from autopar.planning.schedules import schedule_of
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import equal_parts, plan_stages, schedule_of
-from benchmarks.harness import middle, write
+from autopar.planning.stages import equal_parts, plan_stages
+from benchmarks.decoder import Sizes, Whole, loss_of
+from benchmarks.harness import markdown, middle, read, write
 
 RANKS = 4
 MESH = "cpu: stage=4"
@@ -64,80 +64,7 @@ SCHEDULES = {
 SECONDS = 0.02  # of a forward, and of each half of a backward, in a rank's part of the model
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of the model and its batch."""
-
-    width: int
-    seq: int
-    vocabulary: int = 512
-    heads: int = 4
-    samples: int = 1  # of a microbatch
-
-
 KINDS = {"computing": Sizes(256, 128), "timed": Sizes(32, 16, 64)}
-
-
-class Block(nn.Module):
-    """A decoder's block: causal attention and a perceptron, each behind a norm."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        width = sizes.width
-        self.heads = sizes.heads
-        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, width] to the same."""
-        y = self.norm(x)
-        query, key, value = (
-            module(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for module in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
-        return result
-
-
-class Part(nn.Module):
-    """A stage: blocks, the first one with the embedding, the last one with the head."""
-
-    def __init__(self, sizes: Sizes, blocks: int, number: int, count: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width) if not number else None
-        self.blocks = nn.Sequential(*(Block(sizes) for _ in range(blocks)))
-        last = number == count - 1
-        self.head = nn.Linear(sizes.width, sizes.vocabulary) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or [batch, seq, width], to [batch, seq, width] or logits."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        x = self.blocks(x)
-        return x if self.head is None else self.head(x)
-
-
-class Whole(nn.Module):
-    """All stages, and the loss."""
-
-    def __init__(self, sizes: Sizes, stages: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Part(sizes, 8 // stages, n, stages) for n in range(stages))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss."""
-        x = tokens
-        for part in self.parts:
-            x = part(x)
-        return loss_of(x, targets)
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits [batch, seq, vocabulary]."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def batch_of(sizes: Sizes) -> dict[str, Tensor]:
@@ -363,6 +290,27 @@ def row_of(
     }
 
 
+def table() -> str:
+    """The README's table, from the CSV."""
+    heads = ["schedule", "stages", "ours", "torch", "ours / torch", "bubble, simulated"]
+    lines = []
+    for row in sorted(read("pipeline"), key=lambda row: row["stages"]):
+        ideal = f" of {float(row['ideal_ms']):.0f}" if row["ideal_ms"] else ""
+        ratio, low, high = (float(row[key]) for key in ("ratio", "ratio_low", "ratio_high"))
+        bubble, expected = (float(row[f"bubble_{key}"]) for key in ("measured", "simulated"))
+        lines.append(
+            [
+                row["schedule"],
+                row["stages"],
+                f"{float(row['ours_ms']):.0f}{ideal} ms",
+                f"{float(row['torch_ms']):.0f} ms",
+                f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+                f"{bubble:.1%}, {expected:.1%}",
+            ]
+        )
+    return markdown(heads, lines)
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -371,7 +319,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--dry", action="store_true", help="write no file")
+    parser.add_argument("--table", action="store_true", help="print the README's table, no more")
     given = parser.parse_args()
+    if given.table:
+        print(table())
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     found = list(rows(given.kinds, given.schedules, given.steps, given.warmup))
     if not given.dry:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .registry.draw import Draw
 from .registry.language import blocks, jit, tl
 from .registry.launch import launch
-from .registry.operator import Args, KernelError, Operator, contiguous, wider
+from .registry.operator import Args, Operator, contiguous, wider
 
 HYPERPARAMETERS = 5  # β, 1 / penalty, rate, the largest |m|, 1 / devices
 
@@ -77,11 +77,7 @@ def reference(
 def _allocate(
     total: Tensor, anchor: Tensor, momentum: Tensor, parameter: Tensor, hyper: Tensor
 ) -> None:
-    if hyper.shape != (HYPERPARAMETERS,):
-        raise KernelError(
-            f"autopar_kernels.co2_outer_: hyper must hold {HYPERPARAMETERS} numbers, as "
-            f"`hyperparameters` makes them; it is of shape {tuple(hyper.shape)}"
-        )
+    return None
 
 
 def _launch(
@@ -97,6 +93,13 @@ def _launch(
     _kernel[(blocks(n, row.block),)](
         *(total, anchor, momentum, parameter, hyper, n), BLOCK=row.block, **row.options
     )
+
+
+def _wrong(*args: Tensor | None) -> str:
+    hyper = args[-1]
+    if hyper is not None and hyper.shape == (HYPERPARAMETERS,):
+        return ""
+    return f"hyper must hold {HYPERPARAMETERS} numbers, as `hyperparameters` makes them"
 
 
 def _fits(total: Tensor, anchor: Tensor, momentum: Tensor, parameter: Tensor, hyper: Tensor) -> str:
@@ -135,6 +138,7 @@ OPERATORS = (
         samples=_samples,
         typical=_typical,
         table="co2_outer_",
+        wrong=_wrong,
         fits=_fits,
     ),
 )

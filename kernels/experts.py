@@ -20,7 +20,7 @@ from torch import Tensor
 from .registry.draw import Draw
 from .registry.language import blocks, jit, power_of_2, tl
 from .registry.launch import launch
-from .registry.operator import Args, Gradient, KernelError, Operator, contiguous, wider
+from .registry.operator import Args, Gradient, Operator, contiguous, wider
 
 Pair = tuple[Tensor, Tensor]
 
@@ -132,11 +132,6 @@ def backward_reference(
 
 
 def _allocate_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
-    if slots.numel() % x.shape[0]:
-        raise KernelError(
-            f"autopar_kernels.experts_permute: {slots.numel()} slots are not a multiple of "
-            f"{x.shape[0]} tokens"
-        )
     return x.new_empty((slots.numel(), x.shape[1]))
 
 
@@ -191,6 +186,12 @@ def _launch_backward(results: Pair, dout: Tensor, y: Tensor, slots: Tensor, weig
         BLOCK=min(row.block, power_of_2(n)),
         **row.options,
     )
+
+
+def _wrong_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> str:
+    if x.shape[0] and slots.numel() % x.shape[0]:
+        return f"{slots.numel()} slots are not a multiple of {x.shape[0]} tokens"
+    return ""
 
 
 def _fits(*args: Any) -> str:
@@ -295,6 +296,7 @@ PERMUTE = Operator(
     samples=_permute_samples,
     typical=_typical,
     table="experts_permute",
+    wrong=_wrong_permute,
     fits=_fits,
     gradient=Gradient(_setup_permute, _differentiate_permute),
 )

@@ -32,7 +32,8 @@ from .registry.operator import (
     wider,
 )
 
-LONGEST = 65536  # elements of a row that fit a program's registers
+# Elements of a row that fit a program's registers, forwards and backwards.
+LONGEST, LONGEST_BACKWARD = 16384, 8192
 Triple = tuple[Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -243,8 +244,8 @@ def _fits(x: Tensor, *rest: Any) -> str:
 def _fits_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> str:
-    if h.shape[-1] > LONGEST:
-        return f"rows of {h.shape[-1]} elements, more than {LONGEST}"
+    if h.shape[-1] > LONGEST_BACKWARD:
+        return f"rows of {h.shape[-1]} elements, more than {LONGEST_BACKWARD}"
     return evenly_spaced(h=h) or contiguous(dy=dy, dh=dh, weight=weight, mean=mean, rstd=rstd)
 
 

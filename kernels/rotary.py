@@ -24,7 +24,7 @@ from torch import Tensor
 from .registry.draw import Draw
 from .registry.language import blocks, jit, power_of_2, tl
 from .registry.launch import launch
-from .registry.operator import Args, Gradient, KernelError, Operator, wider
+from .registry.operator import Args, Gradient, Operator, wider
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -168,11 +168,6 @@ def _launch_back(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _allocate_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
     batch, rows, q_heads, width = q.shape
-    if q_heads % parts or k.shape[2] % parts:
-        raise KernelError(
-            f"autopar_kernels.rotary_pack: {q_heads} heads of q and {k.shape[2]} of k and v do not "
-            f"divide into {parts} parts"
-        )
     return q.new_empty((parts, rows, batch, (q_heads + 2 * k.shape[2]) // parts, width))
 
 
@@ -187,12 +182,7 @@ def _launch_pack(
 def _allocate_unpack(
     packed: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_heads: int
 ) -> Triple:
-    parts, rows, batch, heads, width = packed.shape
-    if q_heads + 2 * kv_heads != parts * heads:
-        raise KernelError(
-            f"autopar_kernels.rotary_unpack: {parts} parts of {heads} heads are not the "
-            f"{q_heads} of q and twice the {kv_heads} of k and v"
-        )
+    _, rows, batch, _, width = packed.shape
     q = packed.new_empty((batch, rows, q_heads, width))
     k = packed.new_empty((batch, rows, kv_heads, width))
     return q, k, torch.empty_like(k)
@@ -204,6 +194,19 @@ def _launch_unpack(
     each = [x.shape[2] // packed.shape[0] for x in results]
     for x, place in zip(results, packed.split(each, 3), strict=True):
         _run(x, place, cos, sin, rotate=x is not results[2], inverse=True)
+
+
+def _wrong_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int) -> str:
+    if q.shape[2] % parts == 0 and k.shape[2] % parts == 0:
+        return ""
+    return f"{q.shape[2]} heads of q and {k.shape[2]} of k and v do not divide into {parts} parts"
+
+
+def _wrong_unpack(packed: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_heads: int) -> str:
+    parts, _, _, heads, _ = packed.shape
+    if q_heads + 2 * kv_heads == parts * heads and q_heads % parts == kv_heads % parts == 0:
+        return ""
+    return f"{parts} parts of {heads} heads are not {q_heads} of q and {kv_heads} each of k and v"
 
 
 def _fits(*args: Any) -> str:
@@ -323,6 +326,7 @@ UNPACK = Operator(
     samples=_unpack_samples,
     typical=_typical_unpack,
     table="rotary",
+    wrong=_wrong_unpack,
     fits=_fits,
     gradient=Gradient(_setup_unpack, _differentiate_unpack),
 )
@@ -336,6 +340,7 @@ PACK = Operator(
     samples=_pack_samples,
     typical=_typical_pack,
     table="rotary",
+    wrong=_wrong_pack,
     fits=_fits,
     gradient=Gradient(_setup_pack, _differentiate_pack),
 )

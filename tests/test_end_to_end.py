@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.baselines import BASELINES
-from benchmarks.end_to_end import without
+from benchmarks.exposure import without
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ import click
 
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
-from autopar.cost.model import AnalyticModel
+from autopar.cli.prices import CALIBRATION, prices
 from autopar.errors import AutoparError
 from autopar.explain import Difference, difference, render_difference
 from autopar.intra_op.rule import OpRule
@@ -29,6 +29,7 @@ _LEFT = "layouts only, collectives are not compared:"
 @RULES
 @click.option("--layouts", "plain", is_flag=True, help="Compare the files only, capture no model.")
 @click.option("--all", "everything", is_flag=True, help="Every row of long tables.")
+@CALIBRATION
 @JSON
 @click.pass_context
 def command(
@@ -39,6 +40,7 @@ def command(
     rule_files: tuple[Path, ...],
     plain: bool,
     everything: bool,
+    calibration: Path | None,
     as_json: bool,
 ) -> None:
     """Show how plan B differs from plan A: figures, layouts, collectives.
@@ -56,7 +58,7 @@ def command(
     with stages(quiet=as_json) as stage:
         stage("capture")
         if not (found.equal or plain):
-            found, note = _in_full(plans, found, model, known)
+            found, note = _in_full(plans, found, model, known, calibration)
     if as_json:
         print_json({"equal": found.equal, **asdict(found), "note": note})
     elif not found.equal:
@@ -68,7 +70,11 @@ def command(
 
 
 def _in_full(
-    plans: tuple[Plan, Plan], found: Difference, model: str | None, known: dict[str, OpRule]
+    plans: tuple[Plan, Plan],
+    found: Difference,
+    model: str | None,
+    known: dict[str, OpRule],
+    calibration: Path | None,
 ) -> tuple[Difference, str]:
     """The difference with names and collectives, or as it was and why it stays so."""
     graphs: dict[str, Graph] = {}
@@ -89,8 +95,8 @@ def _in_full(
             return found, f"{_LEFT} {source} is now {fingerprint(graph)}, not {plan.graph}"
         graphs[plan.graph] = graph
     a, b = plans
-    prices = (AnalyticModel(a.mesh).collective, AnalyticModel(b.mesh).collective)
+    by = (prices(a, calibration).collective, prices(b, calibration).collective)
     try:
-        return difference(a, b, (graphs[a.graph], graphs[b.graph]), prices), ""
+        return difference(a, b, (graphs[a.graph], graphs[b.graph]), by), ""
     except AutoparError as error:
         return found, f"{_LEFT} {error}"

@@ -11,9 +11,9 @@ import torch
 from autopar.cli import staged
 from autopar.cli.console import stages, writing
 from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shapes
+from autopar.cli.prices import CALIBRATION, prices
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
-from autopar.cost.model import AnalyticModel
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.text import format_graph
@@ -32,11 +32,13 @@ from autopar.pipeline_plan import PipelinePlan, load_plan
 @MODEL
 @RULES
 @shapes
+@CALIBRATION
 def command(
     file: Path,
     output: Path,
     model: str | None,
     rule_files: tuple[Path, ...],
+    calibration: Path | None,
     batch: int | None,
     seq: int | None,
     layers: int | None,
@@ -54,7 +56,7 @@ def command(
         if isinstance(plan, PipelinePlan):
             files = staged.files(plan, file, model, wanted, known, stage)
         else:
-            files = _files(file, model, wanted, known, stage)
+            files = _files(file, model, wanted, known, calibration, stage)
     with writing(output):
         folder.write(output, files, {})
     program = output / "program.py"
@@ -73,12 +75,13 @@ def _files(
     model: str | None,
     wanted: Wanted,
     known: dict[str, OpRule],
+    calibration: Path | None,
     stage: Callable[[str], None],
 ) -> dict[str, str]:
     """The folder of a plan, name -> text."""
     chosen, captured = open_whole(file, model, wanted, known, stage)
     stage("emit")
-    source = emit(captured.graph, chosen, AnalyticModel(chosen.mesh).collective)
+    source = emit(captured.graph, chosen, prices(chosen, calibration).collective)
     tied = {k: v for k, v in captured.parameter_names.items() if k != v}
     return {
         "program.py": folder.standalone(source),

@@ -10,8 +10,9 @@ import click
 from autopar.cli import dims, staged
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import device
-from autopar.cost.model import AnalyticModel
+from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.overlap import side_by_side
 from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
 from autopar.intra_op.build import Builder
@@ -41,11 +42,13 @@ from autopar.planning.single import simulated_peak
     metavar="FILE",
     help="Of a pipeline: write the simulated step to this file, for ui.perfetto.dev.",
 )
+@CALIBRATION
 @JSON
 def command(
     file: Path,
     model: str | None,
     rule_files: tuple[Path, ...],
+    calibration: Path | None,
     batch: int | None,
     seq: int | None,
     layers: int | None,
@@ -89,7 +92,7 @@ def command(
             found = dims.rows(graph, chosen, known)
         else:
             limit = chosen.memory.get("limit", device(chosen.mesh).memory)
-            explanation = explained(graph, chosen, limit, known)
+            explanation = explained(graph, chosen, limit, known, prices(chosen, calibration))
     if whole:
         staged.show(opened, trace_json, as_json)
     elif named:
@@ -135,10 +138,14 @@ def _json(explanation: Explanation, by: str | None) -> dict[str, object]:
 
 
 def explained(
-    graph: Graph, chosen: Plan, limit: float, known: dict[str, OpRule] | None = None
+    graph: Graph,
+    chosen: Plan,
+    limit: float,
+    known: dict[str, OpRule] | None = None,
+    price: CostModel | None = None,
 ) -> Explanation:
-    """The explanation of a plan whose layouts are known to be possible."""
-    price, slowdown = AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
+    """The explanation of a plan whose layouts are known to be possible; by default closed forms."""
+    price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
     builder = Builder(graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown)
     for node in graph.folded:

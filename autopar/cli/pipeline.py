@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -25,6 +27,7 @@ from autopar.zoo.load import depth
 FEWEST = 4  # microbatches that are worth a pipeline
 GAP = 0.01
 CALLS = 40
+PATIENCE = 6
 
 
 def plan_pipeline(
@@ -64,20 +67,19 @@ def find_pipeline(
         known = f"best {format_seconds(progress.seconds)}" if progress.seconds < 1e300 else "none"
         stage(f"{progress.doing}: {progress.calls} stages priced, {known}")
 
-    def layered(count: int) -> Layered:
-        return layered_on(replace(wanted, batch=batch // count), mesh, options)
-
     return search(
-        layered,
+        partial(layered_on, wanted, batch, mesh, options),
         mesh,
         counts,
         options,
         memory,
         schedules=SCHEDULES,
         most_calls=CALLS,
+        patience=PATIENCE,
         gap=GAP,
         scaling=True,
         progress=told,
+        beside=(os.cpu_count() or 1) > 1,
     )
 
 
@@ -89,19 +91,22 @@ def _sizes(batch: int) -> list[int]:
     return sizes
 
 
-def layered_on(wanted: Wanted, mesh: Mesh, options: Options) -> Layered:
-    """The model on one microbatch; of a deep one of the zoo a few blocks."""
+def layered_on(
+    wanted: Wanted, batch: int, mesh: Mesh, options: Options, microbatches: int
+) -> Layered:
+    """The model on one of some microbatches of a batch; of a deep one of the zoo a few blocks."""
     layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
     more = max(0, (layers or 0) - LEAST)
-    short = replace(wanted, layers=LEAST) if more else wanted
+    short = replace(wanted, batch=batch // microbatches)
+    short = replace(short, layers=LEAST) if more else short
     prepared = capture_model(short, options, Trace(None))
     graph = remove_shares(prepared)
     seconds, _ = weights(graph, prepared, mesh, options)
     return Layered(graph, find_layers(prepared, seconds), more)
 
 
-def render(found: Searched) -> list[RenderableType]:
-    """The stages, and the runners-up."""
+def render(found: Searched, made: PipelinePlan) -> list[RenderableType]:
+    """The stages, and the runners-up; of these and of the best the search's own figures."""
     best = found.pipeline
     stages = Table(box=None, header_style="bold", title_justify="left")
     for name in ("stage", "devices", "layers", "mesh", "a microbatch", "memory"):
@@ -117,8 +122,8 @@ def render(found: Searched) -> list[RenderableType]:
         )
     head = (
         f"{best.schedule}, {best.microbatches} microbatches, {len(best.stages)} stages: "
-        f"{format_seconds(found.seconds)} a step (simulated), "
-        f"{found.timeline.bubble:.1%} bubble"
+        f"{format_seconds(made.predicted['step_seconds'])} a step (simulated), "
+        f"{made.predicted['bubble']:.1%} bubble, {format_bytes(made.predicted['peak_bytes'])}"
     )
     others = Table(box=None, header_style="bold")
     for name in ("runner-up", "microbatches", "stages", "a step", "slower by"):
@@ -143,8 +148,8 @@ def to_json(found: Searched, made: PipelinePlan) -> dict[str, object]:
         "model": made.model,
         "schedule": best.schedule,
         "microbatches": best.microbatches,
-        "step_seconds": found.seconds,
-        "bubble": found.timeline.bubble,
+        "predicted": made.predicted,
+        "searched_seconds": found.seconds,
         "stages": [
             {
                 "devices": str(one.submesh),

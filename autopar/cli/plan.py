@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from autopar.cli import frontier as frontier_view
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
 from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
@@ -18,8 +19,10 @@ from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_parameters, render_summary
 from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.units import format_bytes
 from autopar.plan import Plan
-from autopar.planning.single import Options, make_plan
+from autopar.planning import frontier
+from autopar.planning.single import Options, Planner, Trace, cost_model, make_plan
 
 
 @click.command("plan")
@@ -66,6 +69,12 @@ from autopar.planning.single import Options, make_plan
     help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
 )
 @click.option(
+    "--frontier",
+    "as_frontier",
+    is_flag=True,
+    help="Step time against memory: the fastest plans that need less and less. Writes none.",
+)
+@click.option(
     "--trace",
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder to which every value on the way is written.",
@@ -95,6 +104,7 @@ def command(
     solver: str,
     calibration: Path | None,
     recompute: str,
+    as_frontier: bool,
     trace: Path | None,
     output: Path | None,
     as_json: bool,
@@ -111,6 +121,7 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --state "paro-iig over node"
+    autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
     mesh = as_mesh(mesh_text)
@@ -131,13 +142,17 @@ def command(
     if global_batch is not None:
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return
+    state = within.get("state", 2.0)
+    if as_frontier:
+        _frontier(wanted, mesh, options, state, as_json)
+        return
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(wanted, options, tracer)
         stage("strategies")
-        found = make_plan(graph, mesh, options, tracer, within.get("state", 2.0))
+        found = make_plan(graph, mesh, options, tracer, state)
         made = replace(found, model=wanted.table())
-        explanation = explained(graph, made, limit, known)
+        explanation = explained(graph, made, limit, known, cost_model(mesh, options))
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
@@ -149,6 +164,23 @@ def command(
             made.save(output)
         more = "" if is_data(model) else f" --model {model}"
         click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _frontier(wanted: Wanted, mesh: Mesh, options: Options, state: float, as_json: bool) -> None:
+    """Step time against memory, down to what is the least."""
+    found: list[Plan] = []
+    with stages(quiet=as_json) as stage:
+        tracer = Stages(None, stage)
+        graph = capture_model(wanted, options, tracer)
+        planner = Planner(graph, mesh, options, Trace(None), state)
+
+        def planned(limit: float) -> Plan:
+            stage(f"{len(found)} plans; next within {format_bytes(limit)}")
+            return planner.plan(limit)
+
+        for plan in frontier.frontier(planned):
+            found.append(plan)
+    print_json(frontier_view.to_json(found)) if as_json else print_out(frontier_view.render(found))
 
 
 def _pipeline(
@@ -168,7 +200,7 @@ def _pipeline(
     if as_json:
         print_json(to_json(found, made))
     else:
-        print_out(*render(found))
+        print_out(*render(found, made))
     if output is not None:
         with writing(output):
             made.save(output)

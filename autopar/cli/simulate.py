@@ -10,7 +10,9 @@ import click
 from autopar.cli import staged
 from autopar.cli.console import JSON, print_json, print_out, stages, writing
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import Device, device
+from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, NodeWork
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
@@ -39,11 +41,13 @@ from autopar.simulate.timeline import FRAGMENTATION
     metavar="FILE",
     help="Write every task in time to this file, for ui.perfetto.dev.",
 )
+@CALIBRATION
 @JSON
 def command(
     file: Path,
     model: str | None,
     rule_files: tuple[Path, ...],
+    calibration: Path | None,
     batch: int | None,
     seq: int | None,
     layers: int | None,
@@ -77,7 +81,7 @@ def command(
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)
         settings = replace(settings, overlap=frozenset()) if wait else settings
-        found = simulated(graph, chosen, known, settings)
+        found = simulated(graph, chosen, known, settings, prices(chosen, calibration))
         figures = utilisations(found, graph, chosen, known, chip)
     if trace_json is not None:
         with writing(trace_json):
@@ -95,9 +99,14 @@ def command(
         print_out(render(found, figures=shown, limit=chip.memory))
 
 
-def simulated(graph: Graph, plan: Plan, known: dict[str, OpRule], settings: Settings) -> Timeline:
-    """The timeline of a step under analytic prices."""
-    model = AnalyticModel(plan.mesh)
+def simulated(
+    graph: Graph,
+    plan: Plan,
+    known: dict[str, OpRule],
+    settings: Settings,
+    model: AnalyticModel | MeasuredModel,
+) -> Timeline:
+    """The timeline of a step under some prices."""
     done = tasks(graph, plan, works(graph, plan, known), model, settings)
     return run(done, model, model.device.slowdown)
 

@@ -19,8 +19,8 @@ from rich.text import Text
 from autopar.cli.console import JSON, Stages, print_json, print_out, stages
 from autopar.cli.explain import explained
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import device
-from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, PinError
 from autopar.explain import (
     Decision,
@@ -58,6 +58,7 @@ class Case:
         rules: by operator.
         limit: memory of a device in bytes.
         tracer: is told how far planning is.
+        calibration: a file of measured prices.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Case:
     rules: dict[str, OpRule]
     limit: float
     tracer: Stages
+    calibration: Path | None = None
 
     def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[Plan, float]:
         """The best plan under the plan's own pins and more, and the seconds it took.
@@ -77,7 +79,7 @@ class Case:
         began = time.perf_counter()
         said = joined([self.plan.pins, pins])
         memory = self.limit if limit is None else limit
-        options = Options(memory=memory, pins=said, table=self.rules)
+        options = Options(memory=memory, pins=said, table=self.rules, calibration=self.calibration)
         state = self.plan.memory.get("state", 2.0)
         made = make_plan(self.graph, self.plan.mesh, options, self.tracer, state)
         return made, time.perf_counter() - began
@@ -89,7 +91,7 @@ class Case:
 
     def compared(self, other: Plan, nodes: Collection[str]) -> Difference:
         """How another plan for the same model differs beside some nodes; pins do not count."""
-        price = AnalyticModel(self.plan.mesh).collective
+        price = prices(self.plan, self.calibration, must=True).collective
         alike = replace(other, pins=self.plan.pins, model=self.plan.model)
         found = difference(self.plan, alike, (self.graph, self.graph), (price, price))
         others = tuple(change for change in found.changes if not {*change.nodes} & {*nodes})
@@ -124,7 +126,7 @@ class Answer:
 
 def common(command: Any) -> Any:
     """The arguments and options of both commands; the plan comes first."""
-    options = (MODEL, RULES, shapes, MEMORY, ALL, JSON)
+    options = (MODEL, RULES, shapes, MEMORY, CALIBRATION, ALL, JSON)
     for option in reversed(options):
         command = option(command)
     return command
@@ -211,9 +213,11 @@ def _open(file: Path, stage: Any, **given: Any) -> Case:
     memory: str | None = given["memory"]
     limit = plan.memory.get("limit", device(plan.mesh).memory)
     limit = limit if memory is None else parse_quantity(memory, "B")
-    explanation = explained(graph, plan, limit, known)
+    calibration: Path | None = given["calibration"]
+    by = prices(plan, calibration, must=True)
+    explanation = explained(graph, plan, limit, known, by)
     plan = replace(plan, predicted=repriced(explanation, graph))
-    return Case(plan, graph, explanation.stale, known, limit, Stages(None, stage))
+    return Case(plan, graph, explanation.stale, known, limit, Stages(None, stage), calibration)
 
 
 def named(graph: Graph, name: str) -> list[str]:

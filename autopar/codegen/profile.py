@@ -31,7 +31,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class _Event:
+class Event:
     """Something that one rank did, in microseconds of its own clock."""
 
     row: str
@@ -79,20 +79,20 @@ def _raw(recording: torch_profile) -> list[dict[str, Any]]:
     return [event for event in events if event.get("ph") == "X"]
 
 
-def _events(raw: Sequence[dict[str, Any]]) -> list[_Event]:
+def _events(raw: Sequence[dict[str, Any]]) -> list[Event]:
     """What is shown of a rank."""
-    found: list[_Event] = []
+    found: list[Event] = []
     operators: list[tuple[str, Any, float, float, str]] = []
     for event in raw:
         name, category = str(event["name"]), event.get("cat", "")
         span = (float(event["ts"]), float(event["dur"]))
         named = read_part(name) if category == "user_annotation" else None
         if named is not None:
-            found.append(_Event(_STEP, *named, *span))
+            found.append(Event(_STEP, *named, *span))
         elif name.startswith(("gloo:", "nccl:")) and category != "gpu_user_annotation":
-            found.append(_Event(_NETWORK, "communication", name, *span))
+            found.append(Event(_NETWORK, "communication", name, *span))
         elif category in _KERNELS:
-            found.append(_Event(f"{_DEVICE} {event['tid']}", category, name, *span))
+            found.append(Event(f"{_DEVICE} {event['tid']}", category, name, *span))
         elif category == "cpu_op":
             operators.append((_OPERATORS, event["tid"], *span, name))
             if "c10d" in name:  # it may wait for others, inside another operator
@@ -101,11 +101,11 @@ def _events(raw: Sequence[dict[str, Any]]) -> list[_Event]:
     for row, thread, start, length, name in sorted(operators, key=lambda one: (one[2], -one[3])):
         if start >= ends.get((row, thread), 0.0):
             ends[row, thread] = start + length
-            found.append(_Event(row, "call" if row == _CALLS else "operator", name, start, length))
+            found.append(Event(row, "call" if row == _CALLS else "operator", name, start, length))
     return found
 
 
-def _gathered(own: tuple[str, list[_Event]]) -> list[tuple[str, list[_Event]]]:
+def _gathered(own: tuple[str, list[Event]]) -> list[tuple[str, list[Event]]]:
     """Every rank's, on the first one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
@@ -115,7 +115,7 @@ def _gathered(own: tuple[str, list[_Event]]) -> list[tuple[str, list[_Event]]]:
     return everyone or []
 
 
-def merged(ranks: Sequence[tuple[str, Sequence[_Event]]]) -> str:
+def merged(ranks: Sequence[tuple[str, Sequence[Event]]]) -> str:
     """All ranks in one trace: hosts with their ranks' events, in rank order.
 
     A host has one clock; those of several hosts are set alike where their last ranks left the
@@ -131,7 +131,7 @@ def merged(ranks: Sequence[tuple[str, Sequence[_Event]]]) -> str:
     return json.dumps({"traceEvents": made, "displayTimeUnit": "ms"})
 
 
-def _rows(rank: int, title: str, events: Sequence[_Event], zero: float) -> list[dict[str, Any]]:
+def _rows(rank: int, title: str, events: Sequence[Event], zero: float) -> list[dict[str, Any]]:
     """One process of the trace."""
     lanes = _lanes([event for event in events if event.kind != CLOCK])
     names = sorted(lanes, key=_place)
@@ -162,9 +162,9 @@ def _place(lane: str) -> tuple[int, str]:
     return next(at for at, row in enumerate(order) if lane.startswith(row)), lane
 
 
-def _lanes(events: Sequence[_Event]) -> dict[str, list[_Event]]:
+def _lanes(events: Sequence[Event]) -> dict[str, list[Event]]:
     """Rows in which what is on its way at a time stands side by side."""
-    lanes: dict[str, list[_Event]] = {}
+    lanes: dict[str, list[Event]] = {}
     for event in sorted(events, key=lambda one: (one.start, -one.length)):
         name, number = event.row, 1
         if event.row == _NETWORK:
@@ -175,7 +175,7 @@ def _lanes(events: Sequence[_Event]) -> dict[str, list[_Event]]:
     return lanes
 
 
-def _end(lane: Sequence[_Event] | None) -> float:
+def _end(lane: Sequence[Event] | None) -> float:
     return lane[-1].start + lane[-1].length if lane else float("-inf")
 
 

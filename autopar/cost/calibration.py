@@ -18,6 +18,7 @@ that are not finite and positive, and a larger problem that is faster beyond noi
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -177,6 +178,11 @@ class Calibration:
                 why=f"it was measured on {self.mesh}",
                 todo=f'run `autopar calibrate --mesh "{mesh}"`',
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that all calibrations of the same figures share."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()[:12]
 
     def to_toml(self) -> str:
         """The file's text; `from_toml` reads it back to an equal value."""

@@ -28,6 +28,8 @@ from autopar.inter_op.submeshes import SubMesh
 # (border: the layer behind it; sub-mesh before; sub-mesh behind; microbatches) -> seconds that one
 # microbatch takes over it, activations forwards and gradients backwards together
 Transfer = Callable[[int, SubMesh, SubMesh, int], float]
+# Gets (first layer, last layer, sub-mesh, microbatches) of stages, the next one first.
+Ahead = Callable[[Sequence[tuple[int, int, SubMesh, int]]], None]
 Config = Straight | Even
 
 # Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
@@ -49,9 +51,11 @@ def partition(
     borders: Sequence[Hashable] | None = None,
     most_stages: int | None = None,
     most_calls: int | None = None,
+    patience: int | None = None,
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    ahead: Ahead | None = None,
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
 
@@ -70,11 +74,14 @@ def partition(
         most_stages: how many stages there may be.
         most_calls: how many stage costs may be asked for; what is not asked for by then shows in
             `Found.bound`.
+        patience: after how many further stage costs without a better pipeline it is no longer
+            looked for a proof; None: it goes on.
         gap: the search stops if the best is proved to be this close, as part of its seconds.
         scaling: believe that stages do not get more efficient with more devices, more microbatches
             or fewer layers, nor than the most efficient one that is known (efficient: near to
             `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
         progress: called after every stage cost.
+        ahead: told, before a stage cost is asked for, what else its pipeline needs.
 
     Raises:
         InfeasibleError: nothing fits into memory, or no schedule can be had.
@@ -94,7 +101,7 @@ def partition(
         for law in laws
         for count in microbatches
     ]
-    search = _Search(space, configs, most_calls, gap, progress)
+    search = _Search(space, configs, most_calls, patience, gap, progress, ahead)
     search.probe()
     search.guess()
     search.prove()
@@ -130,12 +137,15 @@ class _Search:
         space: Space,
         configs: list[Config],
         most_calls: int | None,
+        patience: int | None,
         gap: float,
         progress: Callable[[Progress], None] | None,
+        ahead: Ahead | None,
     ) -> None:
         self.space, self.prices, self.configs = space, space.prices, configs
         self.most_calls = float("inf") if most_calls is None else most_calls
-        self.gap, self.progress = gap, progress
+        self.patience = float("inf") if patience is None else patience
+        self.gap, self.progress, self.ahead = gap, progress, ahead
         self.best: Draft | None = None
         self.bound = 0.0
 
@@ -206,7 +216,7 @@ class _Search:
         order = itertools.count()  # tells apart what has equal bounds
         queue: list[tuple[float, int, int, int]] = []
         drafts: dict[int, Draft] = {}
-        ratio = math.inf
+        ratio, better = math.inf, len(self.prices.known)
         while queue or ratio > self.prices.best_ratio():
             if ratio > self.prices.best_ratio():  # all bounds may be lower than they seemed
                 ratio = self.prices.best_ratio()
@@ -223,8 +233,10 @@ class _Search:
                     drafts[at] = draft
                     asked = len(self.prices.known)
                     heapq.heappush(queue, (draft.seconds, next(order), at, asked))
+            elif len(self.prices.known) - better >= self.patience:
+                return self._known()
             elif not self._ask(drafts[at], "looking for better ones"):
-                self.best = drafts[at]
+                self.best, better = drafts[at], len(self.prices.known)
             elif asked == len(self.prices.known):
                 return self._known()  # the budget is spent
         if not queue:
@@ -242,6 +254,10 @@ class _Search:
         )
         if unknown and len(self.prices.known) < self.most_calls:
             (q, row), _ = max(unknown.items(), key=lambda item: item[1])
+            if self.ahead is not None:
+                cells = [cell for cell, _ in unknown.most_common()]
+                prices = self.prices
+                self.ahead([(*prices.ranges[r], prices.submeshes[p], count) for p, r in cells])
             self.prices.ask(count, row, q)
             if self.progress is not None:
                 self.progress(
@@ -250,16 +266,19 @@ class _Search:
         return bool(unknown)
 
     def result(self) -> Found:
-        """The best and all other forms whose prices are known."""
+        """The best, and other forms whose prices are known, up to twice as slow."""
         if self.best is None:
             raise self._infeasible()
         own = (self.best.law, self.best.microbatches)
         others: dict[tuple[str, int, int], Draft] = {}
+        counts = {count for count, _, _ in self.prices.known}
         for config in self.configs:
+            if config.microbatches not in counts:
+                continue
             table = self.prices.table(config.microbatches, "none")
             same = (config.law, config.microbatches) == own
             for stages in range(1, self.space.most_stages + 1) if same else (None,):
-                draft = config.best(table, float("inf"), stages)
+                draft = config.best(table, 2 * self.best.seconds, stages)
                 if draft is not None:
                     others[config.law.name, config.microbatches, len(draft.stages)] = draft
         others.pop((own[0].name, own[1], len(self.best.stages)), None)

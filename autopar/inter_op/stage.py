@@ -141,8 +141,8 @@ class Found:
     Attributes:
         best: the fastest pipeline.
         others: the fastest known of every other schedule and number of microbatches, and of every
-            other number of stages with those of the best; the fastest first. Every price in them
-            was asked for.
+            other number of stages with those of the best, if it takes less than twice as long; the
+            fastest first. Every price in them was asked for.
         bound: no pipeline takes less than so many seconds; `best.seconds` if it is proved best.
         calls: how many stage costs were asked for.
         families: of how many kinds they were: sub-mesh, microbatches and which layers, however many

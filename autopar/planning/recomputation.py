@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import cache
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
@@ -22,17 +22,16 @@ REFINED = 2  # rounds in which the step between the numbers of blocks is halved
 Chosen = Mapping[str, Recompute]
 
 
-@dataclass(frozen=True)
 class Branch:
     """Planning under one decision.
 
-    Attributes:
-        free: the fastest plan if memory had no limit.
-        fitting: the fastest plan found that fits; InfeasibleError if there is none.
+    Args:
+        free: makes the fastest plan if memory had no limit; called once.
+        fitting: the fastest plan found within so many bytes; InfeasibleError if there is none.
     """
 
-    free: Callable[[], Plan]
-    fitting: Callable[[], Plan]
+    def __init__(self, free: Callable[[], Plan], fitting: Callable[[float], Plan]) -> None:
+        self.free, self.fitting = cache(free), fitting
 
 
 def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen], Branch]) -> Plan:
@@ -50,16 +49,16 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
         PlanError: `wanted` is none of these.
     """
     if wanted != "auto":
-        return branch(_told(graph, wanted)).fitting()
+        return branch(_told(graph, wanted)).fitting(limit)
     whole = branch({})
     best = whole.free()
     if best.predicted["peak_bytes"] <= limit or not graph.repeats:
-        return best if best.predicted["peak_bytes"] <= limit else whole.fitting()
-    search = _Search(graph, branch)
+        return best if best.predicted["peak_bytes"] <= limit else whole.fitting(limit)
+    search = _Search(graph, limit, branch)
     search.attempt({}, whole)
     if search.best is None:
         # What needs the least memory: if not even that fits, its error says by how much.
-        search.found(branch(_of_all(graph, "full", 1.0)).fitting())
+        search.found(branch(_of_all(graph, "full", 1.0)).fitting(limit))
     search.run()
     assert search.best is not None
     return search.best
@@ -68,8 +67,8 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
 class _Search:
     """The fastest plan so far, and what has been tried."""
 
-    def __init__(self, graph: Graph, branch: Callable[[Chosen], Branch]) -> None:
-        self.graph, self.branch = graph, branch
+    def __init__(self, graph: Graph, limit: float, branch: Callable[[Chosen], Branch]) -> None:
+        self.graph, self.limit, self.branch = graph, limit, branch
         self.best: Plan | None = None
         self.tried: set[tuple[tuple[str, str], ...]] = set()
 
@@ -107,7 +106,7 @@ class _Search:
         if self.best is not None and not _faster(branch.free(), self.best):
             return False
         try:
-            self.found(branch.fitting())
+            self.found(branch.fitting(self.limit))
         except InfeasibleError:
             return True
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 from autopar.inter_op.laws import law
@@ -24,9 +24,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
+from autopar.planning.ahead import Ahead
+from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
 from autopar.planning.stage_costs import Layered, StageCosts, runs
-from autopar.planning.stages import Devices, plan_stages, read_schedule, weights
+from autopar.planning.stages import Devices, plan_stages, weights
 
 SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
 SIMULATED = 24  # of the best pipelines are played through
@@ -65,9 +67,11 @@ def search(
     most_stages: int | None = None,
     shapes: int = 1,
     most_calls: int | None = None,
+    patience: int | None = None,
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    beside: bool = False,
 ) -> Searched:
     """The fastest pipeline of a model on a cluster.
 
@@ -79,8 +83,10 @@ def search(
         memory: bytes of a device.
         state_bytes: optimizer state in units of a parameter's own bytes.
         schedules: names with options, to choose from.
-        most_stages, most_calls, gap, scaling, progress: see `partition`.
+        most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried.
+        beside: another process prices stages, too, if the search takes long and `layered` can be
+            sent there.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -89,7 +95,11 @@ def search(
     """
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
-    costs = StageCosts(layered, mesh, options, memory, state_bytes, most=_power(max(microbatches)))
+    make = partial(
+        StageCosts, layered, mesh, options, memory, state_bytes, _power(max(microbatches))
+    )
+    costs = make()
+    asked = Ahead(costs, make) if beside else None
     kinds = costs.layered(fewest).kinds
     parts = tuple(replace(part, meshes=part.meshes[:shapes]) for part in submeshes(mesh))
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
@@ -103,22 +113,28 @@ def search(
         share = fewest / count
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=each * share)
 
-    found = partition(
-        kinds,
-        parts,
-        laws=laws,
-        microbatches=microbatches,
-        memory=memory,
-        stage_cost=costs,
-        lower_bound=lower_bound,
-        transfer=transfer,
-        borders=list(pairwise(kinds)),
-        most_stages=most_stages,
-        most_calls=most_calls,
-        gap=gap,
-        scaling=scaling,
-        progress=progress,
-    )
+    try:
+        found = partition(
+            kinds,
+            parts,
+            laws=laws,
+            microbatches=microbatches,
+            memory=memory,
+            stage_cost=asked or costs,
+            lower_bound=lower_bound,
+            transfer=transfer,
+            borders=list(pairwise(kinds)),
+            most_stages=most_stages,
+            most_calls=most_calls,
+            patience=patience,
+            gap=gap,
+            scaling=scaling,
+            progress=progress,
+            ahead=asked.ahead if asked else None,
+        )
+    finally:
+        if asked is not None:
+            asked.close()
     played = []
     for pipeline in (found.best, *found.others[: SIMULATED - 1]):
         timeline = play(pipeline, transfer)
@@ -161,7 +177,7 @@ def plan_of(
         Devices(Mesh.parse(stage.chunks[0].candidate.label), start)
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
-    made = plan_stages(
+    return plan_stages(
         graph,
         [ends[last] for last in lasts[:-1]],
         groups,
@@ -172,12 +188,6 @@ def plan_of(
         trace,
         state_bytes,
     )
-    figures = {
-        "step_seconds": searched.seconds,
-        "bubble": searched.timeline.bubble,
-        "peak_bytes": max(stage.memory for stage in pipeline.stages),
-    }
-    return replace(made, predicted=figures)
 
 
 def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:

@@ -25,8 +25,8 @@ from autopar.ir.stages import alike
 from autopar.ir.tensor import DTYPE_BYTES
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
+from autopar.planning.schedules import schedule_of
 from autopar.planning.single import Options
-from autopar.planning.stages import schedule_of
 from autopar.simulate import Task, run, settings_on, tasks
 
 
@@ -125,6 +125,21 @@ def simulated(
         own = [figures[number] for number, _ in held]
         memory.append(sum(s.fixed for s in own) + kept + max(s.transient for s in own))
     return Simulated(tuple(figures), timeline, tuple(ranks), tuple(memory))
+
+
+def predicted(
+    graphs: Sequence[Graph], plan: PipelinePlan, options: Options, state_bytes: float = 2.0
+) -> dict[str, float]:
+    """What a plan promises: seconds of a step, the part of it that ranks are idle, and peak bytes.
+
+    Arguments and errors are those of `simulated`.
+    """
+    found = simulated(graphs, plan, options, state_bytes)
+    return {
+        "step_seconds": found.seconds,
+        "bubble": found.timeline.bubble,
+        "peak_bytes": max(found.memory),
+    }
 
 
 def stage_figures(

@@ -131,6 +131,11 @@ def cost_model(mesh: Mesh, options: Options) -> CostModel:
     return MeasuredModel(mesh, Calibration.load(options.calibration))
 
 
+def calibration_of(prices: CostModel) -> str:
+    """The fingerprint of the calibration behind some prices, "" of closed forms."""
+    return prices.calibration.fingerprint if isinstance(prices, MeasuredModel) else ""
+
+
 def make_plan(
     graph: Graph,
     mesh: Mesh,
@@ -157,67 +162,105 @@ def make_plan(
         PinError: a pin names nothing, fits no choice or contradicts another, or a plan of
             `autopar.pins` does not apply.
     """
-    limit = device(mesh).memory if options.memory is None else options.memory
-    limit = parse_quantity(limit, "B") if isinstance(limit, str) else limit
-    pins = spell_out(options.pins, graph, mesh, options.table)
-    prices = cost_model(mesh, options)
-    within = {"limit": limit} if limit < math.inf else {}
-    within["state"] = state_bytes
-    if options.microbatches > 1:
-        within["microbatches"] = options.microbatches
+    made = Planner(graph, mesh, options, trace, state_bytes, repeated).plan(limit_of(mesh, options))
+    trace("plan.toml", made.to_toml)
+    return made
 
-    def branch(recompute: Mapping[str, Recompute]) -> Branch:
+
+def limit_of(mesh: Mesh, options: Options) -> float:
+    """Bytes that a device may use."""
+    limit = device(mesh).memory if options.memory is None else options.memory
+    return parse_quantity(limit, "B") if isinstance(limit, str) else limit
+
+
+class Planner:
+    """Plans of a graph within any memory; what does not depend on that is done once.
+
+    Arguments and errors are those of `make_plan`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        options: Options,
+        trace: Trace,
+        state_bytes: float = 2.0,
+        repeated: Repeated | None = None,
+    ) -> None:
+        self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
+        self.state_bytes, self.repeated = state_bytes, repeated
+        self.pins = spell_out(options.pins, graph, mesh, options.table)
+        self.prices = cost_model(mesh, options)
+        self._branches: dict[str, Branch] = {}
+        count = options.microbatches
+        self._repeats = {"microbatches": float(count)} if count > 1 else {}
+
+    def plan(self, limit: float) -> Plan:
+        """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
+        made = cheapest(self.graph, self.options.recompute, limit, self._branch)
+        within = {"limit": limit} if limit < math.inf else {}
+        return replace(made, memory=within | {"state": self.state_bytes} | self._repeats)
+
+    def _branch(self, recompute: Mapping[str, Recompute]) -> Branch:
+        """Planning with some blocks computed again."""
+        key = str({name: str(how) for name, how in sorted(recompute.items())})
+        if key not in self._branches:
+            self._branches[key] = self._built(recompute)
+        return self._branches[key]
+
+    def _built(self, recompute: Mapping[str, Recompute]) -> Branch:
+        options = self.options
         built = build(
-            graph,
-            mesh,
-            prices,
+            self.graph,
+            self.mesh,
+            self.prices,
             options.table,
             memory_limit=math.inf,
-            state_bytes=state_bytes,
+            state_bytes=self.state_bytes,
             unknown_ops=options.unknown_ops,
-            pins=pins,
-            slowdown=device(mesh).slowdown,
+            pins=self.pins,
+            slowdown=device(self.mesh).slowdown,
             recompute=recompute,
             microbatches=options.microbatches,
-            lies=options.lies(mesh),
+            lies=options.lies(self.mesh),
         )
         single = built.problem
-        if repeated is not None:
-            built = repeated.of(built, graph, mesh)
+        if self.repeated is not None:
+            built = self.repeated.of(built, self.graph, self.mesh)
         if not recompute:
-            limited = replace(built.problem, memory_limit=max(limit, 0.0))
-            trace("problem.json", lambda: format_problem(limited))
+            limited = replace(built.problem, memory_limit=max(limit_of(self.mesh, options), 0.0))
+            self.trace("problem.json", lambda: format_problem(limited))
 
         def planned(allowed: float, before: Made | None) -> Made:
             choice, solution = solved(built, options.solver, allowed, before)
             found = Plan(
-                fingerprint(graph),
-                mesh,
-                layouts(built, graph, choice),
+                fingerprint(self.graph),
+                self.mesh,
+                layouts(built, self.graph, choice),
                 built.figures(choice),
                 replicated=built.replicated_seconds(choice),
-                pins=pins,
+                pins=self.pins,
                 solver=found_by(built.problem, solution),
-                memory=within,
                 recompute=dict(recompute),
+                memory=self._repeats,
+                calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
             )
-            others = found.predicted["peak_bytes"] - evaluate(single, choice).peak  # microbatches
-            alone = found.predicted | {"peak_bytes": found.predicted["peak_bytes"] - others}
-            alone_plan = replace(found, predicted=alone)
-            peak = simulated_peak(graph, alone_plan, options.table, prices, state_bytes) + others
+            counted = found.predicted["peak_bytes"]
+            others = counted - evaluate(single, choice).peak  # other microbatches
+            alone = replace(found, predicted=found.predicted | {"peak_bytes": counted - others})
+            peak = others + simulated_peak(
+                self.graph, alone, options.table, self.prices, self.state_bytes
+            )
             simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
-            return Made(simulated, found.predicted["peak_bytes"], choice)
+            return Made(simulated, counted, choice)
 
         searches = options.solver != "propagate"
         return Branch(
             lambda: planned(math.inf, None).plan,
-            lambda: fitting(planned, built.problem, limit, searches),
+            lambda limit: fitting(planned, built.problem, limit, searches),
         )
-
-    made = cheapest(graph, options.recompute, limit, branch)
-    trace("plan.toml", made.to_toml)
-    return made
 
 
 def simulated_peak(

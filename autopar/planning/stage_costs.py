@@ -212,10 +212,12 @@ class StageCosts:
         ratios = [count / has for count, has in zip(grown, planned.counts, strict=True)]
         found: list[Candidate] = []
         choices: set[tuple[int, ...]] = set()
-        in_flight = 1
-        while in_flight <= self.most:
+        in_flight, stages = 1, max(self.mesh.size // mesh.size, 1)
+        while in_flight <= min(self.most, 2 * stages - 1, microbatches):
             if not any(way.memory(in_flight) <= memory for way in found):
                 problem = _scaled(planned, ratios, in_flight, memory)
+                if sum(min(node.memory) for node in problem.nodes) > memory:
+                    break
                 try:
                     choice = solve(problem, solver=self.options.solver, **self._within).choice
                 except InfeasibleError:

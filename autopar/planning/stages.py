@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.device import device
-from autopar.errors import MeshError, ScheduleError, StageError
+from autopar.errors import MeshError, StageError
 from autopar.inter_op.schedule import Schedule
-from autopar.inter_op.schedules import schedule as make_schedule
 from autopar.intra_op.options import operand_types, whole_options
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.works import node_work
@@ -25,8 +24,15 @@ from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.repeated import Repeated
+from autopar.planning.schedules import groups_for, read_schedule, schedule_of
+from autopar.planning.simulated import predicted
 from autopar.planning.single import Options, Trace, cost_model, make_plan
 from autopar.planning.stage_pins import stage_pins
+
+__all__ = [
+    "Devices", "equal_parts", "even_ends", "groups_for", "in_flight", "legal_cuts", "plan_stages",
+    "read_schedule", "schedule_of", "stage_graphs", "translated", "weights",
+]  # fmt: skip
 
 Floats = NDArray[np.float64]
 _ALIKE = 1e-3  # plans so close in seconds are as good
@@ -76,65 +82,6 @@ def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
     return tuple(Devices(part, number * part.size) for number in range(count))
 
 
-def read_schedule(text: str) -> tuple[str, dict[str, int]]:
-    """Name and options of "interleaved_1f1b chunks=2".
-
-    Raises:
-        ScheduleError: an option that is no number.
-    """
-    name, *words = text.split() or [""]
-    options = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value.isdigit():
-            raise ScheduleError(
-                f"cannot read {word!r} of the schedule {text!r}",
-                why="behind the name of a schedule stand its options",
-                todo='write e.g. "interleaved_1f1b chunks=2"',
-            )
-        options[key] = int(value)
-    return name, options
-
-
-def schedule_of(text: str, groups: int, microbatches: int) -> Schedule:
-    """The schedule that a text names, for so many groups of devices.
-
-    Raises:
-        ScheduleError: there is no such schedule, or none for these sizes and options.
-    """
-    name, options = read_schedule(text)
-    try:
-        return make_schedule(name, groups, microbatches, **options)
-    except TypeError as error:
-        raise ScheduleError(
-            f"the schedule {name} does not take {', '.join(options)}", why=str(error)
-        ) from error
-
-
-def groups_for(text: str, stages: int, microbatches: int) -> int:
-    """How many groups of devices a schedule deals so many stages out to.
-
-    Raises:
-        ScheduleError: it takes no such number of stages; or as `schedule_of`.
-    """
-    refused: ScheduleError | None = None
-    for groups in range(stages, 0, -1):
-        if stages % groups:
-            continue
-        try:
-            if schedule_of(text, groups, microbatches).stages == stages:
-                return groups
-        except ScheduleError as error:
-            refused = refused or error
-    if refused is not None:
-        raise refused
-    raise ScheduleError(
-        f"the schedule {text!r} does not take {stages} stages",
-        why="each group of devices has the same number of stages in it",
-        todo="change the number of stages, or the schedule's options",
-    )
-
-
 def plan_stages(
     graph: Graph,
     ends: Sequence[str],
@@ -149,7 +96,7 @@ def plan_stages(
     """The plan of a pipeline whose cuts and devices are given.
 
     Equal stages on equal meshes are planned once for each number of microbatches in flight that
-    makes a difference.
+    makes a difference. What the plan predicts is simulated, see `planning.simulated`.
 
     Args:
         graph: the whole model on one microbatch, normalised, without shares and repeats.
@@ -212,7 +159,8 @@ def plan_stages(
         StagePlan(end, tuple(sub.start for sub in held[number]), plans[number])
         for number, end in enumerate((*ends, ""))
     )
-    return PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
+    whole = PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
+    return replace(whole, predicted=predicted(parts, whole, options, state_bytes))
 
 
 def in_flight(schedule: Schedule, stage: int) -> float:

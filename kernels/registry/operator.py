@@ -73,6 +73,7 @@ class Operator:
         writes: names of the operands that are written.
         passes: how often an operand crosses the memory bus, where that is neither once, for one
             that is read, nor twice, for one that is read and written.
+        wrong: what is wrong with these arguments that factors do not tell, "" if nothing is.
         fits: why the kernel does not take these arguments, "" if it does. dtypes are `dtypes`.
         dtypes: of floating operands that the kernel takes.
         gradient: how it is differentiated; None where it is a backward itself, or an update.
@@ -91,6 +92,7 @@ class Operator:
     flops: str = "out"
     writes: tuple[str, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
+    wrong: Callable[..., str] = lambda *args: ""
     fits: Callable[..., str] = lambda *args: ""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     gradient: Gradient | None = None
@@ -163,7 +165,7 @@ class Operator:
         return self.fits(*args)
 
     def check(self, args: Sequence[Any]) -> None:
-        """KernelError where two dimensions of one factor differ in size, or a rank is wrong."""
+        """KernelError where sizes of one factor differ, or a rank or another argument is wrong."""
         sizes: dict[str, tuple[int, str]] = {}
         terms = [term.strip() for term in self.factors.partition("->")[0].split(",")]
         for term, (name, tensor) in zip(terms, self.operands(args).items(), strict=True):
@@ -177,6 +179,8 @@ class Operator:
                 known, other = sizes.setdefault(factor, (size, name))
                 if known != size:
                     raise KernelError(f"{wanted}: in {other} that dimension has {known} elements")
+        if wrong := self.wrong(*args):
+            raise KernelError(f"{self.graph_name}: {wrong}")
 
     def nbytes(self, operands: Sequence[Any], results: Sequence[Any]) -> int:
         """Bytes that the kernel moves between memory and processor.

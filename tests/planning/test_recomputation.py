@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import KINDS, Recompute
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.single import Options, Planner, Trace, capture_graph
 from tests import models
 from tests.ranks import run_ranks
 
@@ -30,8 +30,13 @@ def graph() -> Graph:
     return capture_graph(model, (), batch, Options(), Trace(None)).graph
 
 
+@functools.cache
+def planner(recompute: str) -> Planner:
+    return Planner(graph(), MESH, Options(recompute=recompute), Trace(None))
+
+
 def planned(limit: float, recompute: str = "auto") -> Plan:
-    return make_plan(graph(), MESH, Options(memory=limit, recompute=recompute), Trace(None))
+    return planner(recompute).plan(limit)
 
 
 @functools.cache

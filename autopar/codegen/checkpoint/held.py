@@ -212,8 +212,9 @@ def room_for(
     stored: Stored,
     dtype: torch.dtype,
     group: Mapping[str, Any],
+    old: Any,
 ) -> Part:
-    """An empty tensor for what this rank needs of one tensor of the optimizer's state.
+    """Where this rank's part of one tensor of the optimizer's state goes.
 
     Args:
         h: the parameter.
@@ -221,6 +222,7 @@ def room_for(
         key, stored: the name of the tensor, and how the checkpoint has it.
         dtype: of the parameter in the checkpoint; state of the same dtype follows the program's.
         group: the parameter's group.
+        old: what the optimizer has in its place, which is overwritten if it will do.
 
     Raises:
         CheckpointError: this plan splits the parameter, and the tensor is not like it.
@@ -237,11 +239,11 @@ def room_for(
     # Where torch's optimizers keep them: counts on the host, unless the device counts.
     on_device = stored.shape or like or group.get("capturable") or group.get("fused")
     own = DTYPES[stored.dtype]
-    tensor = torch.empty(
-        box.sizes,
-        dtype=updated.dtype if own == dtype and like else own,
-        device=updated.device if on_device else "cpu",
-    )
+    kind = updated.dtype if own == dtype and like else own
+    device = updated.device if on_device else torch.device("cpu")
+    wanted = (box.sizes, kind, device)
+    fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
+    tensor = old if fits else torch.empty(box.sizes, dtype=kind, device=device)
     return Part(f"optimizer.{h.name}.{key}", tensor, box, stored.shape)
 
 
@@ -269,7 +271,8 @@ class OptimizerState:
             for h, tensor in members:
                 for key, entry in stored.get(h.name, {}).items():
                     dtype = DTYPES[dtypes.get(h.name, entry.dtype)]
-                    part = room_for(h, tensor, key, entry, dtype, group)
+                    old = optimizer.state.get(tensor, {}).get(key)
+                    part = room_for(h, tensor, key, entry, dtype, group, old)
                     self.parts.append(part)
                     self._tensors.append((tensor, key, part.tensor))
 

@@ -1,0 +1,66 @@
+"""Schedules as plans name them: "1f1b", "interleaved_1f1b chunks=2"."""
+
+from __future__ import annotations
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.schedules import schedule as make_schedule
+
+
+def read_schedule(text: str) -> tuple[str, dict[str, int]]:
+    """Name and options of "interleaved_1f1b chunks=2".
+
+    Raises:
+        ScheduleError: an option that is no number.
+    """
+    name, *words = text.split() or [""]
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.isdigit():
+            raise ScheduleError(
+                f"cannot read {word!r} of the schedule {text!r}",
+                why="behind the name of a schedule stand its options",
+                todo='write e.g. "interleaved_1f1b chunks=2"',
+            )
+        options[key] = int(value)
+    return name, options
+
+
+def schedule_of(text: str, groups: int, microbatches: int) -> Schedule:
+    """The schedule that a text names, for so many groups of devices.
+
+    Raises:
+        ScheduleError: there is no such schedule, or none for these sizes and options.
+    """
+    name, options = read_schedule(text)
+    try:
+        return make_schedule(name, groups, microbatches, **options)
+    except TypeError as error:
+        raise ScheduleError(
+            f"the schedule {name} does not take {', '.join(options)}", why=str(error)
+        ) from error
+
+
+def groups_for(text: str, stages: int, microbatches: int) -> int:
+    """How many groups of devices a schedule deals so many stages out to.
+
+    Raises:
+        ScheduleError: it takes no such number of stages; or as `schedule_of`.
+    """
+    refused: ScheduleError | None = None
+    for groups in range(stages, 0, -1):
+        if stages % groups:
+            continue
+        try:
+            if schedule_of(text, groups, microbatches).stages == stages:
+                return groups
+        except ScheduleError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    raise ScheduleError(
+        f"the schedule {text!r} does not take {stages} stages",
+        why="each group of devices has the same number of stages in it",
+        todo="change the number of stages, or the schedule's options",
+    )
