@@ -95,13 +95,16 @@ class Printer:
         return f"all_gather({{}}, dim={dim}, axis={axes_text(axes)}{whole})"
 
     def use_note(self, leaf: Node, storage: Storage) -> str:
-        """The layout in which operators have a parameter, and what it sends for each microbatch."""
+        """The layout in which operators have a parameter, and what it sends in a step."""
         note = f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
         for hop in self.hops(leaf, storage):
+            said = f"{hop.call.kind} {self._call_note(hop.call)}"
             if hop.when == "forward":
                 note += f"  {self._call_note(hop.call)}"
-            elif hop.when in EACH or self.plan.microbatches == 1:
-                note += f"  {hop.when} {hop.call.kind} {self._call_note(hop.call)}"
+            elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
+                note += f"  backward {said}"
+            else:
+                note += f"  once {said}"
         return note
 
     def exchange_note(self, node: Node, planned: NodePlan) -> str:

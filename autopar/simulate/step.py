@@ -174,6 +174,11 @@ class _Player:
             hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
             value = self.leaves[node.name]
             self.weights.add(Weight(node.name, node, storage, value, hops), count)
+        elif node.requires_grad and self.plan.microbatches > 1:
+            # The sum of the gradients of earlier microbatches, which the last one adds to.
+            nbytes = self.leaves[node.name].buffer.nbytes
+            earlier = self.recorder.allocate("gradient", node.name, nbytes)
+            self.leaves[node.name].gradient = self.recorder.hold(earlier)
         self.updated[node.name] = float(storage.updated.local_bytes(node.type, self.plan.mesh))
         if node.requires_grad and self.settings.state_bytes:
             state = self.updated[node.name] * self.settings.state_bytes

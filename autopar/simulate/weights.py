@@ -14,6 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import Layout
 from autopar.simulate.memory import Buffer, Recorder, Value
+from autopar.simulate.task import Cause
 
 
 @dataclass(eq=False, slots=True)
@@ -116,12 +117,13 @@ class Weights:
         recorder = self.recorder
         for hop in _at(weight, when):
             title = f"{hop.call.kind} of gradient of {weight.name}"
+            cause: Cause = "accumulation" if when == "accumulate" else "gradient"
             if "gradient" in self.overlap:
                 needs = [ready, recorder.launched]
-                ready = recorder.launch(title, weight.name, hop.call, "gradient", needs)
+                ready = recorder.launch(title, weight.name, hop.call, cause, needs)
                 recorder.launched = ready  # one after another, on a stream of their own
             else:
-                recorder.collective(title, weight.name, hop.call, "gradient", [ready])
+                recorder.collective(title, weight.name, hop.call, cause, [ready])
                 ready = -1
             nbytes = self._bytes(weight, hop.dst)
             made = recorder.hold(recorder.allocate("temporary", gradient.name, nbytes))
