@@ -73,7 +73,8 @@ class Plan:
         pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
             again under it. A plan that is only used need not keep it.
         memory: what it was made within: the "limit" in bytes a device, the optimizer's "state" in
-            units of a parameter's own bytes (AdamW: 2), and the "microbatches" of a step.
+            units of a parameter's own bytes (AdamW: 2), the "microbatches" of a step, and the
+            "bucket" of gradients and parameters that go together, in bytes.
         recompute: run of blocks -> how many of them compute their activations again in the
             backward, and what they keep; see `autopar.ir.recompute`.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
@@ -111,6 +112,11 @@ class Plan:
         """
         _, used = self.nodes[share].results[0]
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of gradients, or of parameters, that go together; 1 if each goes by itself."""
+        return int(self.memory.get("bucket", 1))
 
     @property
     def microbatches(self) -> int:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
+from autopar.codegen.refetch import Refetch
 from autopar.codegen.weights import Weight, travel
 from autopar.errors import MeshError
 from autopar.ir.across import Across, Axes
@@ -79,7 +80,10 @@ class _Used(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Weight, comm: Communicator) -> Tensor:
         ctx.weight, ctx.comm = weight, comm
         path = weight.path("forward")
-        return travel(comm, [weight], [x], "forward")[0] if path else x.view_as(x)
+        used = travel(comm, [weight], [x], "forward")[0] if path else x.view_as(x)
+        if ctx.needs_input_grad[0] and comm.refetch is not None and weight.path("backward"):
+            comm.refetch.watch(weight, used)
+        return used
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -166,9 +170,11 @@ class Communicator(Groups, Across):
     Attributes:
         gradients: where the gradients of parameters are taken to, and the parameters; without it
             nothing is known of any, and gradients are moved like all others, each by itself.
+        refetch: what becomes of parameters that are not kept for the backward; None keeps all.
     """
 
     gradients: Gradients | None = None
+    refetch: Refetch | None = None
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         weight = None if self.gradients is None else self.gradients.weights.get(id(x))

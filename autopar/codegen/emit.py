@@ -86,6 +86,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
+        + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 

@@ -65,7 +65,9 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
-        self.weights = Weights(runtime, self.state.parameters, self.tensors)
+        self.weights = Weights(
+            runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
+        )
         self.optimizer = optimizer(self.weights.trained)
         refuse_what_shards_break(self.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
@@ -96,7 +98,7 @@ class Executor:
                 inputs = self._prepare(batch)
                 self.optimizer.zero_grad(set_to_none=True)
                 self.gradients.drop()  # those of a step that failed
-            with part(PHASE, "forward"):
+            with part(PHASE, "forward"), self.runtime.saving(self.weights):
                 loss: Tensor = self._forward(inputs)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss)

@@ -98,9 +98,11 @@ class Printer:
         """The layout in which operators have a parameter, and what it sends in a step."""
         note = f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
         for hop in self.hops(leaf, storage):
-            said = f"{hop.call.kind} {self._call_note(hop.call)}"
+            seconds = hop.seconds(self.price, self.plan.bucket)
+            size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
+            said = f"{hop.call.kind} {size}"
             if hop.when == "forward":
-                note += f"  {self._call_note(hop.call)}"
+                note += f"  {size}"
             elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
                 note += f"  backward {said}"
             else:

@@ -6,7 +6,8 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.random import Random
+from autopar.codegen.refetch import Refetch
 from autopar.codegen.state import Parameter, Piece
+from autopar.codegen.weights import Weights
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
@@ -43,6 +46,16 @@ class Runtime(Communicator):
         super().__init__(mesh, ranks)
         self.device = device
         self.random = Random(self, seed)
+
+    @contextmanager
+    def saving(self, weights: Weights) -> Iterator[None]:
+        """Inside, autograd keeps of parameters what their storage says."""
+        if not (weights.fetched_again and torch.is_grad_enabled()):
+            yield
+            return
+        self.refetch = self.refetch or Refetch(self)
+        with self.refetch.instead():
+            yield
 
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""

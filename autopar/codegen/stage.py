@@ -60,7 +60,9 @@ class Stage:
         ]
         keys = [parameter.key for parameter in self.state.parameters]
         self.named = dict(zip(keys, self.tensors, strict=True))
-        self.weights = Weights(self.runtime, self.state.parameters, self.tensors)
+        self.weights = Weights(
+            self.runtime, self.state.parameters, self.tensors, getattr(self.module, "BUCKET", 1)
+        )
         self.updated = dict(zip(keys, self.weights.updated, strict=True))
 
     @property
@@ -92,7 +94,8 @@ class Stage:
                 inputs[name] = leaves[name].view_as(leaves[name])
             else:
                 inputs[name] = value
-        results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs))
+        with self.runtime.saving(self.weights):
+            results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs))
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autopar.codegen.collectives import Groups
     from autopar.codegen.state import Parameter
 
-BUCKET = 1  # bytes that go together
 Way = tuple[object, ...]
 
 
@@ -60,7 +59,7 @@ class Weights:
         comm: the mesh.
         parameters: what the program stores.
         tensors: what this device holds of each.
-        bucket: bytes that go together.
+        bucket: bytes that go together, 1 if each goes by itself.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Weights:
         comm: Groups,
         parameters: Sequence[Parameter],
         tensors: Sequence[Tensor],
-        bucket: int = BUCKET,
+        bucket: int = 1,
     ) -> None:
         self.comm, self.bucket = comm, bucket
         self.all = tuple(
@@ -97,6 +96,11 @@ class Weights:
     def gradients(self) -> list[Tensor | None]:
         """The gradient of each, as it is updated; None where there is none."""
         return [tensor.grad if tensor.requires_grad else None for tensor in self.updated]
+
+    @property
+    def fetched_again(self) -> bool:
+        """Whether some are gathered again for the backward."""
+        return any(weight.path("backward") for weight in self.all)
 
     @torch.no_grad()
     def gather(self) -> None:

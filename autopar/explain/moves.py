@@ -99,7 +99,7 @@ def _of_parameters(
                 hop.call.kind,
                 hop.call.axes,
                 hop.call.nbytes,
-                price(hop.call) * hop.times / plan.microbatches,
+                hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
                 hop.when != "forward",
             )
             for hop in hops

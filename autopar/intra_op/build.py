@@ -66,9 +66,10 @@ class Builder:
         recompute: Mapping[str, Recompute] | None = None,
         microbatches: int = 1,
         lies: Lies | None = None,
+        bucket: int = 1,
     ) -> None:
         self.slowdown, self.limited = slowdown, limited
-        self.microbatches, self.lies = microbatches, lies
+        self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
         self.resharder = Resharder(mesh, self.model.collective)
@@ -147,7 +148,7 @@ class Builder:
         again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
         return stored_cost(
             node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
-            again,
+            again, self.bucket,
         )  # fmt: skip
 
     def _append(
@@ -362,6 +363,7 @@ def build(
     recompute: Mapping[str, Recompute] | None = None,
     microbatches: int = 1,
     lies: Lies | None = None,
+    bucket: int = 1,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -382,6 +384,7 @@ def build(
             layouts change again as cheaply as can be without a gradient.
         microbatches: in a step; costs are those of one, with its part of what a step does once.
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
+        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         progress: told of each stage as it begins.
 
     Raises:
@@ -399,7 +402,7 @@ def build(
     limited = memory_limit is not None
     builder = Builder(
         graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
-        microbatches, lies,
+        microbatches, lies, bucket,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:

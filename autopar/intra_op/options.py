@@ -104,6 +104,7 @@ def storages(
     The optimizer's state is split along one dimension over some of the axes that hold replicas,
     gathered by one call or by several, inner axes first; the other states are split as far or less
     far. The gradients of a single microbatch are not added up, so they lie as they are updated.
+    What is gathered for the forward is kept for the backward, or gathered again.
     """
     whole = Layout(used.dims)
     yield Storage(used, whole, whole, whole, whole)
@@ -118,7 +119,9 @@ def storages(
                     continue
                 for held, grads in itertools.product(ends, repeat=2):
                     if microbatches > 1 or grads == ends[-1]:
-                        yield Storage(used, held, grads, ends[-1], whole)
+                        # Kept as it is used, as it is held, or in between.
+                        for kept in ends[: ends.index(held) + 1]:
+                            yield Storage(used, held, grads, ends[-1], kept)
 
 
 def _cuts(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:

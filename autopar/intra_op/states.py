@@ -107,7 +107,8 @@ class StateChoice:
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
         """Where the states of a parameter lie that is used as `used`.
 
-        One that has no dimension for so many parts stays whole.
+        One that has no dimension for so many parts stays whole. Whether it is gathered again for
+        the backward is left open, unless groups keep a second copy.
         """
         whole = Layout(used.dims)
         inside = tuple(axis for axis in used.varying if axis not in self.inter)
@@ -119,8 +120,9 @@ class StateChoice:
         for dim in range(len(used.dims)):
             held, grads, updated = (behind(whole, dim, axes[level]) for level in levels)
             if fits(updated, tensor, mesh):
-                kept = behind(whole, dim, inside) if self.sharding.secondary else whole
-                found.append(Storage(used, held, grads, updated, kept))
+                second = behind(whole, dim, inside)
+                for kept in (second,) if self.sharding.secondary else (whole, held):
+                    found.append(Storage(used, held, grads, updated, kept))
         return tuple(dict.fromkeys(found)) or (Storage(used, whole, whole, whole, whole),)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from autopar.cost.model import CostModel
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.storage import EACH, Storage
+from autopar.ir.storage import BUCKET, EACH, Storage
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def stored_cost(
     microbatches: int,
     waits: bool,
     again: float = 0.0,
+    bucket: int = 1,
 ) -> StoredCost:
     """The price of one choice.
 
@@ -70,21 +71,26 @@ def stored_cost(
         microbatches: in a step.
         waits: whether the backward waits for gradients.
         again: which part of its blocks is computed again in the backward, and fetches it again.
+        bucket: bytes of gradients, or of parameters, that go together.
     """
     trained = node.requires_grad
     totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
     for hop in storage.hops(node.type, mesh, microbatches, trained):
-        totals[hop.when] += hop.times * model.collective(hop.call)
+        totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
+    # A block that is computed again gathers it for that, and has it for the backward then.
     totals["forward"] *= 1 + again
+    totals["backward"] *= 1 - again
     beside = 0.0 if waits else (totals["accumulate"] + totals["reduce"]) / microbatches
-    held, grads, updated, used = (
+    held, grads, updated, used, kept = (
         float(layout.local_bytes(node.type, mesh))
-        for layout in (storage.held, storage.grads, storage.updated, storage.used)
+        for layout in (storage.held, storage.grads, storage.updated, storage.used, storage.kept)
     )
+    again_fetched = storage.kept.dims != storage.used.dims
     moved = storage.updated.dims != storage.used.dims
     nbytes: dict[Role, float] = {
         "leaf": held + (state_bytes * updated if trained else 0.0),
-        "gathered": used if storage.held.dims != storage.used.dims else 0.0,
+        "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
+        "fetched": used if again_fetched else 0.0,
         "waiting": used,
         "backward": used if moved else 0.0,
         "gradient": updated,
@@ -94,6 +100,12 @@ def stored_cost(
     return StoredCost(
         sum(totals.values()) / microbatches, beside, totals["reduce"], totals["update"], nbytes
     )
+
+
+def bucket_of(graph: Graph) -> int:
+    """Bytes of gradients, or of parameters, that go together: a tenth of a small model."""
+    trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
+    return max(min(BUCKET, trained // 10), 1)
 
 
 def undominated(

@@ -20,8 +20,8 @@ over nodes first and inside them after that, and scattered the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
@@ -29,6 +29,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
+TOGETHER = ("accumulate", "reduce", "update")  # several parameters at once
+BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Hop:
     dst: Layout
     dim: int | None
     times: int
+
+    def seconds(self, price: Callable[[Collective], float], bucket: int) -> float:
+        """Of one such collective, with others in a buffer of `bucket` bytes where it may be."""
+        if self.when not in TOGETHER or self.call.nbytes >= bucket:
+            return price(self.call)
+        whole = replace(self.call, nbytes=bucket)
+        return price(whole) * self.call.nbytes / bucket
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,11 @@ def copies(
     # A block that recomputes gathers its parameters again.
     leaf, count = graph[name].type, graph.multiplicity[name] - built.again.get(name, 0)
     return tuple(
-        float(count * used.local_bytes(leaf, mesh)) if used.dims != stored.dims else 0.0
-        for stored, used in ((option.operands[0], option.results[0]) for option in options)
+        float(count * storage.kept.local_bytes(leaf, mesh))
+        if storage.kept.dims != storage.held.dims
+        else 0.0
+        for storage in (option.storage for option in options)
+        if storage is not None
     )
 
 

@@ -25,6 +25,7 @@ from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import StateChoice
+from autopar.intra_op.stored import bucket_of
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
@@ -195,6 +196,7 @@ class Planner:
         self._branches: dict[str, Branch] = {}
         count = options.microbatches
         self._repeats = {"microbatches": float(count)} if count > 1 else {}
+        self._repeats["bucket"] = float(bucket_of(graph))
 
     def plan(self, limit: float) -> Plan:
         """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
@@ -224,6 +226,7 @@ class Planner:
             recompute=recompute,
             microbatches=options.microbatches,
             lies=options.lies(self.mesh),
+            bucket=bucket_of(self.graph),
         )
         single = built.problem
         if self.repeated is not None:

@@ -33,6 +33,7 @@ from autopar.intra_op.build import build
 from autopar.intra_op.built import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
+from autopar.intra_op.stored import bucket_of
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
@@ -242,6 +243,7 @@ class StageCosts:
             slowdown=device(mesh).slowdown,
             microbatches=microbatches,
             lies=self.options.lies(mesh),
+            bucket=bucket_of(graph),
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {

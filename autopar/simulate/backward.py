@@ -94,6 +94,7 @@ def backward(
         title = f"gradient of {end.buffer.name}"
         end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
     _play(tape, recorder, weights)
+    weights.finish()
     recorder.compute("end of backward", "", (), recorder.pending)
 
 
@@ -109,7 +110,7 @@ def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
         elif isinstance(entry, Used):
             weights.give(entry)
         elif isinstance(entry, Ran):
-            _compute(entry, recorder)
+            _compute(entry, recorder, weights)
         else:
             _again(entry, recorder, weights)
 
@@ -126,7 +127,7 @@ def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
         recorder.drop(value.buffer)
 
 
-def _compute(entry: Ran, recorder: Recorder) -> None:
+def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
     made, value = entry.operator.recipe, entry.result
     gradient, ready = value.gradient, value.gradient_ready
     if gradient is None:
@@ -135,6 +136,7 @@ def _compute(entry: Ran, recorder: Recorder) -> None:
         for buffer in entry.saved:
             recorder.drop(buffer)
         return
+    fetched = weights.fetch(entry.saved)
     work = entry.operator.work.backward
     if work or any(size > 0 for size in made.gradients):
         recorder.compute(f"{entry.name} backward", entry.name, work, [ready])
@@ -153,7 +155,7 @@ def _compute(entry: Ran, recorder: Recorder) -> None:
         recorder.collective(title, entry.name, call, "exchange")
     recorder.drop(gradient)
     value.gradient = None
-    for buffer in entry.saved:
+    for buffer in (*entry.saved, *fetched):
         recorder.drop(buffer)
     for operand, buffer in given:
         _give(operand, buffer, ready, recorder)

@@ -117,7 +117,7 @@ class _Player:
     ) -> None:
         self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
         self.recorder = Recorder()
-        self.weights = Weights(plan.mesh, self.recorder, settings.overlap)
+        self.weights = Weights(plan.mesh, self.recorder, settings.overlap, bucket=plan.bucket)
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
         self.tape: list[Entry] = []
@@ -333,7 +333,8 @@ class _Player:
                 twice.kept[node.name] = recorder.hold(value.buffer)
                 value.buffer.kind = "activation"
         elif node.requires_grad:
-            saved = [(value if place < 0 else operands[place]).buffer for place in made.saved]
+            read = ((value if place < 0 else operands[place]).buffer for place in made.saved)
+            saved = [buffer if buffer.kept is None else buffer.kept for buffer in read]
             for buffer in saved:
                 recorder.hold(buffer)
                 buffer.kind = "activation" if buffer.kind == "temporary" else buffer.kind
@@ -354,6 +355,8 @@ class _Player:
             target = Value(self._left(""), source.grad, ready=source.ready)
         else:
             target = self.weights.use(weight, self.before, self._title(weight.name))
+            if twice is None:
+                self.weights.keep(weight, target)
         if source.grad and (twice is None or twice.second):
             source.readers += 1
             self.tape.append(Used(weight, target))

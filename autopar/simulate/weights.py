@@ -6,15 +6,18 @@ microbatches the last one is simulated: the sums of the others' gradients are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
+from autopar.ir.collective import Collective
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import Layout
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
+
+Key = tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -55,12 +58,18 @@ class Weights:
         recorder: what the step is written to.
         overlap: see `Settings`.
         known: by name of the node.
+        bucket: bytes of gradients, or of parameters, that go together.
+        waiting: gradients that do not go yet, by when and how.
+        again: those that are gathered again for the backward, by the id of what is kept of them.
     """
 
     mesh: Mesh
     recorder: Recorder
     overlap: frozenset[str]
     known: dict[str, Weight] = field(default_factory=dict)
+    again: dict[int, Weight] = field(default_factory=dict)
+    bucket: int = 1
+    waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
 
     def add(self, weight: Weight, microbatches: int) -> None:
         """One more; the sum of earlier gradients is there when the step begins."""
@@ -96,6 +105,35 @@ class Weights:
                 recorder.drop(recorder.hold(before))
         return target
 
+    def keep(self, weight: Weight, target: Value) -> None:
+        """Keep of a parameter for the backward what its storage says."""
+        storage = weight.storage
+        if not any(_at(weight, "backward")):
+            return
+        if storage.kept.dims == storage.held.dims:
+            part = weight.value.buffer
+        else:
+            nbytes = self._bytes(weight, storage.kept)
+            part = self.recorder.allocate("activation", f"part of {weight.name}", nbytes)
+        target.buffer.kept, self.again[id(part)] = part, weight
+
+    def fetch(self, saved: Iterable[Buffer]) -> list[Buffer]:
+        """Gather again what an operator's backward finds in parts; the new buffers, held."""
+        found = []
+        for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
+            for hop in _at(weight, "backward"):
+                title = f"{hop.call.kind} of {weight.name} again"
+                self.recorder.collective(title, weight.name, hop.call, "parameter")
+                nbytes = self._bytes(weight, hop.dst)
+                self.recorder.scratch("communication", weight.name, nbytes if hop.dim else 0.0)
+                if hop.dst.dims != weight.storage.used.dims:
+                    self.recorder.scratch("temporary", weight.name, nbytes)
+            nbytes = self._bytes(weight, weight.storage.used)
+            found.append(
+                self.recorder.hold(self.recorder.allocate("temporary", weight.name, nbytes))
+            )
+        return found
+
     def give(self, used: Used) -> None:
         """What becomes of the gradient of a parameter, when the backward has made it."""
         weight, source, target = used.weight, used.weight.value, used.target
@@ -104,49 +142,104 @@ class Weights:
         if gradient is None:
             return
         target.gradient = None
-        gradient, ready = self._send(weight, "accumulate", gradient, ready)
+        self._send("accumulate", weight, gradient, ready)
+
+    def finish(self) -> None:
+        """Send what still waits when the backward has ended."""
+        for when in ("accumulate", "reduce"):
+            for key in [key for key in self.waiting if key[0] == when]:
+                self._flush(key)
+
+    def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
+        path = tuple((hop.call.kind, hop.call.axes) for hop in _at(weight, when))
+        if not path:
+            self._arrived(when, weight, gradient, ready)
+            return
+        key = (when, weight.leaf.type.dtype, path)
+        waiting = self.waiting.setdefault(key, [])
+        waiting.append((weight, gradient, ready))
+        if sum(buffer.nbytes for _, buffer, _ in waiting) >= self.bucket:
+            self._flush(key)
+
+    def _flush(self, key: Key) -> None:
+        """One collective after the other for all gradients that go the same way."""
+        recorder, together = self.recorder, self.waiting.pop(key)
+        weights = [weight for weight, _, _ in together]
+        buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
+        for hops in zip(*(_at(weight, key[0]) for weight in weights), strict=True):
+            call = _one(hops)
+            title = f"{call.kind} of {_titled('gradient', weights)}"
+            cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
+            if "gradient" in self.overlap:
+                needs = [ready, recorder.launched]
+                ready = recorder.launch(title, weights[0].name, call, cause, needs)
+                recorder.launched = ready  # one after another, on a stream of their own
+            else:
+                recorder.collective(title, weights[0].name, call, cause, [ready])
+                ready = -1
+            for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
+                nbytes = self._bytes(weight, hop.dst)
+                buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
+                # Blocks of a row are put side by side, and several tensors into one buffer.
+                staging = self._bytes(weight, hop.src)
+                scattered = hop.call.kind == "reduce_scatter"
+                copies = bool(hop.dim) + (len(hops) > 1 and scattered)
+                recorder.scratch("communication", before.name, copies * staging)
+                recorder.drop(before)
+        for weight, buffer in zip(weights, buffers, strict=True):
+            self._arrived(key[0], weight, buffer, ready)
+
+    def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
+        if when == "reduce":
+            gradient.kind, gradient.name = "gradient", weight.value.buffer.name
+            weight.value.gradient, weight.value.gradient_ready = gradient, ready
+            return
         if weight.total is not None:
             self.recorder.compute(f"sum of gradients of {weight.name}", weight.name, (), [ready])
             self.recorder.drop(gradient)
             gradient, ready, weight.total = weight.total, -1, None
-        gradient, ready = self._send(weight, "reduce", gradient, ready)
-        gradient.kind, gradient.name = "gradient", source.buffer.name
-        source.gradient, source.gradient_ready = gradient, ready
-
-    def _send(self, weight: Weight, when: str, gradient: Buffer, ready: int) -> tuple[Buffer, int]:
-        recorder = self.recorder
-        for hop in _at(weight, when):
-            title = f"{hop.call.kind} of gradient of {weight.name}"
-            cause: Cause = "accumulation" if when == "accumulate" else "gradient"
-            if "gradient" in self.overlap:
-                needs = [ready, recorder.launched]
-                ready = recorder.launch(title, weight.name, hop.call, cause, needs)
-                recorder.launched = ready  # one after another, on a stream of their own
-            else:
-                recorder.collective(title, weight.name, hop.call, cause, [ready])
-                ready = -1
-            nbytes = self._bytes(weight, hop.dst)
-            made = recorder.hold(recorder.allocate("temporary", gradient.name, nbytes))
-            staging = self._bytes(weight, hop.src) if hop.dim else 0.0
-            recorder.scratch("communication", gradient.name, staging)
-            recorder.drop(gradient)
-            gradient = made
-        return gradient, ready
+        self._send("reduce", weight, gradient, ready)
 
     def gather(self) -> None:
         """After the update: what other devices have updated."""
+        waiting: dict[object, list[Weight]] = {}
         for weight in self.known.values():
-            for hop in _at(weight, "update"):
-                title = f"{hop.call.kind} of {weight.name}"
-                self.recorder.collective(title, weight.name, hop.call, "parameter")
+            path = tuple((hop.call.kind, hop.call.axes) for hop in _at(weight, "update"))
+            if not path:
+                continue
+            same = waiting.setdefault((weight.leaf.type.dtype, path), [])
+            same.append(weight)
+            if sum(self._bytes(w, w.storage.updated) for w in same) >= self.bucket:
+                self._put_together(same)
+                same.clear()
+        for same in waiting.values():
+            if same:
+                self._put_together(same)
+
+    def _put_together(self, weights: Sequence[Weight]) -> None:
+        for hops in zip(*(_at(weight, "update") for weight in weights), strict=True):
+            call = _one(hops)
+            title = f"{call.kind} of {_titled('parameter', weights)}"
+            self.recorder.collective(title, weights[0].name, call, "parameter")
+            for weight, hop in zip(weights, hops, strict=True):
                 nbytes = self._bytes(weight, hop.dst)
-                self.recorder.scratch("communication", weight.name, nbytes)
-                # A part of a row is packed before it is sent.
-                packed = self._bytes(weight, hop.src) + nbytes if hop.dim else 0.0
-                self.recorder.scratch("communication", weight.name, packed)
+                # What is sent is packed where it is a part of a row or not alone; what came is
+                # joined.
+                packed = bool(hop.dim) or len(hops) > 1
+                more = packed * (self._bytes(weight, hop.src) + nbytes)
+                self.recorder.scratch("communication", weight.name, nbytes + more)
 
     def _bytes(self, weight: Weight, layout: Layout) -> float:
         return float(layout.local_bytes(weight.leaf.type, self.mesh))
+
+
+def _one(hops: Sequence[Hop]) -> Collective:
+    """The collective that does for several tensors what each hop does for one."""
+    return replace(hops[0].call, nbytes=sum(hop.call.nbytes for hop in hops))
+
+
+def _titled(what: str, weights: Sequence[Weight]) -> str:
+    return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
 
 
 def _at(weight: Weight, when: str) -> Iterable[Hop]:

@@ -34,6 +34,7 @@ from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
+from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.ir.text import fingerprint, parse_graph
 from autopar.plan import NodePlan, Plan
@@ -147,6 +148,7 @@ class Ledger(Across):
         self.mesh, self.device = mesh, torch.device("cpu")
         self.calls: list[Collective] = []
         self.parameters = parameters or {}  # by the id of what is held of them
+        self.together: list[Hop] = []  # what several parameters send at once
 
     def use(self, x: Tensor, parameter: Parameter) -> Tensor:
         """A parameter as operators use it; its gradient takes the way that its table tells."""
@@ -157,8 +159,8 @@ class Ledger(Across):
             out = torch.cat([out] * (-(-size // out.shape[dim])), dim).narrow(dim, 0, size)
         out = out.clone()
         if out.requires_grad:
-            later = [hop.call for hop in hops if hop.when != "forward"]
-            out.register_hook(lambda grad: self.calls.extend(later))
+            later = [hop for hop in hops if hop.when != "forward"]
+            out.register_hook(lambda grad: self.together.extend(later))
         return out
 
     def part(self, size: int, axis: Any) -> int:
@@ -205,15 +207,23 @@ class Ledger(Across):
         return move
 
 
-def sent(case: Case, source: str, mesh: Mesh) -> list[Collective]:
-    """The collectives of one training step of a program, as it runs."""
+def sent(case: Case, source: str, mesh: Mesh) -> tuple[list[Collective], list[Hop]]:
+    """The collectives of one training step of a program, as it runs, and those of parameters."""
     program = load(source, "<ledger>")
     table = program.parameters()
     values = local_values(case, table, mesh)
     ledger = Ledger(mesh, {id(values[one.key]): one for one in table})
     outputs = program.forward(ledger, values, case.captured.inputs.flatten((), case.batch))
     torch.autograd.backward(outputs[program.LOSS])
-    return ledger.calls
+    return ledger.calls, ledger.together
+
+
+def seconds(sent: tuple[list[Collective], list[Hop]], plan: Plan, model: AnalyticModel) -> float:
+    """What all of them take."""
+    calls, together = sent
+    return sum(map(model.collective, calls)) + sum(
+        hop.seconds(model.collective, plan.bucket) for hop in together
+    )
 
 
 def priced(graph: Graph, plan: Plan, model: AnalyticModel) -> float:
@@ -230,8 +240,8 @@ def test_what_is_sent_is_what_was_priced(name: str) -> None:
     case, mesh = family(name), Mesh.parse(SLOW)
     plan, model = case.plan(SLOW), AnalyticModel(mesh)
     calls = sent(case, emit(case.graph, plan, model.collective), mesh)
-    assert len(calls) > 20
-    total = sum(model.collective(call) for call in calls)
+    assert sum(map(len, calls)) > 20
+    total = seconds(calls, plan, model)
     assert total == pytest.approx(priced(case.graph, plan, model), rel=1e-9, abs=0.0)
 
 
@@ -246,7 +256,7 @@ def test_no_plan_sends_more_than_was_priced(name: str) -> None:
         made = layouts(built, case.graph, choice)
         plan = Plan(fingerprint(case.graph), mesh, made, built.figures(choice))
         calls = sent(case, emit(case.graph, plan, model.collective), mesh)
-        total, price = sum(map(model.collective, calls)), priced(case.graph, plan, model)
+        total, price = seconds(calls, plan, model), priced(case.graph, plan, model)
         assert 0.9 * price <= total <= price * (1 + 1e-9)
 
 
