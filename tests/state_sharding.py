@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import autopar
 from autopar.codegen import torch_private
 from autopar.ir.mesh import Mesh
 from autopar.pins import Subject, Word, data_parallel, megatron
+from autopar.plan import NodePlan, Plan
 from autopar.planning.single import Trace
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
@@ -85,6 +86,7 @@ class Case:
         optimizer: makes the optimizer.
         make: makes model and batch.
         stages: of a pipeline.
+        again: whether parameters that are held in parts are gathered again for the backward.
     """
 
     state: str
@@ -93,6 +95,7 @@ class Case:
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]] = tiny
     stages: int = 1
+    again: bool = False
 
     @property
     def pins(self) -> list[Word]:
@@ -197,9 +200,13 @@ class Jobs:
                 model, (), batch, case.microbatches, options, Trace(None)
             )
         request = pipelined.Request(case.stages, case.microbatches)
-        return pipelined.plan_evenly(
+        made = pipelined.plan_evenly(
             captured, Mesh.parse(self.mesh), request, options, Trace(None), 2.0
         )
+        if not case.again:
+            return made
+        stages = tuple(replace(s, plan=gathered_again(s.plan)) for s in made.stages)
+        return replace(made, stages=stages)
 
     def train(self) -> list[tuple[Run, Calls]]:
         """Each case's run on this rank, and what the last step sends."""
@@ -225,3 +232,17 @@ class Jobs:
 
 
 _captures: dict[Any, Any] = {}
+
+
+def gathered_again(plan: Plan) -> Plan:
+    """A plan that keeps of parameters for the backward what is held of them."""
+    nodes = dict(plan.nodes)
+    for share in plan.nodes:
+        leaf = share.removesuffix("_share")
+        if leaf == share or leaf not in nodes or nodes[leaf].operands:
+            continue  # no parameter's share
+        storage = plan.storage(leaf, share)
+        shape = nodes[leaf].results[0][0]
+        kept = replace(storage, kept=storage.held)
+        nodes[leaf] = NodePlan((), tuple((shape, layout) for layout in kept.layouts))
+    return replace(plan, nodes=nodes)
