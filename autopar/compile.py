@@ -23,7 +23,7 @@ from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
-from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.optimizer import OptimizerFactory, elementwise, state_bytes
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
@@ -87,6 +87,7 @@ def plan(
         calibration,
         recompute,
         state=state,
+        elementwise=elementwise(optimizer),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -163,7 +164,7 @@ def compile(
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
-        StateError: there is no such state sharding on this mesh.
+        StateError: there is no such state sharding on this mesh, or the optimizer cannot be sharded.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
@@ -183,6 +184,7 @@ def compile(
         calibration,
         recompute,
         state=state,
+        elementwise=elementwise(optimizer),
     )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)

@@ -29,6 +29,23 @@ def refuse_what_shards_break(optimizer: Optimizer, parameters: Iterable[Paramete
         )
 
 
+def elementwise(optimizer: OptimizerFactory) -> bool:
+    """Whether the update of one element depends on no other, so that parts can be updated apart.
+
+    Raises:
+        ProgramError: the factory makes no optimizer.
+    """
+    try:
+        made = optimizer([nn.Parameter(torch.zeros(4, 4))])
+    except Exception as error:  # a factory is the user's code and may raise anything
+        raise ProgramError(
+            f"cannot make the optimizer {getattr(optimizer, '__name__', optimizer)}",
+            why=f"of one parameter of 16 elements: {type(error).__name__}: {error}",
+            todo="pass a function of parameters that returns a torch optimizer",
+        ) from error
+    return type(made).__name__ not in _NOT_ELEMENTWISE
+
+
 def state_bytes(optimizer: OptimizerFactory) -> float:
     """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements.
 

@@ -124,6 +124,13 @@ def storages(
                             yield Storage(used, held, grads, ends[-1], kept)
 
 
+def in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
+    """The storage of a parameter whose elements the optimizer must see all at once."""
+    if not used.sharded_axes:
+        whole = Layout(used.dims)
+        yield Storage(used, whole, whole, whole, whole)
+
+
 def _cuts(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Every way to cut a row into groups of neighbours."""
     for marks in itertools.product((False, True), repeat=len(axes) - 1):

@@ -17,10 +17,10 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import ProgramError
+from autopar.errors import ProgramError, StateError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
-from autopar.intra_op.options import Lies
+from autopar.intra_op.options import Lies, in_one_piece
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find
@@ -47,7 +47,10 @@ from autopar.simulate import run, settings_on, tasks
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say beyond model and mesh; see `compile`."""
+    """What a user may say beyond model and mesh; see `compile`.
+
+    `elementwise` is whether the optimizer can update parts of a parameter.
+    """
 
     loss_fn: Callable[..., Tensor] | None = None
     memory: float | str | None = None
@@ -60,13 +63,28 @@ class Options:
     recompute: str = "auto"
     microbatches: int = 1
     state: str | StateSharding | None = None
+    elementwise: bool = True
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
 
     def lies(self, mesh: Mesh) -> Lies | None:
-        """Where the states of parameters may lie, if that is said; StateError if it is nonsense."""
-        return None if self.state is None else StateChoice.read(self.state, mesh).storages
+        """Where the states of parameters may lie, if not everywhere.
+
+        Raises:
+            StateError: what is said of it is nonsense, or more than the optimizer can do.
+        """
+        choice = None if self.state is None else StateChoice.read(self.state, mesh)
+        if self.elementwise:
+            return None if choice is None else choice.storages
+        if choice is not None and choice.sharding.optimizer != "N":
+            raise StateError(
+                f"the optimizer cannot be sharded as {self.state}",
+                why="its update mixes the elements of a tensor, so it needs all of them",
+                todo='leave out the state sharding or pass state="ddp", or use an elementwise '
+                "optimizer (SGD, Adam, AdamW, Lion, ...)",
+            )
+        return in_one_piece
 
 
 class Trace:
