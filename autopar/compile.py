@@ -164,7 +164,7 @@ def compile(
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
-        StateError: there is no such state sharding on this mesh, or the optimizer cannot be sharded.
+        StateError: there is no such state sharding on this mesh, or none for this optimizer.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
