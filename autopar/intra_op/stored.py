@@ -111,12 +111,19 @@ def bucket_of(graph: Graph) -> int:
 def undominated(
     options: Sequence[Option], costs: Sequence[StoredCost]
 ) -> tuple[tuple[Option, ...], tuple[StoredCost, ...]]:
-    """The choices that no other with the same layout in use beats; of equals the first."""
+    """The choices that no other with the same layout in use beats; of equals the first.
+
+    Those that split no state stay: at one price they are the plainest (see `polish`).
+    """
     kept: dict[object, list[int]] = {}
+    plain: list[int] = []
     for at, (option, cost) in enumerate(zip(options, costs, strict=True)):
+        if option.storage is not None and not option.storage.axes("updated"):
+            plain.append(at)
+            continue
         rivals = kept.setdefault(option.results, [])
         if not any(costs[rival].dominates(cost) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not cost.dominates(costs[rival])]
             rivals.append(at)
-    left = sorted(at for rivals in kept.values() for at in rivals)
+    left = sorted([*plain, *(at for rivals in kept.values() for at in rivals)])
     return tuple(options[at] for at in left), tuple(costs[at] for at in left)
