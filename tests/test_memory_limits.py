@@ -136,3 +136,15 @@ def test_a_plan_records_its_limit_and_the_state_of_its_optimizer(tmp_path: Path)
     assert planned(float("inf")).memory == {"state": 2.0}
     more = replace(made, memory={"limit": 2e9, "state": 1.0})
     assert Plan.from_toml(more.to_toml()) == more != made
+
+
+def test_by_default_tensors_have_what_the_allocator_leaves() -> None:
+    chip = device(MESH)
+    assert 0 < chip.fragmentation < 1
+    made = make_plan(graph_of("gpt2", 2, 8), MESH, Options(), Trace(None))
+    assert made.memory["limit"] == chip.memory * (1 - chip.fragmentation)
+    # On a CPU, where predicted and measured bytes are compared, nothing is set aside.
+    cpu = device(Mesh.parse("cpu: gpu=4"))
+    assert cpu.usable == cpu.memory
+    # A limit that a person gives is of tensors, as it stands.
+    assert planned(1e9).memory["limit"] == 1e9

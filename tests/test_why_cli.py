@@ -287,3 +287,57 @@ def test_a_name_of_too_many_choices_is_refused(
     model = ("--model", f"{folder / 'mlp.py'}:model")
     says = "'*.*' names 3 choices, and 2 are answered"
     assert "%up_weight" in refused("why", folder / "plan.toml", "*.*", *model, says=says)
+
+
+@pytest.fixture(scope="module")
+def tight(folder: Path) -> int:
+    """A limit in bytes under which the best plan is another one, and tight.toml of that plan."""
+    limit = int(0.6 * planned().predicted["peak_bytes"])
+    model = f"{folder / 'mlp.py'}:model"
+    run("plan", model, "--mesh", MESH, "--memory", f"{limit}B", "-o", folder / "tight.toml")
+    return limit
+
+
+def test_a_recorded_limit_holds_for_plans_made_again(folder: Path, tight: int) -> None:
+    pin, model = ("up.bias", "[64]"), f"{folder / 'mlp.py'}:model"
+    file, again = folder / "fixed.toml", folder / "again.toml"
+    fixed = ("--memory", f"{tight}B", "--pin", "=".join(pin))
+    run("plan", model, "--mesh", MESH, *fixed, "-o", file)
+    made = Plan.load(file)
+    assert made.memory["limit"] == tight
+    free = planned(*pin).predicted
+    assert free["peak_bytes"] > tight >= made.predicted["peak_bytes"]
+    run("plan", model, "--mesh", MESH, "--from", file, "-o", again)
+    assert Plan.load(again).memory == made.memory
+    assert Plan.load(again).nodes == made.nodes
+    run("plan", model, "--mesh", MESH, "--from", file, "--memory", "1GB", "-o", again)
+    assert Plan.load(again).memory["limit"] == 1e9
+    step = Plan.load(again).predicted["step_seconds"]
+    assert step == pytest.approx(free["step_seconds"], rel=1e-9)
+    assert step < made.predicted["step_seconds"]
+
+
+def test_runners_up_keep_a_recorded_limit(ask: Callable[..., Any], tight: int) -> None:
+    (answer,) = ask("why", "up.weight", "-n", 2, plan="tight.toml")
+    assert len(answer["others"]) == 2
+    for other in answer["others"]:
+        after = {f["name"]: f["after"] for f in other["difference"]["figures"]}
+        before = {f["name"]: f["before"] for f in other["difference"]["figures"]}
+        assert before == pytest.approx(planned(memory=tight).predicted, rel=1e-9)
+        found = planned("up.weight", other["layouts"].partition(" -sum(")[0], tight)
+        assert after["step_seconds"] == pytest.approx(found.predicted["step_seconds"], rel=1e-6)
+        assert after["peak_bytes"] <= tight
+
+
+def test_why_not_keeps_a_recorded_limit(ask: Callable[..., Any], tight: int) -> None:
+    whole = "[64, 16] => [64, 16]"
+    allowed = ask("why-not", "up.weight", "[64@gpu, 16]", plan="tight.toml")
+    found = planned("up.weight", "[64@gpu, 16]", tight)
+    after = {f["name"]: f["after"] for f in allowed["difference"]["figures"]}
+    assert allowed["fits"]
+    assert after == pytest.approx(found.predicted, rel=1e-9)
+    limit = int(too_little(whole))
+    assert limit < tight  # so a lower limit, which --memory gives, is what refuses
+    refused = ask("why-not", "up.weight", whole, "--memory", f"{limit}B", plan="tight.toml")
+    assert not refused["fits"]
+    assert ask("why-not", "up.weight", whole, plan="tight.toml")["fits"]

@@ -91,7 +91,7 @@ def command(
         elif named:
             found = dims.rows(graph, chosen, known)
         else:
-            limit = chosen.memory.get("limit", device(chosen.mesh).memory)
+            limit = chosen.memory.get("limit", device(chosen.mesh).usable)
             explanation = explained(graph, chosen, limit, known, prices(chosen, calibration))
     if whole:
         staged.show(opened, trace_json, as_json)

@@ -35,7 +35,11 @@ from autopar.planning.single import Options, Planner, Trace, cost_model, make_pl
     help="Samples of a step; cuts the model into pipeline stages and the batch into microbatches.",
 )
 @RULES
-@click.option("--memory", metavar="SIZE", help='Limit a device: "80GiB"; else its whole memory.')
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Tensors of a device, at most: "80GiB"; else its memory less what its allocator wastes.',
+)
 @click.option(
     "--unknown-ops",
     type=click.Choice(["replicate", "error"]),
@@ -128,7 +132,7 @@ def command(
     before = Plan.load(source) if source else None
     within = before.memory if before else {}
     state = state or (before.state or None if before else None)
-    limit = within.get("limit", device(mesh).memory)
+    limit = within.get("limit", device(mesh).usable)
     limit = limit if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)

@@ -24,7 +24,6 @@ from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
 from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
-from autopar.simulate.timeline import FRAGMENTATION
 
 
 @click.command("simulate")
@@ -90,9 +89,9 @@ def command(
         print_json({"graph": graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures})
     else:
         shown = {name.replace("_", " "): f"{value:.1%}" for name, value in figures.items()}
-        if settings.accelerator:
-            reserved = found.memory.reserved()
-            shown[f"memory, {FRAGMENTATION:.0%} of it idle in the allocator"] = (
+        if chip.fragmentation:
+            reserved = found.memory.reserved(chip.fragmentation)
+            shown[f"memory, {chip.fragmentation:.0%} of it idle in the allocator"] = (
                 f"{format_bytes(reserved)} ({reserved / chip.memory:.1%})"
             )
         print_out(f"{graph.name} on {chosen.mesh}")

@@ -211,7 +211,7 @@ def _open(file: Path, stage: Any, **given: Any) -> Case:
     wanted = Wanted("", given["batch"], given["seq"], given["layers"])
     plan, graph = open_plan(file, given["model"], wanted, known, stage)
     memory: str | None = given["memory"]
-    limit = plan.memory.get("limit", device(plan.mesh).memory)
+    limit = plan.memory.get("limit", device(plan.mesh).usable)
     limit = limit if memory is None else parse_quantity(memory, "B")
     calibration: Path | None = given["calibration"]
     by = prices(plan, calibration, must=True)

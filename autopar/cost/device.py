@@ -16,7 +16,7 @@ from autopar.ir.mesh import Description, Mesh
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
 _FORMAT = {"f8e4": "f8", "f8e5": "f8", "c128": "f64"}
-_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "k_half")
+_MAY_BE_ZERO = ("launch", "switch_reduction", "memory_ramp", "k_half", "fragmentation")
 _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 
 
@@ -39,6 +39,7 @@ class Device:
     peak: tuple[tuple[str, float], ...]
     memory: float
     memory_bandwidth: float
+    fragmentation: float
     devices_per_node: int
     intra_bandwidth: float
     intra_latency: float
@@ -70,11 +71,12 @@ class Device:
             figures |= {f"tile {m} x {n}": min(m, n), f"tile {m} x {n} efficiency": share}
         for name, value in figures.items():
             zero_fits = name in _MAY_BE_ZERO or name.endswith("latency")
-            top = 1.0 if name.endswith("efficiency") else math.inf
+            share = name.endswith("efficiency") or name == "fragmentation"
+            top = 1.0 if share else math.inf
             if not (math.isfinite(value) and 0 <= value <= top and (value or zero_fits)):
                 raise CostError(
                     f"device {self.name!r} has {name} = {value}",
-                    why="figures are finite and positive, efficiencies at most 1",
+                    why="figures are finite and positive, efficiencies and shares at most 1",
                     todo="correct that figure of the device",
                 )
         for name, word, known in (
@@ -93,6 +95,11 @@ class Device:
                 f"device {self.name!r} has peaks for {[dtype for dtype, _ in self.peak]}",
                 why=f"one peak is needed for each of {', '.join(DTYPES)}",
             )
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take: the memory less what an allocator keeps and cannot use."""
+        return self.memory * (1 - self.fragmentation)
 
     def rate(self, dtype: str, matmul: bool) -> float:
         """Peak FLOP/s for operands of `dtype`, a dtype of the IR or "tf32".
@@ -165,7 +172,7 @@ def _described(name: str, given: Description) -> Device:
     cuts matrices is not known, so that no shape is slow. Links: 8
     devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
     which is attained, by a library of which nothing is known. Nothing is gained by running
-    collectives beside kernels.
+    collectives beside kernels. Its memory is taken to be what tensors may fill.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
     return Device(
@@ -174,6 +181,7 @@ def _described(name: str, given: Description) -> Device:
         peak=tuple((dtype, given.flops * share[dtype]) for dtype in DTYPES),
         memory=given.memory,
         memory_bandwidth=given.bandwidth,
+        fragmentation=0.0,
         devices_per_node=8,
         intra_bandwidth=25e9,
         intra_latency=10e-6,

@@ -188,7 +188,7 @@ def make_plan(
 
 def limit_of(mesh: Mesh, options: Options) -> float:
     """Bytes that a device may use."""
-    limit = device(mesh).memory if options.memory is None else options.memory
+    limit = device(mesh).usable if options.memory is None else options.memory
     return parse_quantity(limit, "B") if isinstance(limit, str) else limit
 
 

@@ -173,7 +173,7 @@ def in_flight(schedule: Schedule, stage: int) -> float:
 
 def _room(options: Options, mesh: Mesh, schedule: Schedule, stage: int) -> float:
     """Bytes of a device for one of the stages that it holds."""
-    given = device(mesh).memory if options.memory is None else options.memory
+    given = device(mesh).usable if options.memory is None else options.memory
     limit = parse_quantity(given, "B") if isinstance(given, str) else given
     ranks = {placed[stage] for placed in schedule.placement}
     return limit / max(len(schedule.holds[rank]) for rank in ranks)

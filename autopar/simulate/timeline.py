@@ -12,11 +12,6 @@ from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
 from autopar.simulate.task import COMPUTE, Task
 
-# What PyTorch's caching allocator keeps but cannot use: what Guo et al. removed on average over
-# eight language models, whose tensors were recomputed or offloaded, too ("GMLake", ASPLOS 2024,
-# arXiv 2401.08156, abstract). The CPU's allocator keeps nothing.
-FRAGMENTATION = 0.15
-
 
 @dataclass(frozen=True)
 class Span:
@@ -57,7 +52,7 @@ class Usage:
     task: str
     buffers: tuple[tuple[str, float], ...]
 
-    def reserved(self, fragmentation: float = FRAGMENTATION) -> float:
+    def reserved(self, fragmentation: float) -> float:
         """Bytes that an allocator takes from the device if that part of them lies idle."""
         return self.peak / (1 - fragmentation)
 

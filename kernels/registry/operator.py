@@ -9,6 +9,7 @@ autopar's rules (`autopar/intra_op/rule.py`), which the kernels do not import:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -113,15 +114,20 @@ class Operator:
         """The operator through torch's dispatcher, where autograd sees it."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name)(*args)
 
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """Where among the arguments each tensor stands, by name."""
+        parameters = inspect.signature(self.allocate).parameters.values()
+        return {p.name: i for i, p in enumerate(parameters) if "Tensor" in str(p.annotation)}
+
+    @functools.cached_property
+    def terms(self) -> tuple[str, ...]:
+        """What the factor string says of each operand."""
+        return tuple(term.strip() for term in self.factors.partition("->")[0].split(","))
+
     def operands(self, args: Sequence[Any]) -> dict[str, Tensor | None]:
         """The tensor arguments by name; None for one that is not given."""
-        return {
-            name: args[i] if i < len(args) else None
-            for i, (name, parameter) in enumerate(
-                inspect.signature(self.allocate).parameters.items()
-            )
-            if "Tensor" in str(parameter.annotation)
-        }
+        return {name: args[i] for name, i in self.places.items()}
 
     def run(self, *args: Any, strict: bool = False) -> Any:
         """The results: by the kernel on a GPU (or in the interpreter), else by the reference.
@@ -167,8 +173,7 @@ class Operator:
     def check(self, args: Sequence[Any]) -> None:
         """KernelError where sizes of one factor differ, or a rank or another argument is wrong."""
         sizes: dict[str, tuple[int, str]] = {}
-        terms = [term.strip() for term in self.factors.partition("->")[0].split(",")]
-        for term, (name, tensor) in zip(terms, self.operands(args).items(), strict=True):
+        for term, (name, tensor) in zip(self.terms, self.operands(args).items(), strict=True):
             if tensor is None:
                 continue
             factors = _aligned(term, tensor.dim())
@@ -186,12 +191,12 @@ class Operator:
         """Bytes that the kernel moves between memory and processor.
 
         Args:
-            operands: in order, anything with `nbytes`; None for one that is not given.
+            operands: the tensor arguments in order, as anything with `nbytes`; None for one that
+                is not given.
             results: likewise.
         """
-        names = list(self.operands(operands if len(operands) else ()))
-        moved = sum(result.nbytes for result in results if result is not None)
-        for name, operand in zip(names, operands, strict=False):
+        moved = sum(result.nbytes for result in results)
+        for name, operand in zip(self.places, operands, strict=True):
             passes = self.passes.get(name, 2 if name in self.writes else 1)
             moved += 0 if operand is None else passes * operand.nbytes
         return int(moved)
@@ -240,6 +245,7 @@ def evenly_spaced(**tensors: Tensor | None) -> str:
     return ""
 
 
+@functools.cache
 def _aligned(term: str, rank: int) -> list[str] | None:
     """The factor of each dimension; those of "..." are counted from the right."""
     words = re.findall(r"\.\.\.|\w+", term)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +12,7 @@ import pytest
 from autopar.errors import InfeasibleError, MissingDependencyError, ProblemError
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Problem, Solution, evaluate
 from autopar.intra_op.reduce import critical_times, reduce
-from autopar.intra_op.solvers import _cbc, _program, solve, solvers
+from autopar.intra_op.solvers import _cbc, _program, _search, solve, solvers
 
 EXACT = 1e-9  # relative; what is left is the rounding of sums
 
@@ -116,6 +117,26 @@ def test_ilp_equals_brute_force(optima: list[Solution | None]) -> None:
     # The comparison reached every stage of the solver, and both verdicts.
     assert sum("below" in step for step in steps) > 20
     assert 20 < sum(best is None for best in optima) < 150
+
+
+def test_cores_pruned_by_a_bound_keep_the_optimum(
+    optima: list[Solution | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_search, "NEAR", math.inf)
+    monkeypatch.setattr(_search, "MANY_PAIRS", 0)
+    pruned = 0
+    for problem, best in zip(PROBLEMS, optima, strict=True):
+        if best is None:
+            continue
+        search = _search.Search(problem, 60.0, 1e-9, None)
+        _search.relax(search)
+        pruned += len(search.layers) > 1
+        assert search.bound <= best.objective * (1 + EXACT)
+        found = solve(problem, "auto", gap=1e-9)
+        assert evaluate(problem, found).feasible
+        assert found.objective == pytest.approx(best.objective, rel=EXACT)
+        assert found.bound == pytest.approx(best.objective, rel=EXACT)
+    assert pruned > 5
 
 
 def test_greedy_is_valid_and_never_below_the_optimum(optima: list[Solution | None]) -> None:

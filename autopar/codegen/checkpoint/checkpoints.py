@@ -154,7 +154,7 @@ class Checkpoints:
     def _write(
         self, path: Path, snapshot: Snapshot | AutoparError, group: dist.ProcessGroup | None
     ) -> None:
-        with _named(f"the checkpoint {path} was not saved"), _quiet():
+        with _named(f"the checkpoint {path} was not saved"), _quiet(group):
             try:
                 save(
                     {},
@@ -290,7 +290,7 @@ def read_alone(path: Path, index: Index, parts: list[Part]) -> None:
 def _load(
     reader: Reader, wanted: Callable[[], list[Part]], group: dist.ProcessGroup | None
 ) -> None:
-    with _named(f"the checkpoint {reader.path} was not loaded"), _quiet():
+    with _named(f"the checkpoint {reader.path} was not loaded"), _quiet(group):
         load(
             {},
             storage_reader=reader,
@@ -323,8 +323,11 @@ def _of_rank(what: str, rank: int, cause: BaseException) -> AutoparError:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(group: dist.ProcessGroup | None) -> Iterator[None]:
     """torch warns where there is no process group, which is no fault of one process."""
+    if group is not None:
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
         yield

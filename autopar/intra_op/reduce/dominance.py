@@ -17,6 +17,7 @@ from autopar.intra_op.reduce.store import (
     SIZE,
     STALE,
     START,
+    Floats,
     Ints,
     Store,
     far,
@@ -37,8 +38,10 @@ def lighter(s: Store, v: int, r: int, i: int) -> bool:
 
 
 @inner
-def least_gain(s: Store, h: int, i: int, r: int) -> float:
-    """The least by which choice i's row exceeds choice r's, over what i allows."""
+def least_gain(s: Store, h: int, i: int, r: int, floor: float) -> float:
+    """The least by which choice i's row exceeds choice r's, over what i allows; minus infinity if
+    that is below `floor`.
+    """
     near, step = strides(s, h)
     at = s.edge[h >> 1, PLACE]
     one, two = at + i * near, at + r * near
@@ -46,6 +49,8 @@ def least_gain(s: Store, h: int, i: int, r: int) -> float:
     for _ in range(s.node[far(s, h), SIZE]):
         if s.pool[one] < np.inf:
             least = min(least, s.pool[one] - s.pool[two])
+            if least < floor:
+                return -np.inf
         one += step
         two += step
     return least
@@ -65,25 +70,41 @@ def cheapest_partners(s: Store, h: int, count: int, best: Ints, at_best: int) ->
 
 
 @inner
-def dominates(s: Store, v: int, r: int, i: int, best: Ints) -> bool:
-    """Whether node v costs no more with choice r than with i, whatever its neighbours choose."""
+def gains_at_best(s: Store, v: int, i: int, best: Ints, gains: Floats) -> None:
+    """Writes by how much node v costs more with choice i than with each other one, beside the
+    partners that suit i best: at least what it is beside any.
+    """
     start, count = s.node[v, START], s.node[v, SIZE]
-    excess = s.pool[start + i] - s.pool[start + r]
-    # Beside the partners that suit i best, which takes less time to see.
-    quick, k, h = excess, 0, s.node[v, FIRST]
+    for r in range(count):
+        gains[r] = s.pool[start + i] - s.pool[start + r]
+    k, h = 0, s.node[v, FIRST]
     while h != NONE:
         near, step = strides(s, h)
         at = s.edge[h >> 1, PLACE] + best[k * count + i] * step
-        quick += s.pool[at + i * near] - s.pool[at + r * near]
+        own = s.pool[at + i * near]
+        for r in range(count):
+            gains[r] += own - s.pool[at + r * near]
         k += 1
         h = s.half[h, AFTER]
-    if quick < 0:
-        return False
-    h = s.node[v, FIRST]
+
+
+@inner
+def dominates(s: Store, v: int, r: int, i: int, most: float, best: Ints) -> bool:
+    """Whether node v costs no more with choice r than with i, whatever its neighbours choose;
+    `most` is what `gains_at_best` says.
+    """
+    start, count = s.node[v, START], s.node[v, SIZE]
+    excess, k, h = s.pool[start + i] - s.pool[start + r], 0, s.node[v, FIRST]
     while h != NONE:
-        excess += least_gain(s, h, i, r)
+        near, step = strides(s, h)
+        at = s.edge[h >> 1, PLACE] + best[k * count + i] * step
+        here = s.pool[at + i * near] - s.pool[at + r * near]
+        gain = least_gain(s, h, i, r, here - most)
+        excess += gain
+        most += gain - here
         if excess == -np.inf:
             return False
+        k += 1
         h = s.half[h, AFTER]
     return bool(excess >= 0)
 
@@ -97,6 +118,7 @@ def dominate(s: Store, v: int) -> bool:
     """
     count = s.node[v, SIZE]
     keep, best = np.empty(count, np.bool_), np.empty(s.node[v, DEGREE] * count, np.int64)
+    gains = np.empty(count)
     k, h = 0, s.node[v, FIRST]
     while h != NONE:
         cheapest_partners(s, h, count, best, k * count)
@@ -105,8 +127,10 @@ def dominate(s: Store, v: int) -> bool:
     for i in range(count):
         keep[i] = True
     for i in range(count):
+        gains_at_best(s, v, i, best, gains)
         for r in range(count):
-            if r != i and keep[r] and lighter(s, v, r, i) and dominates(s, v, r, i, best):
+            better = gains[r] >= 0 and r != i and keep[r] and lighter(s, v, r, i)
+            if better and dominates(s, v, r, i, gains[r], best):
                 keep[i] = False
                 break
     return restrict(s, v, keep)

@@ -30,6 +30,7 @@ from autopar.intra_op.reduce.store import (
     SIZE,
     START,
     WAITING,
+    Floats,
     Ints,
     Store,
     attach,
@@ -45,7 +46,7 @@ from autopar.intra_op.reduce.store import (
     touch_edge,
 )
 
-DONE, STARVED, EMPTY = range(3)
+DONE, POOL_FULL, LOG_FULL, EMPTY = range(4)
 
 
 @inner
@@ -169,14 +170,16 @@ def burden(s: Store, v: int) -> int:
 
 
 @inner
-def room(s: Store, entries: int, notes: int) -> bool:
-    """Whether the pool and the log can take so many more."""
-    return bool(s.used[POOL] + entries <= len(s.pool) and s.used[LOG] + notes + 8 <= len(s.log))
+def lack(s: Store, entries: int, notes: int) -> int:
+    """What cannot take so many more: POOL_FULL, LOG_FULL, or DONE if both can."""
+    if s.used[POOL] + entries > len(s.pool):
+        return POOL_FULL
+    return LOG_FULL if s.used[LOG] + notes + 8 > len(s.log) else DONE
 
 
 @inner
 def simplify_edge(s: Store, e: int) -> int:
-    """Applies the rules of edges to one. Returns DONE, STARVED (of room) or EMPTY (no choice)."""
+    """Applies the rules of edges to one. Returns DONE, EMPTY (no choice), or what is full."""
     h = 2 * e
     if not (keep_supported(s, h) and keep_supported(s, h + 1)):
         return EMPTY
@@ -192,10 +195,10 @@ def simplify_edge(s: Store, e: int) -> int:
             only = only_partners(s, h)
     if len(only) == 0:
         return DONE
-    if not room(s, len(only) * burden(s, far(s, h)), 2 * len(only)):
-        return STARVED
-    contract(s, h, only)
-    return DONE
+    status = lack(s, len(only) * burden(s, far(s, h)), 2 * len(only))
+    if status == DONE:
+        contract(s, h, only)
+    return status
 
 
 @inner
@@ -219,6 +222,16 @@ def settle_single(s: Store, v: int) -> None:
 
 
 @inner
+def cheapest(least: Floats, best: Ints, left: float, right: Floats, k: int) -> None:
+    """Enters choice k where left + right is less; without branches, so that it is vectorised."""
+    for j in range(len(least)):
+        value = left + right[j]
+        less = value < least[j]
+        least[j] = value if less else least[j]
+        best[j] = k if less else best[j]
+
+
+@inner
 def eliminate(s: Store, v: int) -> None:
     """Eliminates a node of degree 1 or 2 whose memory does not matter (R1, R2): its best choice is
     a function of its neighbours', and its least cost a cost of the one or a matrix of the two.
@@ -235,21 +248,19 @@ def eliminate(s: Store, v: int) -> None:
         note_choices(s, b)
         near_b, step_b = strides(s, h)
         at_b = s.edge[h >> 1, PLACE]
-    right = np.empty((columns, count))
-    for j in range(columns):
-        for k in range(count):
-            right[j, k] = 0.0 if h == NONE else s.pool[at_b + k * near_b + j * step_b]
-    values, left = np.empty((rows, columns)), np.empty(count)
-    for i in range(rows):
-        for k in range(count):
-            left[k] = s.pool[at + k * near + i * step] + s.pool[s.node[v, START] + k]
+    right = np.empty((count, columns))
+    for k in range(count):
         for j in range(columns):
-            least, best = np.inf, 0
-            for k in range(count):
-                if left[k] + right[j, k] < least:
-                    least, best = left[k] + right[j, k], k
-            values[i, j] = least
-            note(s, v, best)
+            right[k, j] = 0.0 if h == NONE else s.pool[at_b + k * near_b + j * step_b]
+    values, best = np.full((rows, columns), np.inf), np.zeros(columns, np.int64)
+    for i in range(rows):
+        best[:] = 0
+        for k in range(count):
+            left = s.pool[at + k * near + i * step] + s.pool[s.node[v, START] + k]
+            if left < np.inf:
+                cheapest(values[i], best, left, right[k], k)
+        for j in range(columns):
+            note(s, v, best[j])
     cut(s, g >> 1)
     if h == NONE:
         for i in range(rows):
@@ -285,18 +296,19 @@ def simplify_node(s: Store, v: int) -> int:
         keep[i] = keep[i] and (i == best or not alone)
     if not restrict(s, v, keep):
         return EMPTY
+    status = DONE
     if s.node[v, SIZE] == 1:
-        if not room(s, 0, 1):
-            return STARVED
-        settle_single(s, v)
+        status = lack(s, 0, 1)
+        if status == DONE:
+            settle_single(s, v)
     elif degree <= 2 and degree > 0 and memory_free(s, v):
         g = s.node[v, FIRST]
         h = s.half[g, AFTER]
         rows, columns = s.node[far(s, g), SIZE], 1 if h == NONE else s.node[far(s, h), SIZE]
-        if not room(s, rows * columns, rows * columns + rows + columns):
-            return STARVED
-        eliminate(s, v)
-    return DONE
+        status = lack(s, rows * columns, rows * columns + rows + columns)
+        if status == DONE:
+            eliminate(s, v)
+    return status
 
 
 @entry

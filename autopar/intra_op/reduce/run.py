@@ -13,7 +13,7 @@ from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.dominance import dominate_stale
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 from autopar.intra_op.reduce.memory import update_memory
-from autopar.intra_op.reduce.rules import DONE, EMPTY, settle
+from autopar.intra_op.reduce.rules import DONE, EMPTY, POOL_FULL, settle
 from autopar.intra_op.reduce.store import (
     DEGREE,
     HELD,
@@ -84,7 +84,7 @@ def run(flat: Flat, name: str) -> Reduced:
         if status == EMPTY:
             raise _nothing_left(name)
         if status != DONE:
-            store = _grown(store)
+            store = _grown(store, status == POOL_FULL)
             continue
         peak = update_memory(store, flat.limit) if len(flat.base) else 0.0
         if peak > 0:
@@ -164,11 +164,16 @@ def _enter(s: Store, ends: Ints, owners: Ints) -> None:
         touch(s, v)
 
 
-def _grown(s: Store) -> Store:
-    return s._replace(
-        pool=np.concatenate([s.pool, np.zeros(len(s.pool))]),
-        log=np.concatenate([s.log, np.zeros(len(s.log), dtype=np.int64)]),
-    )
+def _grown(s: Store, pool: bool) -> Store:
+    if pool:
+        return s._replace(pool=_longer(s.pool, s.used[POOL]))
+    return s._replace(log=_longer(s.log, s.used[LOG]))
+
+
+def _longer(values: Any, used: int) -> Any:
+    longer = np.empty(2 * len(values), dtype=values.dtype)
+    longer[:used] = values[:used]
+    return longer
 
 
 def _gathered(s: Store, flat: Flat) -> Reduced:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,6 +31,9 @@ FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds fo
 LOOKS = 12  # at what a choice exceeds while it is made to fit
 TREE = 200  # nodes of a block that is made optimal at once, at most
 DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # by turns, how much worse than the best kicks may lead
+NEAR = 0.01  # share of the price by which the bound may be lower for it to prune the core
+MANY_PAIRS = 200_000  # of a core for which that pays
+SHRINK_STEPS = 12  # of prices for that bound
 WORK = 100_000_000  # pairs of choices that one call of `shake` may look at: under a second
 
 
@@ -48,11 +52,12 @@ class Search:
         self.started = time.perf_counter()
         self.problem, self.time_limit, self.gap, self.seed = problem, time_limit, gap, seed
         self.progress, self.watch = progress or (lambda text: None), watch
-        self.best: Ints | None = None
+        self.best: Ints | None = None  # of the core, to go on from
+        self.answer: Ints | None = None  # the choice of the whole problem that has `price`
         self.price, self.bound = math.inf, -math.inf
-        self.outer = run(flatten(problem), problem.name)
+        self.layers = [run(flatten(problem), problem.name)]
         self.reduced = self.elapsed()
-        self.core = self.outer.flat
+        self.core = self.layers[0].flat
         self.times = np.zeros(0, dtype=np.int64)
         self.prices = np.zeros(0)  # of a byte at each of them
         self.moves = local(self.core.at(self.times))
@@ -101,12 +106,41 @@ class Search:
                 where=f"problem {self.problem.name!r}",
                 why=f"{len(start)} choices for {len(self.problem.nodes)} nodes",
             )
-        first, ident = self.core.start, self.outer.ident
-        choice = np.zeros(self.core.nodes, dtype=np.int64)
-        for v, node in enumerate(self.outer.nodes.tolist()):
-            same = np.flatnonzero(ident[first[v] : first[v + 1]] == start[node])
-            choice[v] = same[0] if len(same) else 0
-        self.offer(choice)
+        self.offer(restricted(self.layers[0], start))
+
+    def expand(self, choice: Ints) -> Ints:
+        """Returns a choice for the whole problem: the best one, given one for the core."""
+        for layer in reversed(self.layers):
+            choice = layer.expand(choice)
+        return choice
+
+    def shrink(self, times: Ints, prices: Floats) -> Floats:
+        """Leaves out of the core what a bound shows to be in no choice as cheap as the best one,
+        and reduces it again; returns better prices of memory at those times.
+
+        Pays where few pairs of many can be left: where the best price is near the bound.
+        """
+        near = self.price < math.inf and self.price - self.bound <= NEAR * abs(self.price)
+        if not near or self.proved or np.isfinite(self.core.matrix).sum() < MANY_PAIRS:
+            return prices
+        half = self.elapsed() + 0.5 * self.left()
+        dual = ascend(
+            self.core.at(times), prices, self.price, lambda: self.elapsed() > half, SHRINK_STEPS
+        )
+        kept = dual.without(self.price)
+        try:
+            self.raise_bound(dual.bound)
+            layer = run(replace(self.core, cost=kept.cost, matrix=kept.matrix), self.problem.name)
+        except InfeasibleError:
+            self.raise_bound(self.price)
+            return dual.prices
+        self.layers.append(layer)
+        self.core = layer.flat
+        if self.best is not None:
+            self.best = restricted(layer, self.best)
+        self.moves = local(self.core.at(self.times))
+        self.say(f"below {self.price:.9g}: {self.core.size()}")
+        return dual.prices
 
     def offer(self, choice: Ints, repair: bool = True) -> None:
         """Considers a choice for the core; made to fit and improved first, unless told not to.
@@ -122,7 +156,7 @@ class Search:
             if price >= self.price:
                 return
             if self._fits(choice):
-                self.price, self.best = price, choice
+                self.price, self.best, self.answer = price, choice, self.expand(choice)
                 self._tell()
                 return
             self._limit_at(self.peaks(choice, self.times))
@@ -146,7 +180,7 @@ class Search:
         if float(self.core.holds(choice).max()) <= self.core.limit * (1 - 1e-9):
             return True
         # So close to the limit only exact sums can tell.
-        return evaluate(self.problem, self.outer.expand(choice).tolist()).feasible
+        return evaluate(self.problem, self.expand(choice).tolist()).feasible
 
     def _improve(self, choice: Ints) -> None:
         held = np.zeros(len(self.times))
@@ -200,18 +234,18 @@ class Search:
         Raises:
             InfeasibleError: there is none, which is not to say that there cannot be one.
         """
-        if self.best is None:
+        if self.answer is None:
             raise InfeasibleError(
                 "no choice that fits was found in time",
                 where=f"problem {self.problem.name!r}",
                 why=f"{self.time_limit:g} s were not enough; whether there is one is not known",
                 todo="raise the solver's time limit, or allow more memory",
             )
-        choice = tuple(self.outer.expand(self.best).tolist())
+        choice = tuple(self.answer.tolist())
         if self.problem.memory_limit is not None and len(choice) <= FEW_NODES:
             choice = lightest(self.problem, choice)
         price = evaluate(self.problem, choice).cost
-        bound, left = min(self.bound, price), self.core.nodes
+        bound, left = min(self.bound, price), self.layers[0].flat.nodes
         return Solution(choice, price, bound, solver, self.elapsed(), left)
 
 
@@ -286,5 +320,19 @@ def relax(search: Search) -> Relaxation:
         wider, prices = relaxation.wider()
         if len(wider) == len(times) or search.done:
             break
-        times = wider
+        times, prices = wider, search.shrink(wider, prices)
+        if search.done:
+            break
     return relaxation
+
+
+def restricted(layer: Reduced, choice: Ints) -> Ints:
+    """Returns a choice of what the reductions left that is like one of what they were given, where
+    its choices are still there.
+    """
+    start, wanted = layer.flat.start, np.asarray(choice)[layer.nodes]
+    found = np.zeros(layer.flat.nodes, dtype=np.int64)
+    for v in range(layer.flat.nodes):
+        same = np.flatnonzero(layer.ident[start[v] : start[v + 1]] == wanted[v])
+        found[v] = same[0] if len(same) else 0
+    return found

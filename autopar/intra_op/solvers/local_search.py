@@ -35,7 +35,7 @@ def solve(
     search = Search(problem, time_limit, gap, progress, watch, seed)
     relax(search)
     idle, rounds, taken = 0, search.rounds(KICKS), 0.0
-    while not search.proved and search.best is not None and idle < PATIENCE:
+    while not search.proved and search.answer is not None and idle < PATIENCE:
         if search.left() <= 2 * taken:  # the last ones may have been quick
             break
         begun = search.elapsed()
