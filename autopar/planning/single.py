@@ -212,7 +212,7 @@ class Planner:
         self.pins = spell_out(options.pins, graph, mesh, options.table)
         self.prices = cost_model(mesh, options)
         self._branches: dict[str, Branch] = {}
-        count = options.microbatches
+        count = options.microbatches if repeated is None else repeated.microbatches
         self._repeats = {"microbatches": float(count)} if count > 1 else {}
         self._repeats["bucket"] = float(bucket_of(graph))
 
@@ -242,7 +242,7 @@ class Planner:
             pins=self.pins,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
-            microbatches=options.microbatches,
+            microbatches=int(self._repeats.get("microbatches", 1)),
             lies=options.lies(self.mesh),
             bucket=bucket_of(self.graph),
         )

@@ -144,12 +144,7 @@ def plan_stages(
         one = same[0]
 
         def planned(most: float, one: int = one) -> Plan:
-            own = replace(
-                options,
-                pins=pins[one],
-                memory=_room(options, meshes[one], made, one),
-                microbatches=microbatches,
-            )
+            own = replace(options, pins=pins[one], memory=_room(options, meshes[one], made, one))
             repeated = Repeated(microbatches, most)
             return make_plan(parts[one], meshes[one], own, trace, state_bytes, repeated)
 
