@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autopar.codegen import torch_private
 from autopar.codegen.weights import Weight, travel
 from autopar.ir.storage import Storage
 
@@ -75,9 +76,8 @@ class Refetch:
 
     def watch(self, weight: Weight, used: Tensor) -> None:
         """Keep nothing but its part of a parameter that has been gathered."""
-        storage = used.untyped_storage()
-        key = storage._cdata
-        gone = weakref.ref(storage, lambda _: self._known.pop(key, None))
+        key = torch_private.storage_id(used)
+        gone = weakref.ref(used.untyped_storage(), lambda _: self._known.pop(key, None))
         self._known[key] = (gone, _Kept(self._comm, weight, used))
 
     @contextmanager
@@ -87,7 +87,7 @@ class Refetch:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(torch_private.storage_id(tensor))
         if known is None:
             return tensor
         return _View(known[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))

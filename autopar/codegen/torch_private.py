@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # `torch.distributed.Store` is public, but its type stubs live here only.
 from torch._C._distributed_c10d import Store as Store
@@ -33,6 +34,12 @@ def own_store() -> Store:
     store: Any = distributed_c10d._get_default_store()
     connection: Store = store.clone()
     return connection
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that tells storages apart while they live; views of one share it."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def profiling() -> bool:
