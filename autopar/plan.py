@@ -72,11 +72,12 @@ class Plan:
             its predicted seconds.
         pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
             again under it. A plan that is only used need not keep it.
-        memory: what it was made within: the "limit" in bytes a device, the optimizer's "state" in
-            units of a parameter's own bytes (AdamW: 2), the "microbatches" of a step, and the
-            "bucket" of gradients and parameters that go together, in bytes.
+        memory: what it was made within: the "limit" in bytes a device, and the optimizer's "state"
+            in units of a parameter's own bytes (AdamW: 2).
         recompute: run of blocks -> how many of them compute their activations again in the
             backward, and what they keep; see `autopar.ir.recompute`.
+        step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
+            parameters that go together, in bytes.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
@@ -96,6 +97,7 @@ class Plan:
     memory: dict[str, float] = field(default_factory=dict)
     recompute: dict[str, Recompute] = field(default_factory=dict)
     calibration: str = field(default="", compare=False)
+    step: dict[str, float] = field(default_factory=dict)
     state: str = ""
 
     def __str__(self) -> str:
@@ -116,12 +118,12 @@ class Plan:
     @property
     def bucket(self) -> int:
         """Bytes of gradients, or of parameters, that go together; 1 if each goes by itself."""
-        return int(self.memory.get("bucket", 1))
+        return int(self.step.get("bucket", 1))
 
     @property
     def microbatches(self) -> int:
         """How many a step accumulates."""
-        return int(self.memory.get("microbatches", 1))
+        return int(self.step.get("microbatches", 1))
 
     def to_toml(self) -> str:
         """The file's text; `Plan.from_toml` reads it back to an equal plan."""
@@ -141,6 +143,8 @@ class Plan:
             document["pins"] = dict(self.pins)
         if self.state:
             document["state"] = self.state
+        if self.step:
+            document["step"] = dict(self.step)
         if self.memory:
             document["memory"] = dict(self.memory)
         if self.recompute:
@@ -196,7 +200,8 @@ class Plan:
                 run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
             }
             made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
-            told = (_text(table, "calibration"), _text(table, "state"))
+            step = {name: _figure(value) for name, value in table.get("step", {}).items()}
+            told = (_text(table, "calibration"), step, _text(table, "state"))
             return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error

@@ -138,7 +138,7 @@ def command(
     pins = words(texts, plans, layouts, source)
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
-        microbatches=int(within.get("microbatches", 1)), state=state,
+        microbatches=before.microbatches if before else 1, state=state,
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")

@@ -213,14 +213,14 @@ class Planner:
         self.prices = cost_model(mesh, options)
         self._branches: dict[str, Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches
-        self._repeats = {"microbatches": float(count)} if count > 1 else {}
-        self._repeats["bucket"] = float(bucket_of(graph))
+        self._step = {"microbatches": float(count)} if count > 1 else {}
+        self._step["bucket"] = float(bucket_of(graph))
 
     def plan(self, limit: float) -> Plan:
         """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
         made = cheapest(self.graph, self.options.recompute, limit, self._branch)
         within = {"limit": limit} if limit < math.inf else {}
-        return replace(made, memory=within | {"state": self.state_bytes} | self._repeats)
+        return replace(made, memory=within | {"state": self.state_bytes})
 
     def _branch(self, recompute: Mapping[str, Recompute]) -> Branch:
         """Planning with some blocks computed again."""
@@ -242,7 +242,7 @@ class Planner:
             pins=self.pins,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
-            microbatches=int(self._repeats.get("microbatches", 1)),
+            microbatches=int(self._step.get("microbatches", 1)),
             lies=options.lies(self.mesh),
             bucket=bucket_of(self.graph),
         )
@@ -264,7 +264,7 @@ class Planner:
                 pins=self.pins,
                 solver=found_by(built.problem, solution),
                 recompute=dict(recompute),
-                memory=self._repeats,
+                step=self._step,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
             )
