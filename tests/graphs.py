@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from autopar.ir.capture import Captured, capture
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import TORCH_DTYPES, run
+from autopar.ir.text import parse_graph
+from autopar.ir.verify import verify
 
 Values = dict[str, Tensor]
 
@@ -69,3 +73,15 @@ def captured_double(model: nn.Module, batch: Values) -> tuple[Graph, Values]:
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     captured = capture(model, (), batch)
     return captured.graph, model_values(model, batch, captured)
+
+
+def checked(step: Callable[[Graph], Graph], text: str, seed: int = 0) -> Graph:
+    """The pass applied to a written graph, proved to be legal and to compute the same."""
+    before = parse_graph(text)
+    after = verify(step(verify(before)))
+    assert_equal_runs(before, after, leaf_values(before, seed))
+    return after
+
+
+def ops(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes if not node.is_leaf]

@@ -5,7 +5,8 @@ one of them inside groups of devices and one between them - ends a path of the b
 that is still to be computed needs its result. So gradients wait for others that go the same way, in
 the order in which the backward makes them, and when a buffer is full one collective takes them all
 (Li et al., "PyTorch Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device that runs on a
-stream of its own while the backward goes on; elsewhere it runs at once.
+stream of its own while the backward goes on. Elsewhere it runs at once; but all_reduces, which save
+no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
 
 A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
 takes the sums to where they are updated once.
@@ -110,10 +111,13 @@ class Gradients:
                 self._reduce(self._sums.pop(id(weight)))
 
     def _reduce(self, known: _Sum) -> None:
-        if known.weight.path("reduce"):
-            self._done += self._whole.add(known.weight, known.total)
-        else:
-            self._done.append((known.weight, known.total))
+        path, total = known.weight.path("reduce"), known.total
+        if not path:
+            self._done.append((known.weight, total))
+            return
+        if path[0].call.kind == "all_reduce" and not (known.own and total.is_contiguous()):
+            total = total.clone(memory_format=torch.contiguous_format)  # it is summed in place
+        self._done += self._whole.add(known.weight, total)
 
     @contextmanager
     def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:

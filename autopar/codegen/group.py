@@ -149,12 +149,14 @@ class Group:
     # them. Of one tensor the buffer is the tensor itself.
 
     def reduce_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """`reduce` of each."""
-        if len(xs) == 1:
-            return [self.reduce(xs[0])]
-        total = torch.cat([x.reshape(-1) for x in xs])
-        if self.size > 1:
-            dist.all_reduce(total, group=self.process_group)
+        """The sum of each over the group; the tensors, contiguous ones, may be overwritten."""
+        if self.process_group is None:
+            return list(xs)
+        if len(xs) == 1 or xs[0].device.type == "cpu":
+            torch_private.all_reduce_many(list(xs), self.process_group)
+            return list(xs)
+        total = torch.cat([x.view(-1) for x in xs])
+        dist.all_reduce(total, group=self.process_group)
         flat = total.split([x.numel() for x in xs])
         return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]
 

@@ -141,6 +141,9 @@ class Bucket:
         way = weight.way(self._when)
         waiting = self._waiting.setdefault(way, [])
         waiting.append((weight, tensor))
+        kinds = {hop.call.kind for hop in weight.path(self._when)}
+        if kinds == {"all_reduce"} and tensor.device.type == "cpu":
+            return []  # nothing is gained from it before the end
         full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
         return self._send(way) if full else []
 

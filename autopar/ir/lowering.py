@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import keyword
 import operator
-import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
@@ -25,12 +24,11 @@ from torch._ops import OpOverload
 from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir import composite, writes
 from autopar.ir.advice import unsupported
-from autopar.ir.graph import Arg, Name, Node, Ref, Source
+from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
-from autopar.ir.tensor import TensorType
+from autopar.ir.traced import dtype_of, source_of, tensors_of
 from autopar.ir.watch import taken_out
 
-_TORCH = os.path.dirname(torch.__file__)
 _CHECKS = re.compile(
     r"aten\.(_assert_|_functional_assert|sym_constrain_range|_linalg_check_errors)"
 )
@@ -118,7 +116,7 @@ class Lowering:
             raise unsupported("vmap") if functions else _no_place(op)
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
-        elif not _tensors(value):
+        elif not tensors_of(value):
             return  # A check, or a number, which `read` refuses if anything depends on it.
         elif op == "aten.lift_fresh_copy.default" and first is not None:
             self._set(node, self.read(first))
@@ -200,7 +198,7 @@ class Lowering:
 
     def _set(self, node: fx.Node, value: Ref) -> None:
         self._values[node] = value
-        for tensor in _tensors(node.meta["val"])[:1]:
+        for tensor in tensors_of(node.meta["val"])[:1]:
             self._sharing.setdefault(tensor.untyped_storage(), {})[node] = None
 
     def _first(self, node: fx.Node) -> fx.Node | None:
@@ -324,7 +322,7 @@ class Lowering:
             ref = self.read(arg)
             return ref if grad else self._detach(arg, ref)
         if isinstance(arg, torch.dtype):
-            return Name(_dtype(arg))
+            return Name(dtype_of(arg))
         if isinstance(arg, torch.memory_format):
             return Name(str(arg).removeprefix("torch."))
         if isinstance(arg, (list, tuple)):
@@ -360,7 +358,7 @@ class Lowering:
         while name in self._by_name:
             count += 1
             name = f"{stem}_{count}"
-        types = tuple(map(_type, _tensors(node.meta["val"] if value is None else value)))
+        types = tuple(map(type_of, tensors_of(node.meta["val"] if value is None else value)))
         made = Node(name, op, args, kwargs, types, source_of(node))
         if grad and op != "aten.detach" and not _MADE.match(op) and any(k.floating for k in types):
             read = made.inputs[:1] if op in _LIKE else made.inputs
@@ -369,49 +367,6 @@ class Lowering:
         self._by_name[name] = made
         self.nodes.append(made)
         return Ref(name)
-
-
-def source_of(node: fx.Node) -> Source:
-    """The module and the line of the user's code that a traced node comes from."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
-    module = "" if path == "model" else path.removeprefix("model.")
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
-    for file, line, text in reversed(frames):
-        if not file.startswith((_TORCH, "<")) and os.path.dirname(file) != os.path.dirname(
-            __file__
-        ):
-            return Source(module, os.path.basename(file), int(line), text.strip())
-    return Source(module)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [item for item in values if isinstance(item, Tensor)]
-
-
-def _type(value: Tensor) -> TensorType:
-    if not all(isinstance(size, int) for size in value.shape):
-        raise CaptureError(
-            f"a tensor of sizes {tuple(value.shape)}",
-            why="its sizes depend on values, which are not known when a model is captured",
-            todo="choose by torch.where or a mask, which keeps the size",
-        )
-    if value.layout is not torch.strided:
-        raise CaptureError(
-            f"a tensor of layout {value.layout}",
-            why="a graph holds dense tensors only",
-            todo="convert it with to_dense() before it enters the model",
-        )
-    _dtype(value.dtype)
-    return tensor_type(value)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    if dtype not in DTYPE_NAMES:
-        raise CaptureError(f"a tensor of {dtype}", todo="convert it to another dtype")
-    return DTYPE_NAMES[dtype]
 
 
 def _no_place(op: str) -> CaptureError:

@@ -117,7 +117,13 @@ class _Player:
     ) -> None:
         self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
         self.recorder = Recorder()
-        self.weights = Weights(plan.mesh, self.recorder, settings.overlap, bucket=plan.bucket)
+        self.weights = Weights(
+            plan.mesh,
+            self.recorder,
+            settings.overlap,
+            microbatches=plan.microbatches,
+            bucket=plan.bucket,
+        )
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
         self.tape: list[Entry] = []
@@ -173,7 +179,7 @@ class _Player:
             count = self.plan.microbatches
             hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
             value = self.leaves[node.name]
-            self.weights.add(Weight(node.name, node, storage, value, hops), count)
+            self.weights.add(Weight(node.name, node, storage, value, hops))
         elif node.requires_grad and self.plan.microbatches > 1:
             # The sum of the gradients of earlier microbatches, which the last one adds to.
             nbytes = self.leaves[node.name].buffer.nbytes

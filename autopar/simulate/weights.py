@@ -58,6 +58,7 @@ class Weights:
         recorder: what the step is written to.
         overlap: see `Settings`.
         known: by name of the node.
+        microbatches: in a step.
         bucket: bytes of gradients, or of parameters, that go together.
         waiting: gradients that do not go yet, by when and how.
         again: those that are gathered again for the backward, by the id of what is kept of them.
@@ -68,13 +69,14 @@ class Weights:
     overlap: frozenset[str]
     known: dict[str, Weight] = field(default_factory=dict)
     again: dict[int, Weight] = field(default_factory=dict)
+    microbatches: int = 1
     bucket: int = 1
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
 
-    def add(self, weight: Weight, microbatches: int) -> None:
+    def add(self, weight: Weight) -> None:
         """One more; the sum of earlier gradients is there when the step begins."""
         self.known[weight.name] = weight
-        if microbatches > 1 and weight.leaf.requires_grad:
+        if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads)
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
             weight.total = self.recorder.hold(buffer)
@@ -157,7 +159,13 @@ class Weights:
             return
         key = (when, weight.leaf.type.dtype, path)
         waiting = self.waiting.setdefault(key, [])
+        if path[0][0] == "all_reduce" and self.microbatches == 1:  # summed in place, in a copy
+            made = self.recorder.allocate("temporary", gradient.name, gradient.nbytes)
+            self.recorder.drop(gradient)
+            gradient = self.recorder.hold(made)
         waiting.append((weight, gradient, ready))
+        if "gradient" not in self.overlap and {kind for kind, _ in path} == {"all_reduce"}:
+            return  # at the end, all as one
         if sum(buffer.nbytes for _, buffer, _ in waiting) >= self.bucket:
             self._flush(key)
 
@@ -177,14 +185,15 @@ class Weights:
             else:
                 recorder.collective(title, weights[0].name, call, cause, [ready])
                 ready = -1
+            if call.kind == "all_reduce":
+                continue
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst)
                 buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
                 # Blocks of a row are put side by side, and several tensors into one buffer.
-                staging = self._bytes(weight, hop.src)
-                scattered = hop.call.kind == "reduce_scatter"
-                copies = bool(hop.dim) + (len(hops) > 1 and scattered)
-                recorder.scratch("communication", before.name, copies * staging)
+                copies = bool(hop.dim) + (len(hops) > 1)
+                staging = copies * self._bytes(weight, hop.src)
+                recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
             self._arrived(key[0], weight, buffer, ready)

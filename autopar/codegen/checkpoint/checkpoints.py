@@ -101,14 +101,15 @@ class Checkpoints:
     ) -> Saving:
         """Write a checkpoint; see `Program.save_checkpoint`."""
         self._wait()
-        path, group = path.absolute(), self._group()
-        snapshot = self._attempt(scheduler, values, asynchronous)
-        if not asynchronous:
-            with self.holder.watch:
+        path = path.absolute()
+        with self.holder.watch:
+            group = self._group()
+            snapshot = self._attempt(scheduler, values, asynchronous)
+            if not asynchronous:
                 self._write(path, snapshot, group)
-            future: Future[None] = Future()
-            future.set_result(None)
-            return Saving(path, future)
+                future: Future[None] = Future()
+                future.set_result(None)
+                return Saving(path, future)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
         self._last = self._thread.submit(self._write, path, snapshot, group)
@@ -187,7 +188,10 @@ class Checkpoints:
     def load(self, path: Path, *, scheduler: Scheduler | None = None) -> Any:
         """Go on from a checkpoint; see `Program.load_checkpoint`."""
         self._wait()
-        path = path.absolute()
+        with self.holder.watch:
+            return self._go_on(path.absolute(), scheduler)
+
+    def _go_on(self, path: Path, scheduler: Scheduler | None) -> Any:
         where, index = from_first_rank(lambda: folder.read(path))
         details = index.details
         if scheduler is not None and details["scheduler"] is None:
@@ -215,14 +219,15 @@ class Checkpoints:
     ) -> None:
         """Take parameters and buffers only; see `Program.load_weights`."""
         self._wait()
-        if isinstance(source, Mapping):
-            group = self._group()
-            with self.holder.watch:
+        with self.holder.watch:
+            if isinstance(source, Mapping):
                 self._fill({})
-                deal(source, self.holder, self.names, group, rename)
-            self.holder.loaded = True
-            return
-        path = source.absolute()
+                deal(source, self.holder, self.names, self._group(), rename)
+                self.holder.loaded = True
+            else:
+                self._take(source.absolute(), rename)
+
+    def _take(self, path: Path, rename: Callable[[str], str]) -> None:
         where, index, prefix = from_first_rank(lambda: weights_index(path))
         stored = index.under("model") if prefix else index.tensors
         matches = self.names.match(
@@ -246,14 +251,13 @@ class Checkpoints:
         group = self._group()
         rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
         reader = Reader(path, index, rank, world)
-        with self.holder.watch:
-            try:
-                self._fill(index.tensors)
-                _load(reader, wanted, group)
-            except BaseException:
-                if reader.began:
-                    self.holder.loaded = False  # some of it is the old, some the new
-                raise
+        try:
+            self._fill(index.tensors)
+            _load(reader, wanted, group)
+        except BaseException:
+            if reader.began:
+                self.holder.loaded = False  # some of it is the old, some the new
+            raise
         self.holder.loaded = True
 
     @torch.no_grad()

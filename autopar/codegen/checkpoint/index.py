@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,12 +195,26 @@ def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Inside, what the system does not let us read is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", why=str(error)) from error
+
+
 def read(path: Path) -> tuple[Path, Index]:
     """The checkpoint at `path`: the folder where it lies, and what it holds.
 
     Raises:
         CheckpointError: there is none, it is not whole, or its checkpoint.json is damaged.
     """
+    with readable(path):
+        return _read(path)
+
+
+def _read(path: Path) -> tuple[Path, Index]:
     folder = path
     if not (path / MARKER).exists() and (_before(path) / MARKER).exists():
         folder = _before(path)  # a save stopped between its two renames
@@ -221,7 +236,7 @@ def read(path: Path) -> tuple[Path, Index]:
         if document["checksum"] != _checksum(document["content"]):
             raise ValueError("its checksum differs")
         index = _parse(document["content"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the checkpoint {path} is damaged",
             where=MARKER,

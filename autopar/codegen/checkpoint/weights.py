@@ -37,9 +37,10 @@ def weights_index(path: Path) -> tuple[Path, Index, str]:
     Raises:
         CheckpointError: it is nothing of that kind, or a file is missing or damaged.
     """
-    if (path / MARKER).exists():
-        return *folder.read(path), "model."
-    files = _files(path)
+    with folder.readable(path):
+        if (path / MARKER).exists():
+            return *folder.read(path), "model."
+        files = _files(path)
     if not files:
         raise CheckpointError(
             f"there are no weights in {path}",

@@ -85,7 +85,7 @@ class Search:
     @property
     def proved(self) -> bool:
         """Whether price and bound are within the gap."""
-        return self.price - self.bound <= self.gap * abs(self.price)
+        return self.price < math.inf and self.price - self.bound <= self.gap * abs(self.price)
 
     def raise_bound(self, bound: float) -> None:
         """Takes note of a proven bound."""
