@@ -84,7 +84,7 @@ def _combine(
     total = tl.zeros([BLOCK], tl.float32)
     found = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        at = stats + (part * rows.to(tl.int64) + row) * 3
+        at = stats + (tl.cast(rows, tl.int64) * part + row) * 3
         top = tl.load(at, mask=mask, other=0.0)
         larger = tl.maximum(largest, top)
         here = tl.load(at + 1, mask=mask, other=1.0) * tl.exp(top - larger)

@@ -26,7 +26,7 @@ from autopar.ir import composite, writes
 from autopar.ir.advice import unsupported
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
-from autopar.ir.traced import dtype_of, source_of, tensors_of
+from autopar.ir.traced import dtype_of, source_of, tensors_of, type_of
 from autopar.ir.watch import taken_out
 
 _CHECKS = re.compile(

@@ -50,6 +50,9 @@ def register(*, strict: bool = False) -> torch.library.Library:
 
     Returns:
         The library that holds them; they live as long as it does.
+
+    Raises:
+        RuntimeError: they were registered before with another choice of `strict`.
     """
     library = torch.library.Library(NAMESPACE, "DEF")
     for operator in operators().values():

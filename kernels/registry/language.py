@@ -31,10 +31,13 @@ def interpreting() -> bool:
 
 
 def architecture() -> str:
-    """What kernels are compiled for, as the table of launches names it: "sm_90"."""
-    if interpreting():
-        return "interpreter"
-    return f"sm_{triton.runtime.driver.active.get_current_target().arch}"
+    """What kernels are compiled for, as the table of launches names it: "sm_90"; "" for nothing."""
+    if triton is None or interpreting():
+        return ""
+    try:
+        return f"sm_{triton.runtime.driver.active.get_current_target().arch}"
+    except RuntimeError:  # no driver is active: there is no GPU
+        return ""
 
 
 def power_of_2(n: int) -> int:

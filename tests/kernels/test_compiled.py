@@ -104,9 +104,39 @@ def test_kernels_for_hopper(case: tuple[Operator, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", every(), ids=named)
+@pytest.mark.parametrize("case", list(every()), ids=named)
 def test_every_row_of_the_table(case: tuple[Operator, int, int]) -> None:
     within_budgets(*case)
+
+
+@pytest.mark.slow
+def test_sizes_of_one() -> None:
+    """Triton compiles kernels anew for arguments that are 1, which are then no tensors."""
+    draw = Draw(torch.bfloat16, "meta")
+    ce, experts = draw.normal(1, 1), (draw.integers(1, 1), draw.integers(1, 1))
+    one = draw.normal(1, dtype=torch.float32)
+    heads, angle = draw.normal(1, 1, 1, 2), draw.normal(1, 1)
+    cases = {
+        "cross_entropy": (ce, draw.integers(1, 1), -100, 0.0),
+        "cross_entropy_backward": (ce, draw.integers(1, 1), one, one, 0, -100, 0.0),
+        "rms_norm_backward": (ce, ce, ce, draw.normal(1), one),
+        "layer_norm_backward": (ce, ce, ce, draw.normal(1), one, one),
+        "add_rms_norm": (ce, ce, draw.normal(1), 1e-6),
+        "adamw_": (one, one, one, one, one, draw.normal(8, dtype=torch.float32)),
+        "square_sum": (one,),
+        "geglu_again": (ce, ce, ce),
+        "rotary_pack": (heads, heads, heads, angle, angle, 1),
+        "experts_unpermute": (ce, *experts, ce),
+        "experts_unpermute_backward": (ce, ce, experts[0], ce),
+        "quantize_int8": (one, 1),
+        "attention_merge_": (heads, draw.normal(1, 1, 1, dtype=torch.float32)) * 2,
+    }
+    with compiling(90) as made:
+        for name, args in cases.items():
+            operator = operators()[name]
+            assert not operator.unfit(args)
+            operator.launch(operator.allocate(*args), *args)
+    assert len(made) >= len(cases)
 
 
 def test_the_table_has_a_row_for_every_kernel_and_no_other() -> None:
