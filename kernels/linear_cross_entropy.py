@@ -54,8 +54,7 @@ class _Parallel(torch.autograd.Function):
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        wanted = x.requires_grad or weight.requires_grad
-        loss, dx, dweight = chunked(x, weight, *rest, gradients=wanted)
+        loss, dx, dweight = chunked(x, weight, *rest, gradients=True)
         ctx.save_for_backward(dx, dweight)
         return loss
 
@@ -115,9 +114,10 @@ def parallel_linear_cross_entropy(
     Raises:
         KernelError: shapes do not fit together.
     """
-    found: Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, target, start, vocabulary, gather, ignored, z_loss, chunk
-    )
+    rest = (target, start, vocabulary, gather, ignored, z_loss, chunk)
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return chunked(x, weight, *rest, gradients=False)[0]
+    found: Tensor = _ParallelLinear.apply(x, weight, *rest)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -56,6 +56,7 @@ def partition(
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
     ahead: Ahead | None = None,
+    probes: Sequence[tuple[SubMesh, int]] = (),
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
 
@@ -81,6 +82,7 @@ def partition(
             or fewer layers, nor than the most efficient one that is known (efficient: near to
             `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
         progress: called after every stage cost.
+        probes: sub-meshes and microbatches of which one stage is asked for first.
         ahead: told, before a stage cost is asked for, what else its pipeline needs.
 
     Raises:
@@ -102,7 +104,7 @@ def partition(
         for count in microbatches
     ]
     search = _Search(space, configs, most_calls, patience, gap, progress, ahead)
-    search.probe()
+    search.probe(probes)
     search.guess()
     search.prove()
     return search.result()
@@ -154,15 +156,33 @@ class _Search:
         """Of the best pipeline that is known."""
         return float("inf") if self.best is None else self.best.seconds
 
-    def probe(self) -> None:
-        """Ask for one stage on a whole host, so that guesses begin with a usual efficiency."""
-        prices = self.prices
-        q = max(at for at, part in enumerate(prices.submeshes) if part.hosts == 1)
-        stages = min(self.space.most_stages, max(1, self.space.devices // int(prices.sizes[q])))
-        count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
+    def probe(self, wanted: Sequence[tuple[SubMesh, int]]) -> None:
+        """Ask for the middle one of equal stages, so that guesses begin with usual efficiencies.
+
+        On the sub-meshes and in the microbatches that are wanted; else on a whole host, in a usual
+        number of microbatches.
+        """
+        prices, space = self.prices, self.space
+        cells = []
+        for part, count in wanted:
+            stages = space.devices // part.size
+            if stages <= min(space.most_stages, count):
+                cells.append((*self._middle(stages, count), part, count))
+        if not cells:
+            part = max((p for p in prices.submeshes if p.hosts == 1), key=lambda p: p.size)
+            stages = min(space.most_stages, max(1, space.devices // part.size))
+            count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
+            cells.append((*self._middle(stages, count), part, count))
+        for at, (first, last, part, count) in enumerate(cells[: int(min(self.most_calls, 1e6))]):
+            if self.ahead is not None:
+                self.ahead(cells[at:])
+            row = int(prices.row[first, last])
+            prices.ask(count, row, list(prices.submeshes).index(part))
+
+    def _middle(self, stages: int, count: int) -> tuple[int, int]:
+        """First and last layer of the middle one of equal stages."""
         ends = (0, *self.space.even(stages, count))
-        middle = stages // 2
-        prices.ask(count, int(prices.row[ends[middle], ends[middle + 1] - 1]), q)
+        return ends[stages // 2], ends[stages // 2 + 1] - 1
 
     def guess(self) -> None:
         """Ask for what the best pipeline by guesses needs until all of it is known.

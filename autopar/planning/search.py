@@ -6,11 +6,13 @@ that come out best are then simulated action by action, and the fastest of these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 
+from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
@@ -34,6 +36,8 @@ SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
 SIMULATED = 24  # of the best pipelines are played through
 # No operator is more efficient on less work; what is priced so may still differ by rounding.
 _OPTIMISM = 0.98
+# Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
+_HELD = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def search(
         state_bytes: optimizer state in units of a parameter's own bytes.
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
-        shapes: how many logical shapes of a sub-mesh are tried.
+        shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
         beside: another process prices stages, too, if the search takes long and `layered` can be
             sent there.
 
@@ -95,13 +99,12 @@ def search(
     """
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
-    make = partial(
-        StageCosts, layered, mesh, options, memory, state_bytes, _power(max(microbatches))
-    )
+    most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
+    make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
     costs = make()
     asked = Ahead(costs, make) if beside else None
     kinds = costs.layered(fewest).kinds
-    parts = tuple(replace(part, meshes=part.meshes[:shapes]) for part in submeshes(mesh))
+    parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
 
     def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
@@ -131,6 +134,7 @@ def search(
             scaling=scaling,
             progress=progress,
             ahead=asked.ahead if asked else None,
+            probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
         )
     finally:
         if asked is not None:
@@ -177,17 +181,14 @@ def plan_of(
         Devices(Mesh.parse(stage.chunks[0].candidate.label), start)
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
-    return plan_stages(
-        graph,
-        [ends[last] for last in lasts[:-1]],
-        groups,
-        mesh,
-        pipeline.microbatches,
-        pipeline.schedule,
-        options,
-        trace,
-        state_bytes,
-    )
+    cuts = [ends[last] for last in lasts[:-1]]
+    made = partial(plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule)
+    if options.recompute == "auto":  # the search priced stages that recompute nothing
+        try:
+            return made(replace(options, recompute="none"), trace, state_bytes)
+        except InfeasibleError:
+            pass
+    return made(options, trace, state_bytes)
 
 
 def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:
@@ -262,6 +263,18 @@ class Borders:
         )
 
 
+def _usual(
+    parts: Sequence[SubMesh], microbatches: Sequence[int], batch: int
+) -> list[tuple[SubMesh, int]]:
+    """Sub-meshes on which each sample of a microbatch has four or eight devices of one host."""
+    return [
+        (part, count)
+        for part in parts
+        for count in microbatches
+        if batch and batch // count * 8 in (part.size, 2 * part.size) and part.hosts > 1
+    ]
+
+
 def _power(number: int) -> int:
-    """The largest power of two up to a number, 64 at most."""
-    return min(1 << (number.bit_length() - 1), 64)
+    """The largest power of two up to a number, 256 at most."""
+    return min(1 << (number.bit_length() - 1), 256)

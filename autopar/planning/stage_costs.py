@@ -46,6 +46,7 @@ Floats = NDArray[np.float64]
 BLOCKS = 2  # of a run of equal ones are planned
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
 _PRICED = {"gap": 0.005, "time_limit": 5.0}
+_NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 Signature = tuple[tuple[Hashable, int], ...]  # kinds of the layers, with how many of each follow
 
@@ -58,11 +59,13 @@ class Layered:
         graph: normalised, without shares and repeats.
         layers: of the graph.
         more: how many equal layers the whole model has besides, in each run of them.
+        samples: of the microbatch, 0 where that is not known.
     """
 
     graph: Graph
     layers: Layers
     more: int = 0
+    samples: int = 0
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
@@ -128,6 +131,9 @@ class StageCosts:
         memory: bytes of a device.
         state_bytes: optimizer state in units of a parameter's own bytes.
         most: microbatches that are in flight at most.
+        shapes: how many logical shapes of a sub-mesh are tried in any case.
+        held: of a rank, its layers times its microbatches in flight, in units of all layers, at
+            most.
     """
 
     def __init__(
@@ -138,8 +144,10 @@ class StageCosts:
         memory: float,
         state_bytes: float,
         most: int,
+        shapes: int = 1,
+        held: float = math.inf,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.shapes, self.held = mesh, shapes, held
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
         self.most = most
         self._within = _PRICED if options.solver in _TIMED else {}
@@ -148,6 +156,8 @@ class StageCosts:
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
         self._planned: dict[tuple[str, Mesh, int], _Planned] = {}
+        # Of each (layers, layers times microbatches in flight, choice).
+        self._choices: dict[tuple[str, Mesh, int], list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, CostModel] = {}
 
     def layered(self, microbatches: int) -> Layered:
@@ -166,9 +176,23 @@ class StageCosts:
         if graph is None:
             return ()
         found: list[Candidate] = []
-        for mesh in submesh.meshes:
+        for mesh in self._shapes(submesh, microbatches):
             found += self._on(graph, mesh, signature, microbatches, self.memory)
         return tuple(_front(found))
+
+    def _shapes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
+        """The logical meshes to try: so many as were asked for, and that on which each row of
+        devices takes one sample, if what is left of it lies in one host.
+        """
+        samples = self.layered(microbatches).samples
+        found = list(submesh.meshes[: self.shapes])
+        rows = min(samples, submesh.size)
+        wanted = (rows, submesh.size // rows) if rows else (0, 0)
+        rest = wanted[1] if rows and submesh.size % rows == 0 else 0
+        if 0 < rest <= submesh.devices:
+            shape = tuple(size for size in wanted if size > 1) or (1,)
+            found += [m for m in submesh.meshes if m.shape == shape and m not in found][:1]
+        return found
 
     def alone(self, kind: Hashable, microbatches: int) -> tuple[float, float, float]:
         """One layer of a kind on one device.
@@ -213,9 +237,20 @@ class StageCosts:
         ratios = [count / has for count, has in zip(grown, planned.counts, strict=True)]
         found: list[Candidate] = []
         choices: set[tuple[int, ...]] = set()
-        in_flight, stages = 1, max(self.mesh.size // mesh.size, 1)
-        while in_flight <= min(self.most, 2 * stages - 1, microbatches):
+        in_flight, size = 1, sum(count for _, count in signature)
+        held = self.held * len(self.layered(microbatches).kinds)
+        while in_flight <= min(self.most, max(held / size, 1), microbatches):
             if not any(way.memory(in_flight) <= memory for way in found):
+                near = self._near(key, size, in_flight)
+                ways = (
+                    self._candidate(planned, ratios, choice, microbatches, str(mesh))
+                    for choice in near
+                )
+                fits = [way for way in ways if way.memory(in_flight) <= memory]
+                if fits:
+                    found.append(min(fits, key=lambda way: way.seconds))
+                    in_flight *= 2
+                    continue
                 problem = _scaled(planned, ratios, in_flight, memory)
                 if sum(min(node.memory) for node in problem.nodes) > memory:
                     break
@@ -226,9 +261,18 @@ class StageCosts:
                 if choice in choices:
                     break
                 choices.add(choice)
+                self._choices.setdefault(key, []).append((size, size * in_flight, choice))
                 found.append(self._candidate(planned, ratios, choice, microbatches, str(mesh)))
             in_flight *= 2
         return found
+
+    def _near(self, key: tuple[str, Mesh, int], size: int, in_flight: int) -> list[tuple[int, ...]]:
+        """Choices that were the best of somewhat longer ranges with as much in flight in all."""
+        return [
+            choice
+            for layers, held, choice in self._choices.get(key, [])
+            if size < layers <= 4 * size and 1 <= held / (size * in_flight) <= _NEAR
+        ]
 
     def _plan(self, graph: Graph, mesh: Mesh, microbatches: int) -> _Planned:
         model, whole = self._price(mesh), self.layered(microbatches).graph

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from autopar_kernels.registry.draw import Draw
 
@@ -109,9 +110,9 @@ def _adamw(
     """torch's fused AdamW, after unscaling and before the copy of low precision."""
     wide = gradient.float() * hyper[7]
     step = torch.ones((), device=parameter.device)
-    torch._fused_adamw_(
-        [parameter], [wide], [m], [v], [], [step],
-        lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+    adamw(
+        [parameter], [wide], [m], [v], [], [step], fused=True, capturable=True,
+        amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-3, weight_decay=0.1, eps=1e-8, maximize=False,
     )  # fmt: skip
     low.copy_(parameter)
 

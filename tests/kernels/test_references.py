@@ -203,6 +203,17 @@ def test_parts_of_a_vocabulary_put_together(parts: int) -> None:
     torch.testing.assert_close(torch.cat(found_dw), dweight)
 
 
+def test_no_gradients_are_made_where_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = DRAW.normal(7, 5).requires_grad_()
+    rest: dict[str, Any] = {"start": 0, "vocabulary": 7, "gather": lambda s: s.unsqueeze(0)}
+    monkeypatch.setattr(torch, "mm", None)  # what makes the gradient of x
+    with torch.no_grad():
+        loss = parallel_linear_cross_entropy(DRAW.normal(4, 5), weight, TARGET, **rest)
+    assert loss.isfinite()
+    with pytest.raises(TypeError):
+        parallel_linear_cross_entropy(DRAW.normal(4, 5), weight, TARGET, **rest)
+
+
 def test_a_label_beyond_the_vocabulary_makes_the_loss_nan() -> None:
     loss, _ = ours.cross_entropy(DRAW.normal(3, 7), torch.tensor([7, -1, 2]), -100, 0.0)
     assert loss.isnan().tolist() == [True, True, False]

@@ -1,0 +1,48 @@
+"""The benchmark's cases hold without a GPU: what is compared computes the same thing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar_kernels.registry import operators
+from autopar_kernels.registry.draw import Draw
+from autopar_kernels.registry.operator import listed
+from benchmarks.gpu.cases import CASES, Case
+from benchmarks.kernels import arithmetic
+
+EAGER = [case for case in CASES if case.eager is not None and case.operator != "adamw_"]
+# What torch's counterpart returns besides, or leaves out.
+RETURNED = {"cross_entropy": (0,), "add_rms_norm": (0, 1), "square_sum": (0,)}
+
+
+@pytest.mark.parametrize("case", EAGER, ids=lambda c: f"{c.operator}-{c.label}")
+def test_a_rival_returns_what_the_kernel_does(case: Case) -> None:
+    operator = operators()[case.operator]
+    args = case.make(Draw(torch.bfloat16, "meta"))
+    assert case.eager is not None
+    ours, theirs = listed(operator.allocate(*args)), listed(case.eager(*args))
+    ours = tuple(ours[i] for i in RETURNED.get(case.operator, range(len(ours))))
+    assert [t.shape for t in ours] == [t.shape for t in theirs]
+
+
+def test_rivals_compute_what_the_kernels_do() -> None:
+    draw = Draw(torch.float32)
+    rivals = {case.operator: case.eager for case in EAGER}
+    for name in ("rms_norm_backward", "swiglu_again", "swiglu", "cross_entropy_backward"):
+        operator, rival = operators()[name], rivals[name]
+        assert rival is not None
+        args = next(iter(operator.samples(draw)))
+        if name == "cross_entropy_backward":  # the rival ignores no rows
+            target: Tensor = args[1].clamp(min=0)
+            args = (args[0], target, *args[2:])
+        results = zip(listed(rival(*args)), listed(operator.reference(*args)), strict=True)
+        for found, wanted in results:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_without_a_gpu_has_bytes_and_no_times() -> None:
+    row = arithmetic(CASES[0])
+    assert float(str(row["megabytes"])) > 8192 * 16032 * 2 / 1e6
+    assert row["ms"] == row["copy_TBps"] == row["error"] == ""

@@ -1,0 +1,134 @@
+"""Stages as they run in a step: what torch keeps in flight, what is done once, plans by need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.inter_op.schedules import schedule
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.pins import data_parallel
+from autopar.pipelined import capture_microbatch
+from autopar.plan import Plan
+from autopar.planning import stages as planning
+from autopar.planning.repeated import Repeated
+from autopar.planning.single import Options, Trace, make_plan
+from autopar.planning.stages import Devices, in_flight, plan_stages, stage_graphs
+from tests import models
+
+WIDTHS = (64, 128, 128, 128, 32)
+
+
+@pytest.fixture(scope="module")
+def perceptron() -> tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]]:
+    """A perceptron on a microbatch of 16 rows, to be cut behind its second activation."""
+    torch.manual_seed(0)
+    model, batch = models.mlp(WIDTHS, batch=64)
+    options = Options(loss_fn=models.squared_error)
+    graph = capture_microbatch(model, (), batch, 4, options, Trace(None)).graph
+    ends = [node.name for node in graph.nodes if node.op == "aten.gelu"]
+    return model, batch, graph, [ends[1]]
+
+
+def planned(part: Graph, mesh: str, repeated: Repeated | None, **options: object) -> Plan:
+    given = Options(**options)  # type: ignore[arg-type]
+    return make_plan(part, Mesh.parse(mesh), given, Trace(None), 2.0, repeated)
+
+
+def test_what_is_in_flight_is_what_torch_saves(
+    perceptron: tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]],
+) -> None:
+    model, batch, graph, ends = perceptron
+    part = stage_graphs(graph, ends, Trace(None))[0]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)][:2]
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def save(value: torch.Tensor) -> torch.Tensor:
+        if value.untyped_storage().data_ptr() not in owned:
+            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda value: value):
+        x = batch["x"][:16].clone()
+        for linear in linears:
+            x = torch.nn.functional.gelu(linear(x))
+    peaks = [
+        planned(part, "cpu: gpu=1", Repeated(8, count)).predicted["peak_bytes"] for count in (1, 4)
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(3 * sum(kept.values()))
+
+
+def test_gradients_are_synchronised_once_a_step(
+    perceptron: tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]],
+) -> None:
+    """Seconds of a microbatch are a constant and a part in the number of microbatches."""
+    _, _, graph, ends = perceptron
+    part = stage_graphs(graph, ends, Trace(None))[0]
+    pins = data_parallel("gpu")
+    seconds = [
+        planned(part, "H100: gpu=2", Repeated(count), pins=pins).predicted["step_seconds"]
+        for count in (1, 2, 4)
+    ]
+    assert seconds[0] > seconds[1]
+    assert seconds[0] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[2]))
+    alone = planned(part, "H100: gpu=2", None, pins=pins).predicted["step_seconds"]
+    assert seconds[0] == pytest.approx(alone)
+
+
+def test_a_stage_with_more_in_flight_takes_less_memory_for_each() -> None:
+    """Under a limit that one microbatch does not feel, many are run in another way, which fits."""
+    torch.manual_seed(0)
+    model, batch = models.mlp((512, 64, 512, 64), batch=512)
+    options = Options(loss_fn=models.squared_error)
+    graph = capture_microbatch(model, (), batch, 8, options, Trace(None)).graph
+    ends = [next(node.name for node in graph.nodes if node.op == "aten.gelu")]
+    part = stage_graphs(graph, ends, Trace(None))[0]
+    mesh = "H100: gpu=2"
+    few, many = (planned(part, mesh, Repeated(8, count)) for count in (1, 8))
+    most, least = many.predicted["peak_bytes"], few.predicted["peak_bytes"]
+    assert most > least
+    # Whatever the limit between the two, what is planned for eight keeps it.
+    frugal = planned(part, mesh, Repeated(8, 8), memory=0.95 * most)
+    assert frugal.predicted["peak_bytes"] <= 0.95 * most
+    assert frugal.predicted["step_seconds"] >= many.predicted["step_seconds"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "interleaved_1f1b chunks=2"])
+def test_plans_serve_the_numbers_in_flight(name: str) -> None:
+    """Each stage's plan is made for as many as it has in flight, or for more and as fast."""
+    text, _, chunks = name.partition(" chunks=")
+    made = schedule(text, 4, 8, **({"chunks": int(chunks)} if chunks else {}))
+    kept = sorted({in_flight(made, stage) for stage in range(made.stages)})
+    asked = []
+
+    def plan(count: float) -> Plan:
+        asked.append(count)
+        shell = Plan("", Mesh.parse("H100: gpu=1"), {}, {})
+        return replace(shell, predicted={"step_seconds": 1.0 + (count > 2), "for": count})
+
+    found = planning._by_in_flight(kept, plan)
+    assert sorted(found) == kept
+    for count, one in found.items():
+        assert one.predicted["for"] >= count
+        assert one.predicted["step_seconds"] == 1.0 + (count > 2)
+    assert len(asked) == len(set(asked))
+
+
+def test_an_even_plan_says_what_it_takes(
+    perceptron: tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]],
+) -> None:
+    """More microbatches of the same size take as much longer as a stage is busy with each."""
+    _, _, graph, ends = perceptron
+    mesh = Mesh.parse("cpu: gpu=2")
+    groups = [Devices(Mesh.parse("cpu: gpu=1"), rank) for rank in range(2)]
+    seconds = []
+    for count in (4, 8, 16):
+        plan = plan_stages(graph, ends, groups, mesh, count, "1f1b", Options(), Trace(None))
+        assert set(plan.predicted) == {"step_seconds", "bubble", "peak_bytes"}
+        seconds.append(plan.predicted["step_seconds"])
+    assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]))
