@@ -31,6 +31,7 @@ from tests import families, parity
 # Slow devices on fast links: even small tensors are worth splitting.
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
 STEPS, LEARNING_RATE, MOMENTUM = 5, 0.05, 0.9
+Key = tuple[str, int, float, torch.dtype]
 WORDS = {"data": data_parallel("gpu"), "tensor": megatron("gpu")}
 
 
@@ -52,6 +53,7 @@ class Case:
         cut: by "time" or by number of "operators".
         dropout: of GPT-2.
         clip: bound of the gradients' norm.
+        dtype: of parameters and activations.
     """
 
     model: str
@@ -62,11 +64,12 @@ class Case:
     cut: str = "time"
     dropout: float = 0.0
     clip: float | None = None
+    dtype: torch.dtype = torch.float64
 
     @property
-    def key(self) -> tuple[str, int, float]:
+    def key(self) -> Key:
         """What decides what is captured."""
-        return self.model, self.microbatches, self.dropout
+        return self.model, self.microbatches, self.dropout, self.dtype
 
     @property
     def devices(self) -> tuple[Devices, ...]:
@@ -96,11 +99,16 @@ class Run:
         return max(errors)
 
 
-def make(model: str, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
+def make(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     """The model and its batch; the same at every call."""
-    if dropout:
-        return parity.make(model, torch.float64, dropout)
-    return families.make(model)
+    if case.dropout:
+        return parity.make(case.model, case.dtype, case.dropout)
+    model, batch = families.make(case.model)
+    if case.dtype == torch.float64:
+        return model, batch
+    inner = model.model if isinstance(model, families.Exact) else model
+    small = {k: v.to(case.dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return inner.to(case.dtype), small
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -124,7 +132,7 @@ def ends_of(case: Case, captured: Captured, stages: int) -> tuple[str, ...]:
 
 def unsharded(case: Case) -> Run:
     """The run on one device, without autopar: one microbatch after the other."""
-    model, batch = make(case.model, case.dropout)
+    model, batch = make(case)
     updates, losses, norm = optimizer(model.parameters()), [], None
     torch.manual_seed(1)
     for _ in range(STEPS):
@@ -156,12 +164,12 @@ class Jobs:
     """Cases that are captured, planned and emitted once for all ranks."""
 
     def __init__(self, cases: list[Case]) -> None:
-        self.captured: dict[tuple[str, int, float], Captured] = {}
+        self.captured: dict[Key, Captured] = {}
         self.jobs = [self._job(case) for case in cases]
 
     def _job(self, case: Case) -> Job:
         if case.key not in self.captured:
-            model, batch = make(case.model, case.dropout)
+            model, batch = make(case)
             self.captured[case.key] = capture_microbatch(
                 model, (), batch, case.microbatches, Options(), Trace(None)
             )
@@ -186,7 +194,7 @@ class Jobs:
 
     def _train(self, job: Job) -> Run:
         captured = self.captured[job.case.key]
-        model, batch = make(job.case.model, job.case.dropout)
+        model, batch = make(job.case)
         pipeline = Pipeline(
             [load(s, f"<stage {n} of {job.case}>") for n, s in enumerate(job.sources)],
             job.placement,
