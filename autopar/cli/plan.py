@@ -146,15 +146,15 @@ def command(
     if global_batch is not None:
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return
-    state = within.get("state", 2.0)
+    state_bytes = within.get("state", 2.0)
     if as_frontier:
-        _frontier(wanted, mesh, options, state, as_json)
+        _frontier(wanted, mesh, options, state_bytes, as_json)
         return
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(wanted, options, tracer)
         stage("strategies")
-        found = make_plan(graph, mesh, options, tracer, state)
+        found = make_plan(graph, mesh, options, tracer, state_bytes)
         made = replace(found, model=wanted.table())
         explanation = explained(graph, made, limit, known, cost_model(mesh, options))
     if as_json:
