@@ -104,7 +104,7 @@ class Parameter:
             and as it is used.
         moves: gathering it and synchronising its gradient.
         nbytes: of what is stored, on one device, all blocks together.
-        gathered: of the copy that is used, where that is another.
+        gathered: of the copy that is kept for the backward, where that is another.
         gradient: of its gradient.
         optimizer: of its optimizer state.
     """
@@ -253,9 +253,9 @@ def parameters(
             continue
         planned(plan, graph, node.name), planned(plan, graph, graph.users[node.name][0])
         storage = plan.storage(node.name, graph.template[graph.users[node.name][0]])
-        stored, used = storage.held, storage.used
+        stored, used, kept = storage.held, storage.used, storage.kept
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
-        copied = used.local_bytes(node.type, plan.mesh) if used.dims != stored.dims else 0
+        copied = kept.local_bytes(node.type, plan.mesh) if kept.dims != stored.dims else 0
         updated = times * storage.updated.local_bytes(node.type, plan.mesh)
         updated = updated if node.requires_grad else 0
         grads = times * storage.grads.local_bytes(node.type, plan.mesh)
