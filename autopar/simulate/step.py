@@ -123,6 +123,7 @@ class _Player:
             settings.overlap,
             microbatches=plan.microbatches,
             bucket=plan.bucket,
+            accelerator=settings.accelerator,
         )
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates

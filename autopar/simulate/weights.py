@@ -60,6 +60,7 @@ class Weights:
         known: by name of the node.
         microbatches: in a step.
         bucket: bytes of gradients, or of parameters, that go together.
+        accelerator: see `Settings`.
         waiting: gradients that do not go yet, by when and how.
         again: those that are gathered again for the backward, by the id of what is kept of them.
     """
@@ -71,6 +72,7 @@ class Weights:
     again: dict[int, Weight] = field(default_factory=dict)
     microbatches: int = 1
     bucket: int = 1
+    accelerator: bool = False
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
 
     def add(self, weight: Weight) -> None:
@@ -190,8 +192,9 @@ class Weights:
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst)
                 buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
-                # Blocks of a row are put side by side, and several tensors into one buffer.
-                copies = bool(hop.dim) + (len(hops) > 1)
+                # Blocks of a row are put side by side, and several tensors into one buffer; gloo
+                # sums in a copy of that.
+                copies = bool(hop.dim) + (len(hops) > 1) + (not self.accelerator)
                 staging = copies * self._bytes(weight, hop.src)
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
