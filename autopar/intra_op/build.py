@@ -139,7 +139,8 @@ class Builder:
         kinds: tuple[Role, ...] = ("leaf", "gathered", "gradient")
         kinds = kinds if node.requires_grad else kinds[:2]
         together = zip(*(rows[kind, -1] for kind in kinds), strict=True)
-        self.sums[share.name] = tuple(count * sum(amounts) for amounts in together)
+        # A block that is computed again does not keep the gathered copy.
+        self.sums[share.name] = tuple(count * sum(a) - again * a[1] for a in together)
         self._append(share.name, options, tuple(cost), rows)
         self.position[node.name] = self.position[share.name]
 
