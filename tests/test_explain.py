@@ -37,7 +37,7 @@ from autopar.ir.tensor import TensorType
 from autopar.ir.text import fingerprint
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import NodePlan, Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.models import MODELS
 
 # Slow devices and fast links: the best plan of a small model splits and communicates.
@@ -62,6 +62,18 @@ def planned(name: str, seed: int | None) -> tuple[Graph, Plan]:
         choice = tuple(draw.randrange(len(options)) for options in problem.options)
     figures = problem.figures(choice)
     return graph, Plan(fingerprint(graph), MESH, layouts(problem, graph, choice), figures)
+
+
+@pytest.mark.parametrize("how", ["full 3", "selective 2"])
+def test_what_is_computed_again_is_listed(how: str) -> None:
+    graph, _ = planned("llama", None)
+    plan = make_plan(graph, MESH, Options(memory=1e12, recompute=how), Trace(None))
+    found, said = explained(graph, plan, 1e12), plan.predicted
+    assert sum(found.seconds.values()) == pytest.approx(said["step_seconds"], rel=1e-9)
+    activations = found.memory["activations"]
+    assert activations == pytest.approx(said["activation_bytes"], rel=1e-9)
+    held = sum(found.memory.values()) - activations
+    assert held == pytest.approx(said["parameter_bytes"], rel=1e-9)
 
 
 @cache

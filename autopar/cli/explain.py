@@ -147,7 +147,10 @@ def explained(
     """The explanation of a plan whose layouts are known to be possible; by default closed forms."""
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
-    builder = Builder(graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown)
+    builder = Builder(
+        graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown,
+        recompute=chosen.recompute,
+    )  # fmt: skip
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:

@@ -176,7 +176,7 @@ def traffic(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> d
         for call in move.calls:
             place = (name, call.kind, ", ".join(call.axes), call.backward)
             calls, sent = found.get(place, (0, 0))
-            found[place] = (calls + move.times, sent + move.times * call.nbytes)
+            found[place] = (calls + move.count(call), sent + move.count(call) * call.nbytes)
     return found
 
 

@@ -14,6 +14,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph
+from autopar.ir.recompute import repetitions
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan, Plan
 
@@ -42,6 +43,7 @@ class Move:
         times: how often a step makes it.
         parameter: the parameter that the value is or is a view of, "" for an activation.
         inside: whether it is an operator that asks.
+        again: how often its forward is repeated by blocks that are computed again.
     """
 
     value: str
@@ -52,11 +54,16 @@ class Move:
     times: int
     parameter: str
     inside: bool = False
+    again: int = 0
+
+    def count(self, call: Call) -> int:
+        """How often a step makes one of its collectives."""
+        return self.times + (0 if call.backward else self.again)
 
     @property
     def seconds(self) -> float:
         """Predicted seconds a step, both directions, all times."""
-        return self.times * sum(call.seconds for call in self.calls)
+        return sum(self.count(call) * call.seconds for call in self.calls)
 
 
 def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
@@ -67,6 +74,8 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
         LayoutError: a layout does not fit its value.
     """
     resharder = Resharder(plan.mesh, price)
+    _, reached = repetitions(graph, plan.recompute)
+    carried = {user for r in graph.repeats for entry, _ in r.carried for user in graph.users[entry]}
     found = []
     for value, reader, tensor, src, dst, times in _changes(graph, plan):
         steps = resharder.steps(tensor, src, dst, graph[value].requires_grad)
@@ -79,7 +88,10 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
         if calls:
             before, after = src.format(tensor.shape), dst.format(tensor.shape)
             root = _parameter_of(graph, value)
-            found.append(Move(value, reader, before, after, calls, times, root))
+            # What is carried enters and leaves blocks outside of what is computed again.
+            enters = reader in carried and value != reader
+            again = 0 if enters else reached.get(reader, 0)
+            found.append(Move(value, reader, before, after, calls, times, root, again=again))
     return (*found, *_of_parameters(graph, plan, price), *_exchanges(graph, plan, price))
 
 
@@ -87,6 +99,7 @@ def _of_parameters(
     graph: Graph, plan: Plan, price: Callable[[Collective], float]
 ) -> Iterator[Move]:
     """What parameters and their gradients send; of what a step does once a microbatch's part."""
+    operators, _ = repetitions(graph, plan.recompute)
     for node in graph.folded:
         if node.op != "param" or not graph.users[node.name]:
             continue
@@ -94,25 +107,28 @@ def _of_parameters(
         planned(plan, graph, node.name), planned(plan, graph, share)
         storage = plan.storage(node.name, share)
         hops = storage.hops(node.type, plan.mesh, plan.microbatches, node.requires_grad)
-        calls = tuple(
-            Call(
-                hop.call.kind,
-                hop.call.axes,
-                hop.call.nbytes,
-                hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
-                hop.when != "forward",
+        shape, again = node.type.shape, operators.get(share, 0)
+        before, after = storage.format(shape), storage.used.format(shape)
+        for times, repeated in ((graph.multiplicity[node.name] - again, 0), (again, again)):
+            # What is computed again gathers as in the forward, and has it for the backward then.
+            calls = tuple(
+                Call(
+                    hop.call.kind,
+                    hop.call.axes,
+                    hop.call.nbytes,
+                    hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
+                    hop.when != "forward",
+                )
+                for hop in hops
+                if not (repeated and hop.when == "backward")
             )
-            for hop in hops
-        )
-        if calls:
-            shape = node.type.shape
-            before, after = storage.format(shape), storage.used.format(shape)
-            times = graph.multiplicity[node.name]
-            yield Move(share, share, before, after, calls, times, node.name)
+            if times and calls:
+                yield Move(share, share, before, after, calls, times, node.name, again=repeated)
 
 
 def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Iterator[Move]:
     """What operators ask other devices for."""
+    operators, _ = repetitions(graph, plan.recompute)
     for node in graph.folded:
         own = planned(plan, graph, node.name)
         types = tuple(graph[name].type for name in node.inputs)
@@ -129,7 +145,8 @@ def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -
             times = graph.multiplicity[node.name]
             (shape, into), (given, out) = own.operands[0], own.results[0]
             before, after = into.format(shape), out.format(given)
-            yield Move(node.name, node.name, before, after, tuple(calls), times, "", inside=True)
+            again = operators.get(node.name, 0)
+            yield Move(node.name, node.name, before, after, tuple(calls), times, "", True, again)
 
 
 Change = tuple[str, str, TensorType, Layout, Layout, int]

@@ -12,6 +12,7 @@ from autopar.explain.layers import layers
 from autopar.explain.moves import Move, moves, planned
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
+from autopar.ir.recompute import repetitions
 from autopar.plan import NodePlan, Plan
 
 
@@ -245,6 +246,7 @@ def parameters(
 ) -> tuple[Parameter, ...]:
     """The parameters that the folded graph reads; `moved` are the moves of the whole program."""
     found, layer = [], layers(graph)
+    operators, _ = repetitions(graph, plan.recompute)
     by_parameter: dict[str, list[Move]] = {}
     for move in moved:
         by_parameter.setdefault(move.parameter, []).append(move)
@@ -272,7 +274,7 @@ def parameters(
                 used.sharded_axes,
                 tuple(by_parameter.get(node.name, ())),
                 times * nbytes,
-                times * copied,
+                (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
                 state_bytes * updated,
             )

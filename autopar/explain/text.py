@@ -100,7 +100,7 @@ def render_parameters(explanation: Explanation, *, costs: bool = False) -> Rende
         used = "as stored" if parameter.used == parameter.stored else parameter.used
         table.add_row(name, parameter.stored, used, *([""] * (3 if costs else 0)))
         for move in parameter.moves if costs else ():
-            for call, times in ((call, move.times) for call in move.calls):
+            for call, times in ((call, move.count(call)) for call in move.calls):
                 table.add_row(f"  {_call(call)}", "", "", *_times(call, times))
     if costs:
         table.add_section()
@@ -149,7 +149,7 @@ def _moves(when: str, moves: Iterable[Move]) -> Iterator[tuple[RenderableType, .
     for move in moves:
         for call in move.calls:
             text = Text(f"     {when}: {_call(call)}", style="magenta")
-            yield (text, *_times(call, move.times))
+            yield (text, *_times(call, move.count(call)))
 
 
 def _call(call: Call) -> str:

@@ -125,5 +125,6 @@ def _calls(place: tuple[str, str], cause: str, moves: Iterable[Move]) -> Iterato
         for call in move.calls:
             yield Item(
                 *place, call.kind, ", ".join(call.axes), cause,
-                seconds=move.times * call.seconds, calls=move.times, sent=move.times * call.nbytes,
+                seconds=move.count(call) * call.seconds, calls=move.count(call),
+                sent=move.count(call) * call.nbytes,
             )  # fmt: skip

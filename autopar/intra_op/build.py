@@ -139,7 +139,12 @@ class Builder:
         if any(cost.beside for cost in costs):
             self.beside[share.name] = tuple(count * cost.beside for cost in costs)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
-        self.sums[share.name] = tuple(count * cost.held(node.requires_grad) for cost in costs)
+        again = self.again.get(share.name, 0)
+        self.sums[share.name] = tuple(
+            # A block that is computed again does not keep the gathered copy.
+            count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
+            for cost in costs
+        )
         self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
         self.position[node.name] = self.position[share.name]
 

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, run_names
 from autopar.plan import Plan
 
-PARTS = 4  # of a run of blocks, in which it is tried to recompute more and more
+PARTS = 2  # of a run of blocks, in which it is tried to recompute more and more
 REFINED = 2  # rounds in which the step between the numbers of blocks is halved
 
 Chosen = Mapping[str, Recompute]
