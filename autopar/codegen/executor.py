@@ -69,7 +69,7 @@ class Executor:
             runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
         )
         self.optimizer = optimizer(self.weights.trained)
-        refuse_what_shards_break(self.optimizer, self.state.parameters)
+        refuse_what_shards_break(optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
         self.watch = Watch.over(runtime.ranks)

@@ -99,7 +99,7 @@ class Pipeline:
         trained = [t for stage in self.stages.values() for t in stage.weights.trained]
         self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
         for stage in self.stages.values():
-            refuse_what_shards_break(self.optimizer, stage.state.parameters)
+            refuse_what_shards_break(optimizer, stage.state.parameters)
             rounds = sum(
                 action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
                 for action in self.row

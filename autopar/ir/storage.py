@@ -72,7 +72,7 @@ class Storage:
 
     @classmethod
     def of(cls, used: Layout, layouts: Sequence[Layout]) -> Storage:
-        """The storage of a line of a plan: "held", "held; grads; updated", or with "; kept".
+        """The storage that `layouts` tells: held, or held, grads and updated, perhaps with kept.
 
         Raises:
             LayoutError: two layouts, or more than four; or one that cannot be.
@@ -126,8 +126,8 @@ class Storage:
         return tuple(axis for _, axes in _added(layout, self.used) for axis in axes)
 
     def format(self, shape: tuple[int, ...]) -> str:
-        """In the notation of a plan, "held; grads; updated"."""
-        return "; ".join(layout.format(shape) for layout in self.layouts)
+        """In the notation of a pin, "held", "held | grads | updated" or with "| kept"."""
+        return " | ".join(layout.format(shape) for layout in self.layouts)
 
     def hops(
         self, tensor: TensorType, mesh: Mesh, microbatches: int = 1, trained: bool = True
