@@ -33,10 +33,10 @@ from autopar.intra_op.build import build
 from autopar.intra_op.built import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.stored import bucket_of
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
+from autopar.ir.storage import BUCKET
 from autopar.ir.stages import alike, cut
 from autopar.ir.verify import verify
 from autopar.planning.single import Options, cost_model
@@ -287,7 +287,7 @@ class StageCosts:
             slowdown=device(mesh).slowdown,
             microbatches=microbatches,
             lies=self.options.lies(mesh),
-            bucket=bucket_of(graph),
+            bucket=BUCKET,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {

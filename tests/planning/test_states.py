@@ -52,7 +52,10 @@ def test_a_state_is_kept_by_the_plan_and_its_file() -> None:
     shares = [name for name in plan.nodes if f"{name}_share" in plan.nodes]
     leaves = [name for name in shares if not plan.nodes[name].operands]
     storages = [plan.storage(name, f"{name}_share") for name in leaves]
-    axes = {(s.axes("held"), s.axes("grads"), s.axes("updated")) for s in storages}
+    # The gradient of positions is summed before it reaches the table: that has no parts to reduce.
+    reduced = [s for s in storages if s.used.varying]
+    assert len(storages) - len(reduced) <= 1
+    axes = {(s.axes("held"), s.axes("grads"), s.axes("updated")) for s in reduced}
     assert axes == {((), ("gpu",), ("gpu", "node"))}
 
 
