@@ -36,8 +36,8 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
-from autopar.ir.storage import BUCKET
 from autopar.ir.stages import alike, cut
+from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
