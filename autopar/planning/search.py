@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
@@ -27,13 +27,17 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
 from autopar.planning.ahead import Ahead
+from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
-from autopar.planning.stage_costs import Layered, StageCosts, runs
+from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import Devices, plan_stages, weights
 
-SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
+_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", *(f"interleaved_1f1b chunks={n}" for n in _CHUNKS))
 SIMULATED = 24  # of the best pipelines are played through
+_SURE = 8  # of these in any case
+_INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
 # No operator is more efficient on less work; what is priced so may still differ by rounding.
 _OPTIMISM = 0.98
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
@@ -102,8 +106,8 @@ def search(
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
     make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
     costs = make()
-    asked = Ahead(costs, make) if beside else None
     kinds = costs.layered(fewest).kinds
+    asked = Ahead(costs, make) if beside else None  # with what `layered` has traced by now
     parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
 
@@ -139,8 +143,10 @@ def search(
     finally:
         if asked is not None:
             asked.close()
-    played = []
-    for pipeline in (found.best, *found.others[: SIMULATED - 1]):
+    played: list[tuple[float, Pipeline, Timeline]] = []
+    for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
+        if number >= _SURE and pipeline.seconds * (1 - _INEXACT) > min(row[0] for row in played):
+            break
         timeline = play(pipeline, transfer)
         seconds = timeline.seconds + max(stage.once for stage in pipeline.stages)
         played.append((seconds, pipeline, timeline))
@@ -183,11 +189,12 @@ def plan_of(
     ]
     cuts = [ends[last] for last in lasts[:-1]]
     made = partial(plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule)
-    if options.recompute == "auto":  # the search priced stages that recompute nothing
+    chunks = sorted((c for s in pipeline.stages for c in s.chunks), key=lambda chunk: chunk.first)
+    if options.recompute == "auto":
         try:
-            return made(replace(options, recompute="none"), trace, state_bytes)
+            return made(options, trace, state_bytes, [c.candidate.recompute for c in chunks])
         except InfeasibleError:
-            pass
+            pass  # its simulated step needs more than it is priced at
     return made(options, trace, state_bytes)
 
 
