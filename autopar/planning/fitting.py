@@ -25,6 +25,7 @@ from autopar.intra_op.solvers import find, solve
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 
+EXACT = 1e-6  # the relative gap at which a choice counts as optimal
 TRIES = 4  # plans that are simulated before one fits
 SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 # Seconds of a solve under a limit: of any, and more for each pair of choices of an edge, at most.
@@ -60,7 +61,7 @@ InfeasibleError where nothing fits.
 
 
 def solved(
-    built: Built, solver: str, allowed: float, before: Made | None
+    built: Built, solver: str, allowed: float, before: Made | None, gap: float = EXACT
 ) -> tuple[tuple[int, ...], Solution]:
     """The polished choice and what the solver says of it.
 
@@ -69,6 +70,7 @@ def solved(
         solver: the name of what solves it.
         allowed: bytes that the problem may count.
         before: a plan to begin with.
+        gap: from the optimum that is small enough.
 
     Raises:
         InfeasibleError: nothing fits, or nothing was found in time.
@@ -79,7 +81,8 @@ def solved(
 
     def once(problem: Problem) -> Solution:
         nonlocal start
-        said = {"start": start, "time_limit": seconds if start is None else LATER * seconds}
+        limit = seconds if start is None else LATER * seconds
+        said = {"start": start, "time_limit": limit, "gap": gap}
         found = solve(problem, solver=solver, **_understood(solver, said))
         start = found.choice
         return found
