@@ -20,9 +20,8 @@ from autopar.errors import InfeasibleError, ProgramError
 from autopar.intra_op.built import Built
 from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
+from autopar.intra_op.problem import Problem, Solution, evaluate, frugal, too_small
 from autopar.intra_op.solvers import find, solve
-from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 
 EXACT = 1e-6  # the relative gap at which a choice counts as optimal
@@ -128,16 +127,8 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
     smallest = _smallest(planned, least, made)
     if smallest.peak <= limit:
         return smallest.plan
-    need = smallest.peak
-    ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
-    largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
     none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
-    raise InfeasibleError(
-        f"{none} into {format_bytes(max(limit, 0.0))} a device",
-        why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
-        f"{largest}",
-        todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
-    )
+    raise too_small(none, max(limit, 0.0), smallest.peak, held)
 
 
 def _smallest(planned: Planned, least: float, before: Made | None) -> Made:

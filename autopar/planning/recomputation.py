@@ -3,7 +3,7 @@
 How much is recomputed is one decision with few values, so it is branched on: under each value the
 layouts are an ordinary strategy problem. A value is left out where even without a memory limit its
 problem has no plan that is faster than the best one found; nothing else is cut. Values are compared
-by plans that are within `GAP` of their optima.
+by plans that are within `GAP` of their optima; under the best one it is planned once more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.planning.fitting import EXACT
 
 PARTS = 2  # of a run of blocks, in which it is tried to recompute more and more
 REFINED = 2  # rounds in which the step between the numbers of blocks is halved
-GAP = 5e-3  # of the plans under different values, at which these are compared
+GAP = 5e-3  # of plans that are made to compare two values
 
 Chosen = Mapping[str, Recompute]
 
@@ -66,8 +66,7 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
     if search.best is None:
         search.begin_with_the_smallest()
     search.run()
-    assert search.best is not None
-    return search.best
+    return search.refined()
 
 
 class _Search:
@@ -107,6 +106,14 @@ class _Search:
         chosen = _of_all(self.graph, "full", 1.0)
         self.tried.add(key_of(chosen))
         self.best = self.branch(chosen).fitting(self.limit, GAP)
+
+    def refined(self) -> Plan:
+        """The best plan, or a better one with the same blocks computed again."""
+        assert self.best is not None
+        with suppress(InfeasibleError):  # it may not be found in time again
+            again = self.branch(self.best.recompute).fitting(self.limit, EXACT)
+            return again if _faster(again, self.best) else self.best
+        return self.best
 
     def attempt(self, chosen: Chosen) -> bool:
         """Plan under a decision; False if it cannot be faster than what was found."""
