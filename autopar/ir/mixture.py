@@ -60,9 +60,7 @@ def mixture(
         first, size: which experts are here and how many there are; by default these are all.
 
     Returns:
-        A tensor like x. It is added up in the wider dtype of x and weights. On a GPU sums of more
-        than two experts may differ in the last bit from run to run, unless
-        `torch.use_deterministic_algorithms` is on.
+        A tensor like x, added up in the wider dtype of x and weights.
     """
     experts = gate.shape[0]
     chosen, places = ids.flatten().sort(stable=True)
@@ -73,11 +71,11 @@ def mixture(
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
     tokens = places // ids.shape[-1]
-    rows = x.flatten(0, -2).index_select(0, tokens)
+    rows = x.flatten(0, -2)[tokens]
     inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-    scale = weights.flatten().index_select(0, places).unsqueeze(-1)
-    given = _grouped(inner, down, ends) * scale
-    total = given.new_zeros(x.shape).flatten(0, -2).index_add(0, tokens, given)
+    given = _grouped(inner, down, ends) * weights.flatten()[places].unsqueeze(-1)
+    # Unlike index_add, this is determined on every device, and its backward keeps indices only.
+    total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
 
 
