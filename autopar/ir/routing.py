@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.mixture import MIXTURE
 from autopar.ir.pattern import Pattern
 from autopar.ir.rewrite import Editor, rewrite
@@ -77,7 +77,7 @@ class _Mixture:
 def find_mixtures(graph: Graph) -> Graph:
     """`graph` with each mixture of experts as one operator, on halves of its first parameter.
 
-    The parameters must be whole and read by nobody else.
+    That parameter must be whole and read by nobody else.
     """
     ends = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList"]
     found = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
@@ -119,21 +119,25 @@ def _mixture(node: Node, graph: Graph) -> _Mixture | None:
     if bound is None:
         return None
     values = {key: graph[ref.name] for key, ref in bound.items() if isinstance(ref, Ref)}
-    experts, both, _ = values["gate_up"].type.shape
-    sizes = {"INNER": both // 2, "WIDTH": both, "EXPERTS": experts, "LAST": experts - 1}
-    sizes |= {"CHOICES": values["ids"].type.shape[-1], "COUNT": values["ids"].type.numel}
-    own = all(
-        values[key].op == "param"
-        and not values[key].kwargs
-        and len(graph.users[bound[key].name]) == 1
-        for key in ("gate_up", "down")
-    )
-    flat = all(len(values[key].type.shape) == 2 for key in ("x", "ids", "weights"))
-    total = _cast(node, graph, values["x"].type.dtype)
-    if total is None or not own or not flat or any(bound[key] != sizes[key] for key in sizes):
+    gate_up, x, ids = (values[key] for key in ("gate_up", "x", "ids"))
+    experts, both, width = gate_up.type.shape
+    sizes: dict[str, Arg] = {"INNER": both // 2, "WIDTH": both, "EXPERTS": experts}
+    sizes |= {"LAST": experts - 1, "CHOICES": ids.type.shape[-1], "COUNT": ids.type.numel}
+    sizes |= {"SHAPE": (*ids.type.shape, width)}
+    total = _cast(node, graph, x.type.dtype)
+    flat = len(x.type.shape) == len(ids.type.shape) == 2
+    fits = flat and all(bound[key] == size for key, size in sizes.items())
+    if total is None or not fits or not _own(gate_up, graph):
         return None
     names = {key: values[key].name for key in _OPERANDS}
     return _Mixture(total.name, act=_activation(values["active"]), **names)
+
+
+def _own(node: Node, graph: Graph) -> bool:
+    """Whether a value is a whole parameter that is read once."""
+    results = {name for _, name in graph.outputs}
+    whole = node.op == "param" and not node.kwargs
+    return whole and node.name not in results and len(graph.users[node.name]) == 1
 
 
 def _cast(node: Node, graph: Graph, dtype: str) -> Node | None:
