@@ -94,7 +94,7 @@ def find_mixtures(graph: Graph) -> Graph:
             return None
         names = (mixture.down, mixture.x, mixture.ids, mixture.weights)
         reads = [Ref(editor.resolve(name)) for name in names]
-        args = (*halves[mixture.gate_up], *reads, mixture.act)
+        args: tuple[Arg, ...] = (*halves[mixture.gate_up], *reads, mixture.act)
         return replace(node, op=MIXTURE, args=args, kwargs=())
 
     return rewrite(graph, write)
