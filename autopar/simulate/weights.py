@@ -197,16 +197,14 @@ class Weights:
                     ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
                 else:
                     self.recorder.collective(title, row[0].name, call, "parameter")
-                # Of several what is sent is packed; what came is joined.
-                packed = len(row) > 1
                 made = []
                 for weight, hop, before in zip(row, hops, buffers, strict=True):
                     nbytes = self._bytes(weight, hop.dst)
                     new = self.recorder.allocate("temporary", weight.name, nbytes)
                     made.append(self.recorder.hold(new))
-                    staging = packed * self._bytes(weight, hop.src)
-                    staging += nbytes if packed or hop.dim else 0.0
-                    self.recorder.scratch("communication", weight.name, staging)
+                    # What came is joined where it is a part of a row or not alone.
+                    joined = bool(hop.dim) or len(row) > 1
+                    self.recorder.scratch("communication", weight.name, joined * nbytes)
                     if number:  # between two hops
                         self.recorder.drop(before)
                 buffers = made
@@ -323,10 +321,8 @@ class Weights:
             self.recorder.collective(title, weights[0].name, call, "parameter")
             for weight, hop in zip(weights, hops, strict=True):
                 nbytes = self._bytes(weight, hop.dst)
-                # What is sent is packed where it is a part of a row or not alone; what came is
-                # joined.
-                packed = bool(hop.dim) or len(hops) > 1
-                more = packed * (self._bytes(weight, hop.src) + nbytes)
+                # What came is joined where it is a part of a row or not alone.
+                more = (bool(hop.dim) or len(hops) > 1) * nbytes
                 more += (place > 0) * self._bytes(weight, hop.src)  # what came by the hop before
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
