@@ -18,7 +18,7 @@ from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress
+from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress, Stage
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
 from autopar.inter_op.timeline import Timeline
 from autopar.ir.collective import Collective
@@ -118,7 +118,8 @@ def search(
                 total[at] += number * figure
         seconds, fixed, each = (figure / part.size for figure in total)
         share = fewest / count
-        return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=each * share)
+        kept = each * share if options.recompute == "none" else 0.0  # what enters blocks is little
+        return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
     try:
         found = partition(
@@ -184,7 +185,7 @@ def plan_of(
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place(Cluster.of(mesh), [stage.submesh.size for stage in pipeline.stages])
     groups = [
-        Devices(Mesh.parse(stage.chunks[0].candidate.label), start)
+        Devices(Mesh.parse(_usual_label(stage)), start)
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
     cuts = [ends[last] for last in lasts[:-1]]
@@ -196,6 +197,12 @@ def plan_of(
         except InfeasibleError:
             pass  # its simulated step needs more than it is priced at
     return made(options, trace, state_bytes)
+
+
+def _usual_label(stage: Stage) -> str:
+    """The logical mesh of most chunks of a rank; all of them are planned on it."""
+    labels = [chunk.candidate.label for chunk in stage.chunks]
+    return max(dict.fromkeys(labels), key=labels.count)
 
 
 def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:

@@ -118,12 +118,15 @@ class StageCosts:
         """The frontier on one logical mesh; blocks compute again only where memory asks for it."""
         wanted = self.options.recompute
         ways = {"auto": ("none", "full"), "full": ("full",), "selective": ("selective",)}
+        # What the first stage of 1F1B keeps: of all its layers one microbatch for each stage.
+        size = sum(count for _, count in signature)
+        stages = len(self.layered(microbatches).kinds) / size
+        usual = min(math.ceil(stages), self._in_flight(signature, microbatches)[-1])
         found: list[Candidate] = []
         for recompute in ways.get(wanted, ("none",)):
             if wanted != "auto" or recompute == "none" or graph.repeats:
                 found += self._on(graph, mesh, signature, microbatches, self.memory, recompute)
-            most = self._in_flight(signature, microbatches)[-1]
-            if any(way.memory(most) <= self.memory for way in found):
+            if any(way.memory(usual) <= self.memory for way in found):
                 break
         return found
 
