@@ -19,7 +19,7 @@ from autopar.inter_op.simulate import StageCost, simulate
 from autopar.inter_op.stage import Law
 
 _ROUNDS = 3  # of microbatches a rank that are simulated
-_RANKS = 4  # on which transfers are simulated
+_RANKS = 8  # on which transfers are simulated
 _TRANSFER = 0.05  # seconds of each, there and back, in units of a rank's work on a microbatch
 
 
@@ -93,7 +93,7 @@ def _exposed(name: str, options: dict[str, int]) -> float:
         made = schedule(name, _RANKS, microbatches, **options)
         part = _RANKS / made.stages
         cost = StageCost(part / 3, part / 3, part / 3)
-        borders = [transfer * part * made.copies / 2] * (made.stages - 1)
+        borders = [transfer * part / 2] * (made.stages - 1)
         return simulate(made, [cost] * made.stages, borders).seconds
 
     few, many = _ROUNDS * _RANKS, 2 * _ROUNDS * _RANKS

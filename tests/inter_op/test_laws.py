@@ -49,7 +49,8 @@ def test_a_law_tells_how_long_a_rank_waits_for_transfers(
 
     few, many = 36, 72
     more = seconds(many, transfer) - seconds(few, transfer) - seconds(many, 0) + seconds(few, 0)
-    into = 2 * transfer * told.chunks / told.copies  # to one rank, gradients on their way back, too
+    # To one rank, and gradients on their way back.
+    into = 2 * transfer * len(told.holds(1, ranks)) / told.copies
     assert more / ((many - few) * into) == pytest.approx(told.exposed, abs=0.1)
 
 
