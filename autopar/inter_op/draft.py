@@ -35,7 +35,8 @@ class Space:
         memory: bytes of a device.
         most_stages: how many there may be.
         cuts: the layers cut evenly into each number of chunks, as far as it was asked for.
-        least: how even they can be, see `evenness`.
+        least: once it was asked for, seconds of the layers and how even cuts can be (`evenness`);
+            they are in proportion for all numbers of microbatches.
     """
 
     prices: Prices
@@ -43,16 +44,17 @@ class Space:
     memory: float
     most_stages: int
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    least: list[Floats] = field(default_factory=list, compare=False, repr=False)
+    least: list[tuple[list[float], Floats]] = field(default_factory=list, compare=False, repr=False)
 
     def even(self, count: int, microbatches: int) -> tuple[int, ...]:
         """The ends of `count` contiguous chunks as fast as one another, by optimistic seconds."""
         if count not in self.cuts:
-            bounds, row = self.prices.bounds(microbatches), self.prices.row
-            seconds = [float(bounds[row[at, at], -1, 0]) for at in range(len(row))]
             if not self.least:
-                self.least.append(evenness(seconds))
-            self.cuts[count] = balanced(seconds, count, self.least[0])
+                bounds, row = self.prices.bounds(microbatches), self.prices.row
+                seconds = [float(bounds[row[at, at], -1, 0]) for at in range(len(row))]
+                self.least.append((seconds, evenness(seconds)))
+            seconds, least = self.least[0]
+            self.cuts[count] = balanced(seconds, count, least)
         return self.cuts[count]
 
 
