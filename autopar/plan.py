@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
@@ -79,6 +80,7 @@ class Plan:
         step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
             parameters that go together, in bytes.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
+        precision: in which dtypes it computes, updates and sends gradients.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -99,6 +101,7 @@ class Plan:
     calibration: str = field(default="", compare=False)
     step: dict[str, float] = field(default_factory=dict)
     state: str = ""
+    precision: Precision = AS_IS
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -143,6 +146,8 @@ class Plan:
             document["pins"] = dict(self.pins)
         if self.state:
             document["state"] = self.state
+        if self.precision != AS_IS:
+            document["precision"] = str(self.precision)
         if self.step:
             document["step"] = dict(self.step)
         if self.memory:
@@ -202,7 +207,8 @@ class Plan:
             made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
             step = {name: _figure(value) for name, value in table.get("step", {}).items()}
             told = (_text(table, "calibration"), step, _text(table, "state"))
-            return cls(table["graph"], mesh, *made, *told)
+            precision = Precision.read(_text(table, "precision"))
+            return cls(table["graph"], mesh, *made, *told, precision)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 

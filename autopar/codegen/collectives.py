@@ -176,11 +176,15 @@ class Communicator(Groups, Across):
     gradients: Gradients | None = None
     refetch: Refetch | None = None
 
+    def use(self, held: Tensor, weight: Weight) -> Tensor:
+        """A parameter as operators use it, whose gradient goes to `gradients`."""
+        used: Tensor = _Used.apply(held, weight, self)  # type: ignore[no-untyped-call]
+        return used
+
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         weight = None if self.gradients is None else self.gradients.weights.get(id(x))
         if weight is not None:
-            used: Tensor = _Used.apply(x, weight, self)  # type: ignore[no-untyped-call]
-            return used
+            return self.use(x, weight)
         if group.size == 1:
             return x
         moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State
+from autopar.codegen.state import State, parameters_of
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
 
@@ -51,12 +51,9 @@ class Executor:
         clip_norm: float | None = None,
     ) -> None:
         self.program, self.runtime, self.clip_norm = program, runtime, clip_norm
-        self.state = State(runtime, program.parameters(), tied)
+        self.state = State(runtime, parameters_of(program), tied)
         self.loaded = not any(value.is_meta for value in values.values())
-        if self.loaded:
-            shards = self.state.load(values, runtime.device, broadcast=True)
-        else:
-            shards = self.state.empty(runtime.device)
+        shards = self.state.empty(runtime.device)
         self.tensors = [
             nn.Parameter(shard) if parameter.trainable else shard
             for parameter, shard in zip(self.state.parameters, shards, strict=True)
@@ -68,6 +65,8 @@ class Executor:
         self.weights = Weights(
             runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
         )
+        if self.loaded:
+            self._load(values, broadcast=True)
         self.optimizer = optimizer(self.weights.trained)
         refuse_what_shards_break(optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
@@ -123,10 +122,11 @@ class Executor:
             }
 
     def _forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        given = self.runtime.given(self.named)
         if not self.program.RANDOM:
-            return dict(self.program.forward(self.runtime, self.named, batch))
+            return dict(self.program.forward(self.runtime, given, batch))
         with synchronised(self.runtime):
-            return dict(self.program.forward(self.runtime, self.named, batch))
+            return dict(self.program.forward(self.runtime, given, batch))
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The batch on this device, after checks."""
@@ -149,13 +149,19 @@ class Executor:
         return self.state.shapes
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank."""
-        return self.state.state_dict(self.tensors)
+        """Every parameter and buffer by name, whole, on every rank; masters where there are."""
+        return self.state.state_dict(self.tensors, self.weights.trained, self.state.with_master)
 
-    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+        self.weights.gather()
+
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
-        shards = self.state.load(values, self.runtime.device)
-        for tensor, shard in zip(self.tensors, shards, strict=True):
-            tensor.copy_(shard)
+        self._load(values)
         self.loaded = True
+
+    def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:
+        device = self.runtime.device
+        for name, full in self.state.wholes(values, device, broadcast=broadcast):
+            self.weights.take(self.state, name, full)

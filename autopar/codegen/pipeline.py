@@ -27,7 +27,7 @@ from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
-from autopar.codegen.state import State, check_state_dict, scale, whole
+from autopar.codegen.state import State, check_state_dict, parameters_of, scale, whole
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
 from autopar.ir.interpret import TORCH_DTYPES
@@ -83,7 +83,7 @@ class Pipeline:
                 if key not in runtimes:
                     mesh = Mesh.parse(module.MESH)
                     runtimes[key] = Runtime(mesh, device, members, seed=number)
-                state = State(runtimes[key], module.parameters())
+                state = State(runtimes[key], parameters_of(module))
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
         self.stages = {
@@ -95,7 +95,10 @@ class Pipeline:
             for name in stage.state.names
         }
         self.loaded = not any(value.is_meta for value in values.values())
-        self._load(values if self.loaded else None, from_first=True)
+        for stage in self.stages.values():
+            stage.make_room(device)
+        if self.loaded:
+            self._load(values, from_first=True)
         trained = [t for stage in self.stages.values() for t in stage.weights.trained]
         self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
         for stage in self.stages.values():
@@ -385,14 +388,26 @@ class Pipeline:
                     continue
                 if stage.runtime.rank >= 0:
                     # A copy, as on the ranks that do not hold it.
-                    value = stage.state.whole(name, stage.tensors).clone()
+                    value = self._whole(stage, name).clone()
                 else:
-                    dtype = next(p.dtype for p in stage.state.parameters if p.name == name)
+                    parameters = stage.state.parameters
+                    dtype = next(p.master.dtype for p in parameters if p.name == name)
                     value = torch.empty(
                         self.shapes[name], dtype=TORCH_DTYPES[dtype], device=self.device
                     )
                 full[name] = self._from(stage.runtime.ranks[0], value)
         return full | {alias: full[name] for alias, name in self.tied.items()}
+
+    def _whole(self, stage: Stage, name: str) -> Tensor:
+        """A tensor of a stage; its master where it has one."""
+        if name in stage.state.with_master:
+            return stage.state.trained.whole(name, stage.weights.trained)
+        return stage.state.whole(name, stage.tensors)
+
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+        for stage in self.stages.values():
+            stage.weights.gather()
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
@@ -400,21 +415,14 @@ class Pipeline:
         self._load(values)
         self.loaded = True
 
-    def _load(self, values: Mapping[str, Tensor] | None, *, from_first: bool = False) -> None:
-        """Deal out the values, or make room for some to come."""
-        shards: dict[tuple[int, int], dict[int, Tensor]] = {key: {} for key in self.stages}
-        if values is None:
-            for key, stage in self.stages.items():
-                shards[key] = dict(enumerate(stage.state.empty(self.device)))
-        else:
-            check_state_dict(values, self.shapes, self.tied)
-            for name in self.shapes:
-                names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
-                full = whole(next(values[n] for n in names if n in values))
-                if from_first:
-                    full = self._from(0, full.detach().to(self.device, copy=True))
-                for key, stage in self.stages.items():
-                    if name in stage.state.names:
-                        shards[key] |= stage.state.shards(name, full, self.device)
-        for key, stage in self.stages.items():
-            stage.hold(shards[key])
+    def _load(self, values: Mapping[str, Tensor], *, from_first: bool = False) -> None:
+        """Deal out the values."""
+        check_state_dict(values, self.shapes, self.tied)
+        for name in self.shapes:
+            names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
+            full = whole(next(values[n] for n in names if n in values))
+            if from_first:
+                full = self._from(0, full.detach().to(self.device, copy=True))
+            for stage in self.stages.values():
+                if name in stage.state.names:
+                    stage.weights.take(stage.state, name, full)

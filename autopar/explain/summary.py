@@ -258,9 +258,11 @@ def parameters(
         stored, used, kept = storage.held, storage.used, storage.kept
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
         copied = kept.local_bytes(node.type, plan.mesh) if kept.dims != stored.dims else 0
-        updated = times * storage.updated.local_bytes(node.type, plan.mesh)
+        own = plan.precision.updated(node.type, node.requires_grad)
+        updated = times * storage.updated.local_bytes(own, plan.mesh)
         updated = updated if node.requires_grad else 0
-        grads = times * storage.grads.local_bytes(node.type, plan.mesh)
+        master = updated if own != node.type else 0
+        grads = times * storage.grads.local_bytes(own, plan.mesh)
         gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
         found.append(
             Parameter(
@@ -276,7 +278,7 @@ def parameters(
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                state_bytes * updated,
+                master + state_bytes * updated,
             )
         )
     return tuple(found)

@@ -124,6 +124,7 @@ class _Player:
             microbatches=plan.microbatches,
             bucket=plan.bucket,
             accelerator=settings.accelerator,
+            precision=plan.precision,
         )
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
@@ -175,18 +176,22 @@ class _Player:
     def _parameter(self, node: Node) -> None:
         """Where the states of a parameter lie."""
         share = self.graph.template[self.graph.users[node.name][0]]
-        storage = self.plan.storage(self.graph.template[node.name], share)
-        if storage.moves:
-            count = self.plan.microbatches
-            hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
-            value = self.leaves[node.name]
-            self.weights.add(Weight(node.name, node, storage, value, hops))
+        plan, trained = self.plan, node.requires_grad
+        storage = plan.storage(self.graph.template[node.name], share)
+        master = plan.precision.has_master(node.type, trained)
+        if storage.moves or master:
+            hops = storage.hops(node.type, plan.mesh, plan.microbatches, trained, plan.precision)
+            self.weights.add(Weight(node.name, node, storage, self.leaves[node.name], hops))
         elif node.requires_grad and self.plan.microbatches > 1:
             # The sum of the gradients of earlier microbatches, which the last one adds to.
             nbytes = self.leaves[node.name].buffer.nbytes
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
-        self.updated[node.name] = float(storage.updated.local_bytes(node.type, self.plan.mesh))
+        own = plan.precision.updated(node.type, trained)
+        self.updated[node.name] = float(storage.updated.local_bytes(own, plan.mesh))
+        if master:
+            nbytes = self.updated[node.name]
+            self.recorder.hold(self.recorder.allocate("optimizer", f"{node.name}, master", nbytes))
         if node.requires_grad and self.settings.state_bytes:
             state = self.updated[node.name] * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
@@ -438,7 +443,7 @@ class _Player:
         for group in groups:
             nbytes = sum(size for _, size in group)
             name = "update" if settings.at_once else f"update of {group[0][0].name}"
-            dtype = group[0][0].type.dtype
+            dtype = self.plan.precision.updated(group[0][0].type).dtype
             recorder.compute(name, "", (optimizer_work(nbytes, settings.state_bytes, dtype),))
             recorder.scratch(
                 "temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0)

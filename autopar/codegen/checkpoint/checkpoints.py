@@ -223,6 +223,7 @@ class Checkpoints:
             if isinstance(source, Mapping):
                 self._fill({})
                 deal(source, self.holder, self.names, self._group(), rename)
+                self.holder.refresh()
                 self.holder.loaded = True
             else:
                 self._take(source.absolute(), rename)
@@ -254,6 +255,7 @@ class Checkpoints:
         try:
             self._fill(index.tensors)
             _load(reader, wanted, group)
+            self.holder.refresh()
         except BaseException:
             if reader.began:
                 self.holder.loaded = False  # some of it is the old, some the new

@@ -29,7 +29,7 @@ _MANNER = ("params", "param_names", "foreach", "fused", "capturable", "different
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer on this rank.
+    """A parameter or buffer on this rank; of one that has a master that, which it is made of.
 
     Attributes:
         parameter: what it is and how the mesh holds it.
@@ -85,6 +85,9 @@ class Holder(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of what all ranks hold, by name."""
 
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+
 
 def held_of(
     state: State,
@@ -102,9 +105,9 @@ def held_of(
     """
     return [
         Held(
-            parameter,
+            parameter.master if parameter.has_master else parameter,
             state,
-            tensor,
+            own if parameter.has_master else tensor,
             own if own.requires_grad else None,
             first is None or parameter.name in first,
         )
