@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State, parameters_of
+from autopar.codegen.state import State, parameters_of, precision_of
+from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
 
@@ -31,9 +34,8 @@ class Executor:
         program: the loaded module.
         runtime: the mesh.
         values: every parameter and buffer by name, whole; the first rank's count.
-        optimizer: makes an optimizer of the local parameters.
+        training: how the local parameters are updated.
         tied: further names of parameters.
-        clip_norm: bound of the gradients' global norm, None for no bound.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -45,12 +47,11 @@ class Executor:
         program: ModuleType,
         runtime: Runtime,
         values: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
+        training: Training,
         *,
         tied: Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
     ) -> None:
-        self.program, self.runtime, self.clip_norm = program, runtime, clip_norm
+        self.program, self.runtime = program, runtime
         self.state = State(runtime, parameters_of(program), tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
@@ -67,13 +68,19 @@ class Executor:
         )
         if self.loaded:
             self._load(values, broadcast=True)
-        self.optimizer = optimizer(self.weights.trained)
-        refuse_what_shards_break(optimizer, self.state.parameters)
+        named = self.weights.named
+        self.update = Update(training, precision_of(program), named, runtime.device)
+        refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
         self.watch = Watch.over(runtime.ranks)
-        everyone = runtime.group(runtime.mesh.names)
+        self._everyone = everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of what this device updates."""
+        return self.update.optimizer
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and optimizer step on a batch that all ranks hold whole.
@@ -100,13 +107,12 @@ class Executor:
             with part(PHASE, "forward"), self.runtime.saving(self.weights):
                 loss: Tensor = self._forward(inputs)[self.program.LOSS]
             with part(PHASE, "backward"):
-                torch.autograd.backward(loss)
+                torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
-                if self.clip_norm is not None:
-                    gradients = self.weights.gradients
-                    self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
-                self.optimizer.step()
+                gradients = self.weights.gradients
+                clip = partial(self.state.clip_grad_norm_, gradients)
+                self.grad_norm = self.update.step(gradients, self._everyone.maximum, clip)
                 self.weights.gather()
         return loss.detach()
 
@@ -141,16 +147,25 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors, self.weights.updated)
+        return held_of(
+            self.state, self.tensors, self.weights.updated, averages=self.update.averages
+        )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes by name."""
         return self.state.shapes
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank; masters where there are."""
-        return self.state.state_dict(self.tensors, self.weights.trained, self.state.with_master)
+    def state_dict(self, average: bool = False) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank; masters where there are.
+
+        With `average` the averages of what is trained.
+        """
+        trained, state = self.weights.trained, self.state
+        if average:
+            means = self.update.averages_of(trained)
+            return state.state_dict(self.tensors, means, state.trained.names)
+        return state.state_dict(self.tensors, trained, state.with_master)
 
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""
@@ -159,6 +174,7 @@ class Executor:
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         self._load(values)
+        self.update.restart()
         self.loaded = True
 
     def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:

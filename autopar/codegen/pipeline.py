@@ -14,20 +14,29 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import ACTION, PHASE, part
 from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
-from autopar.codegen.state import State, check_state_dict, parameters_of, scale, whole
+from autopar.codegen.state import (
+    State,
+    check_state_dict,
+    parameters_of,
+    precision_of,
+    scale,
+    whole,
+)
+from autopar.codegen.update import Training, Update
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
 from autopar.ir.interpret import TORCH_DTYPES
@@ -46,9 +55,8 @@ class Pipeline:
         inputs: the inputs of one microbatch by name, "i64[8, 16]".
         device: where this process computes.
         values: every parameter and buffer by name, whole; the first rank's count.
-        optimizer: makes an optimizer of the local parameters.
+        training: how the local parameters are updated.
         tied: further names of parameters.
-        clip_norm: bound of the gradients' global norm, None for no bound.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -62,13 +70,12 @@ class Pipeline:
         inputs: Mapping[str, str],
         device: torch.device,
         values: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
+        training: Training,
         *,
         tied: Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
-        self.clip_norm, self.tied = clip_norm, dict(tied or {})
+        self.tied = dict(tied or {})
         self.world, self.rank = 1, 0
         if dist.is_initialized():
             self.world, self.rank = dist.get_world_size(), dist.get_rank()
@@ -99,10 +106,10 @@ class Pipeline:
             stage.make_room(device)
         if self.loaded:
             self._load(values, from_first=True)
-        trained = [t for stage in self.stages.values() for t in stage.weights.trained]
-        self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
+        named = [pair for stage in self.stages.values() for pair in stage.weights.named]
+        self.update = Update(training, precision_of(modules[0]), named, device)
         for stage in self.stages.values():
-            refuse_what_shards_break(optimizer, stage.state.parameters)
+            refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(
                 action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
                 for action in self.row
@@ -162,10 +169,9 @@ class Pipeline:
                     if stage.runtime.gradients is not None:
                         stage.runtime.gradients.collect()
                 self.copies.add_up()
-                if self.clip_norm is not None:
-                    self.grad_norm = self._clip(self.clip_norm)
             with part(PHASE, "optimizer"):
-                self.optimizer.step()
+                own = [g for stage in self.stages.values() for g in stage.weights.gradients]
+                self.grad_norm = self.update.step(own, self._largest, self._clip)
                 for stage in self.stages.values():
                     stage.weights.gather()
             with part(PHASE, "loss"):
@@ -219,7 +225,7 @@ class Pipeline:
         for name, gradient in arrived:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         run = stage.backward if action.kind == "B" else stage.backward_input
-        return run(action.microbatch, gradients, 1 / self.placement.microbatches)
+        return run(action.microbatch, gradients, self.update.scale / self.placement.microbatches)
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The mean of all microbatches' losses, on every rank."""
@@ -232,6 +238,12 @@ class Pipeline:
         if self.world > 1:
             dist.all_reduce(total)
         return total
+
+    def _largest(self, number: Tensor) -> Tensor:
+        if self.world > 1:
+            number = number.to(self.device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number
 
     def _clip(self, max_norm: float) -> Tensor:
         """Scale all gradients; their global norm, in which every parameter counts once."""
@@ -376,11 +388,20 @@ class Pipeline:
         found: list[Held] = []
         for key, stage in self.stages.items():
             own = {name for name in stage.state.names if first[name] == key}
-            found += held_of(stage.state, stage.tensors, stage.weights.updated, own)
+            updated, averages = stage.weights.updated, self.update.averages
+            found += held_of(stage.state, stage.tensors, updated, own, averages)
         return found
 
-    def state_dict(self) -> Tensors:
-        """Every parameter and buffer by name, whole, on every rank."""
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of what this device updates."""
+        return self.update.optimizer
+
+    def state_dict(self, average: bool = False) -> Tensors:
+        """Every parameter and buffer by name, whole, on every rank; masters where there are.
+
+        With `average` the averages of what is trained.
+        """
         full: Tensors = {}
         for stage in self.everywhere.values():
             for name in stage.state.names:
@@ -388,7 +409,7 @@ class Pipeline:
                     continue
                 if stage.runtime.rank >= 0:
                     # A copy, as on the ranks that do not hold it.
-                    value = self._whole(stage, name).clone()
+                    value = self._whole(stage, name, average).clone()
                 else:
                     parameters = stage.state.parameters
                     dtype = next(p.master.dtype for p in parameters if p.name == name)
@@ -398,11 +419,14 @@ class Pipeline:
                 full[name] = self._from(stage.runtime.ranks[0], value)
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
-    def _whole(self, stage: Stage, name: str) -> Tensor:
-        """A tensor of a stage; its master where it has one."""
-        if name in stage.state.with_master:
-            return stage.state.trained.whole(name, stage.weights.trained)
-        return stage.state.whole(name, stage.tensors)
+    def _whole(self, stage: Stage, name: str, average: bool) -> Tensor:
+        """A tensor of a stage; its average if that is asked for, its master where it has one."""
+        state, trained = stage.state, stage.weights.trained
+        if average and name in state.trained.names:
+            return state.trained.whole(name, self.update.averages_of(trained))
+        if name in state.with_master:
+            return state.trained.whole(name, trained)
+        return state.whole(name, stage.tensors)
 
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""
@@ -413,6 +437,7 @@ class Pipeline:
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         self._load(values)
+        self.update.restart()
         self.loaded = True
 
     def _load(self, values: Mapping[str, Tensor], *, from_first: bool = False) -> None:

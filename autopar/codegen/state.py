@@ -87,9 +87,14 @@ class Parameter:
         return f"{self.name}[{':, ' * self.piece.dim}{self.piece.start}:{stop}]"
 
 
+def precision_of(program: ModuleType) -> Precision:
+    """The precision of a loaded program."""
+    return Precision.read(getattr(program, "PRECISION", ""))
+
+
 def parameters_of(program: ModuleType) -> list[Parameter]:
     """What a loaded program stores, in its precision."""
-    precision = Precision.read(getattr(program, "PRECISION", ""))
+    precision = precision_of(program)
     return [replace(parameter, precision=precision) for parameter in program.parameters()]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.groups import Options, grouped
-from autopar.codegen.optimizer import OptimizerFactory
+from autopar.codegen.optimizer import OptimizerFactory, state_bytes
 from autopar.codegen.scaler import Scaler
 from autopar.errors import ProgramError
 from autopar.ir.precision import Precision
@@ -48,6 +48,15 @@ class Training:
             )
 
 
+def state_bytes_of(training: Training) -> float:
+    """Bytes that are kept of what is updated, in units of its own: the optimizer's, and an average.
+
+    Raises:
+        ProgramError: see `optimizer.state_bytes`.
+    """
+    return state_bytes(training.optimizer) + (training.ema is not None)
+
+
 class Update:
     """What a step does with the gradients on this rank.
 
@@ -60,7 +69,7 @@ class Update:
     Attributes:
         optimizer: a torch optimizer.
         scaler: scales the loss; None where nothing vanishes.
-        average: of `trained`, in its order; () without.
+        averages: of `trained`, by the id of the parameter; {} without.
     """
 
     def __init__(
@@ -76,14 +85,20 @@ class Update:
         nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
         self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
         self.scaler = Scaler() if precision.scaled else None
-        self.average: tuple[Tensor, ...] = ()
+        self.averages: dict[int, Tensor] = {}
         self.restart()
 
     @torch.no_grad()
     def restart(self) -> None:
         """Begin the average with the parameters as they are."""
         if self.training.ema is not None:
-            self.average = tuple(parameter.detach().clone() for parameter in self._trained)
+            for parameter in self._trained:
+                mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
+                mean.copy_(parameter)
+
+    def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Their averages."""
+        return [self.averages[id(parameter)] for parameter in parameters]
 
     @property
     def scale(self) -> float:
@@ -116,8 +131,8 @@ class Update:
     @torch.no_grad()
     def _averaged(self) -> None:
         if self.training.ema is not None:
-            for mean, parameter in zip(self.average, self._trained, strict=True):
-                mean.lerp_(parameter, 1 - self.training.ema)
+            for parameter in self._trained:
+                self.averages[id(parameter)].lerp_(parameter, 1 - self.training.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """What is alike on all ranks and no option of the optimizer."""

@@ -33,6 +33,7 @@ class Weight:
     """One parameter on this device.
 
     Attributes:
+        name: of the tensor of the state_dict that it is part of.
         type: its dtype and global shape.
         storage: where its states lie.
         held: what is held of it between steps.
@@ -42,6 +43,7 @@ class Weight:
         sent: the dtype in which its gradient goes.
     """
 
+    name: str
     type: TensorType
     storage: Storage
     held: Tensor
@@ -99,6 +101,11 @@ class Weights:
         return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
 
     @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """`trained`, with their names in the state_dict."""
+        return [(w.name, w.updated) for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
     def gradients(self) -> list[Tensor | None]:
         """The gradient of each, as it is updated; None where there is none."""
         return [tensor.grad if tensor.requires_grad else None for tensor in self.updated]
@@ -146,7 +153,7 @@ def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
     updated = _updated(comm, storage, held) if trained else held
     if parameter.has_master:
         updated = nn.Parameter(updated.detach().to(TORCH_DTYPES[parameter.master.dtype]))
-    return Weight(parameter.type, storage, held, updated, hops, sent)
+    return Weight(parameter.name, parameter.type, storage, held, updated, hops, sent)
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:

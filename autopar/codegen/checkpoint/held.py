@@ -20,6 +20,7 @@ from autopar.codegen.checkpoint.plans import Part
 from autopar.codegen.checkpoint.values import DTYPES, decode, encode
 from autopar.codegen.failure import Watch
 from autopar.codegen.state import Parameter, State
+from autopar.codegen.update import Update
 from autopar.errors import CheckpointError
 from autopar.ir.tensor import Layout
 
@@ -37,6 +38,7 @@ class Held:
         tensor: this rank's part.
         updated: the tensor that the optimizer updates; None for what it does not train.
         first: whether it is saved from here; another stage of a pipeline may hold a copy.
+        average: the average of `updated`, where one is kept.
     """
 
     parameter: Parameter
@@ -44,6 +46,7 @@ class Held:
     tensor: Tensor
     updated: Tensor | None = None
     first: bool = True
+    average: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +76,7 @@ class Held:
 class Holder(Protocol):
     """A program on this rank."""
 
-    optimizer: Optimizer
+    update: Update
     watch: Watch
     loaded: bool
 
@@ -94,6 +97,7 @@ def held_of(
     tensors: Sequence[Tensor],
     updated: Sequence[Tensor],
     first: Collection[str] | None = None,
+    averages: Mapping[int, Tensor] | None = None,
 ) -> list[Held]:
     """What this rank holds of a state.
 
@@ -102,6 +106,7 @@ def held_of(
         tensors: what it holds of each parameter and buffer.
         updated: what the optimizer updates of each.
         first: names that are saved from here, None for all.
+        averages: of what the optimizer updates, by the id of that.
     """
     return [
         Held(
@@ -110,6 +115,7 @@ def held_of(
             own if parameter.has_master else tensor,
             own if own.requires_grad else None,
             first is None or parameter.name in first,
+            (averages or {}).get(id(own)),
         )
         for parameter, tensor, own in zip(state.parameters, tensors, updated, strict=True)
     ]
