@@ -81,7 +81,7 @@ class _Used(torch.autograd.Function):
         ctx.weight, ctx.comm = weight, comm
         path = weight.path("forward")
         used = travel(comm, [weight], [x], "forward")[0] if path else x.view_as(x)
-        if ctx.needs_input_grad[0] and comm.refetch is not None and weight.path("backward"):
+        if comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
         return used
 

@@ -17,7 +17,8 @@ _SIDE = 4
 
 def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[Parameter]) -> None:
     """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
-    cut = [p.name for p in parameters if p.storage.updated.sharded_axes or p.piece]
+    trained = [p for p in parameters if p.trainable]
+    cut = [p.name for p in trained if p.storage.updated.sharded_axes or p.piece]
     if cut and not elementwise(optimizer):
         raise ProgramError(
             f"{_name(optimizer)} cannot train a sharded parameter",

@@ -334,7 +334,8 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
-        if self.lies is not None and self.options[self.position[root.name]][0].storage is not None:
+        has_gradient = self.lies is not None and root.requires_grad
+        if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # Where a gradient is reduced is said; so it is not reduced behind the share.
             given = [set(option.results[0].varying) for option in self.options[a]]
             asked = [set(option.operands[index].varying) for option in self.options[b]]

@@ -168,9 +168,9 @@ class Storage:
                 yield Hop(when, call, dst, src, dim, times)
 
         yield from gathers("forward", self.held, self.used, microbatches)
+        yield from gathers("backward", self.kept, self.used, microbatches)
         if not trained:
             return
-        yield from gathers("backward", self.kept, self.used, microbatches)
         yield from scatters("accumulate", self.used, self.grads, microbatches)
         yield from scatters("reduce", self.grads, self.updated, 1)
         split = self.axes("updated")
