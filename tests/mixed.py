@@ -17,6 +17,7 @@ from autopar.ir.precision import Precision
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+PAIR = "toy[1TFLOP/s 64GiB 1TB/s]: gpu=2 @10GB/s 1us"
 Batch = dict[str, Tensor]
 
 

@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import TensorType
-from tests.mixed import ADAMW, GROUPS, MESH, Batch, Judged, error, judge, net, no_decay
+from tests.mixed import ADAMW, GROUPS, MESH, PAIR, Batch, Judged, error, judge, net, no_decay
 from tests.ranks import run_ranks
 from tests.state_sharding import UsedWhole
 
@@ -27,8 +27,9 @@ STEPS = 3
 def made(dtype: torch.dtype = torch.float32, adapted: bool = False, **how: Any) -> Any:
     """A program of data parallelism over all ranks, and a batch."""
     model, batch = net(dtype, adapted)
+    mesh = MESH if torch.distributed.get_world_size() == 4 else PAIR
     how = {"optimizer": ADAMW, "pins": [UsedWhole()], **how}
-    return autopar.compile(model, MESH, example_inputs=batch, **how), batch
+    return autopar.compile(model, mesh, example_inputs=batch, **how), batch
 
 
 def run(program: Any, batch: Batch, steps: int = STEPS) -> Judged:
@@ -174,22 +175,40 @@ def check_low(found: dict[str, Any], folder: str) -> None:
         assert torch.equal(value, found["saved"][name])
 
 
-def everything(folder: str) -> dict[str, Any]:
+def quickly(folder: str) -> dict[str, Any]:
     return {
-        "masters": masters("paro-iig over node", 2),
         "overflow": overflowing(),
         "tuned": tuned(f"{folder}/tuned"),
         "low": low(f"{folder}/low"),
     }
 
 
+def test_training_on_two_ranks_is_that_of_one_device() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check_all(run_ranks(quickly, folder, count=2), folder)
+
+
+def check_all(ranks: list[dict[str, Any]], folder: str) -> None:
+    for found in ranks:
+        check_tuned(found["tuned"])
+        check_low(found["low"], f"{folder}/low")
+    check_overflow([found["overflow"] for found in ranks])
+    means = autopar.load_checkpoint(Path(folder) / "tuned", average=True)
+    assert error(means, ranks[0]["tuned"]["means"]) == 0.0
+
+
+def thoroughly(folder: str) -> dict[str, Any]:
+    return {**quickly(folder), "masters": [masters(state, count) for state, count in CASES]}
+
+
+CASES = [("ddp", 1), ("zero1", 2), ("paro-iig over node", 2), ("zero++ over node", 2)]
+
+
+@pytest.mark.slow
 def test_training_on_four_ranks_is_that_of_one_device() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(everything, folder)
+        ranks = run_ranks(thoroughly, folder)
+        check_all(ranks, folder)
         for found in ranks:
-            check_masters(found["masters"], 2)
-            check_tuned(found["tuned"])
-            check_low(found["low"], f"{folder}/low")
-        check_overflow([found["overflow"] for found in ranks])
-        means = autopar.load_checkpoint(Path(folder) / "tuned", average=True)
-        assert error(means, ranks[0]["tuned"]["means"]) == 0.0
+            for (_, count), after in zip(CASES, found["masters"], strict=True):
+                check_masters(after, count)
