@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
 from autopar.ir.precision import Precision
-from autopar.ir.tensor import TensorType
 from tests.mixed import ADAMW, GROUPS, MESH, PAIR, Batch, Judged, error, judge, net, no_decay
 from tests.ranks import run_ranks
 from tests.state_sharding import UsedWhole

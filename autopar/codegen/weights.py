@@ -122,12 +122,11 @@ class Weights:
         for weight in self.all:
             if weight.path("update"):
                 part = weight.updated.detach().to(weight.held.dtype)
-                for other, whole in bucket.add(weight, part):
-                    other.held.copy_(whole)
+                _store(bucket.add(weight, part))
             elif weight.has_master:
                 weight.held.copy_(weight.updated)
-        for other, whole in bucket.empty():
-            other.held.copy_(whole)
+        for way in bucket.ways:
+            _store(bucket.send(way))
 
     @torch.no_grad()
     def take(self, state: State, name: str, full: Tensor) -> None:
@@ -143,6 +142,11 @@ class Weights:
         if name in state.with_master:
             for number, shard in state.trained.shards(name, full, "cpu").items():
                 self.trained[number].copy_(shard)
+
+
+def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
+    for weight, whole in arrived:
+        weight.held.copy_(whole)
 
 
 def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
@@ -187,17 +191,23 @@ class Bucket:
         if kinds == {"all_reduce"} and tensor.device.type == "cpu":
             return []  # nothing is gained from it before the end
         full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
-        return self._send(way) if full else []
+        return self.send(way) if full else []
 
     def empty(self) -> list[tuple[Weight, Tensor]]:
         """Send everything that still waits."""
-        return [arrived for way in list(self._waiting) for arrived in self._send(way)]
+        return [arrived for way in self.ways for arrived in self.send(way)]
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those on which something still waits."""
+        return list(self._waiting)
 
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
 
-    def _send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+    def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+        """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
         weights, tensors = zip(*together, strict=True)
         arrived = travel(self._comm, weights, tensors, self._when)

@@ -267,7 +267,7 @@ class Weights:
                 self._put_together(same)
 
     def _put_together(self, weights: Sequence[Weight]) -> None:
-        for hops in zip(*(_at(weight, "update") for weight in weights), strict=True):
+        for place, hops in enumerate(zip(*(_at(w, "update") for w in weights), strict=True)):
             call = _one(hops)
             title = f"{call.kind} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
@@ -276,8 +276,10 @@ class Weights:
                 # What is sent is packed where it is a part of a row or not alone; what came is
                 # joined.
                 packed = bool(hop.dim) or len(hops) > 1
-                cast = self._own(weight) != weight.leaf.type and hop is weight.hops[-1]
-                more = (packed + cast) * self._bytes(weight, hop.src) + packed * nbytes
+                # A master is cast, and what came by the hop before is there.
+                cast = self._own(weight) != weight.leaf.type
+                more = (packed + (cast or place > 0)) * self._bytes(weight, hop.src)
+                more += packed * nbytes
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
     def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
