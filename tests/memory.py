@@ -123,9 +123,9 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
 
 
 def _held(executor: Executor, batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Parameters, gradients, optimizer state and the batch."""
+    """Parameters, masters, gradients, optimizer state and the batch."""
     yield from batch.values()
-    for tensor in executor.tensors:
+    for tensor in (*executor.tensors, *executor.weights.updated):
         yield tensor
         if tensor.grad is not None:
             yield tensor.grad

@@ -151,7 +151,7 @@ def explained(
     pins = Pins(graph, {})
     builder = Builder(
         graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown,
-        recompute=chosen.recompute,
+        recompute=chosen.recompute, precision=chosen.precision,
     )  # fmt: skip
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"

@@ -76,7 +76,7 @@ class Precision:
                 f"cannot read the precision {given!r}",
                 todo='write "bf16", "fp16", "fp32" or such as "bf16 master=f32 communication=bf16"',
             )
-        return replace(cls(compute), **{name: value for name, _, value in pairs})
+        return cls(compute, **{name: value for name, _, value in pairs})
 
     def __str__(self) -> str:
         if not self.compute:
