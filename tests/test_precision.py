@@ -13,6 +13,7 @@ from torch import Tensor
 
 import autopar
 from autopar.ir.precision import Precision
+from autopar.pins import megatron
 from tests.mixed import ADAMW, GROUPS, MESH, PAIR, Batch, Judged, error, judge, net, no_decay
 from tests.ranks import run_ranks
 from tests.state_sharding import UsedWhole
@@ -38,8 +39,8 @@ def run(program: Any, batch: Batch, steps: int = STEPS) -> Judged:
 # The masters --------------------------------------------------------------------------------------
 
 
-def masters(state: str, microbatches: int) -> dict[str, Tensor]:
-    how = {"precision": EXACT, "state": state, "microbatches": microbatches}
+def masters(state: str, microbatches: int, **more: Any) -> dict[str, Tensor]:
+    how = {"precision": EXACT, "state": state, "microbatches": microbatches, **more}
     program, batch = made(torch.float64, optimizer=SLOWLY, **how)
     return run(program, batch).state
 
@@ -196,10 +197,24 @@ def check_all(ranks: list[dict[str, Any]], folder: str) -> None:
 
 
 def thoroughly(folder: str) -> dict[str, Any]:
-    return {**quickly(folder), "masters": [masters(state, count) for state, count in CASES]}
+    found = [masters(state, count) for state, count in CASES]
+    # Tied weights in two stages, and backwards in halves.
+    found += [masters("zero1", 4, pins=None, stages=2, schedule=name) for name in STAGED]
+    tensor = [UsedWhole(("node",)), megatron("gpu")]
+    found.append(masters("zero3", 1, pins=tensor))
+    return {**quickly(folder), "masters": found}
+
+
+def gone_on(folder: str) -> dict[str, Any]:
+    """On fewer ranks, from what four have saved after two steps."""
+    program, batch = made(precision="bf16", state="zero1")
+    program.load_checkpoint(f"{folder}/low")
+    return {"loaded": program.state_dict(), "after": run(program, batch, 1).state}
 
 
 CASES = [("ddp", 1), ("zero1", 2), ("paro-iig over node", 2), ("zero++ over node", 2)]
+STAGED = ["1f1b", "zb_h1"]
+COUNTS = [*(count for _, count in CASES), *(4 for _ in STAGED), 1]
 
 
 @pytest.mark.slow
@@ -208,5 +223,8 @@ def test_training_on_four_ranks_is_that_of_one_device() -> None:
         ranks = run_ranks(thoroughly, folder)
         check_all(ranks, folder)
         for found in ranks:
-            for (_, count), after in zip(CASES, found["masters"], strict=True):
+            for count, after in zip(COUNTS, found["masters"], strict=True):
                 check_masters(after, count)
+        for found in run_ranks(gone_on, folder, count=2):
+            assert error(found["loaded"], ranks[0]["low"]["saved"]) == 0.0
+            assert error(found["after"], ranks[0]["low"]["state"]) < 0.01

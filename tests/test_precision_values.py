@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import autopar
+from autopar.cli import main
+from autopar.codegen.folder import OpenProgram
 from autopar.codegen.groups import grouped, options_of
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
@@ -153,3 +160,43 @@ def test_groups_and_averages_that_are_nonsense_are_named() -> None:
         autopar.compile(model, "cpu: gpu=1", groups=lambda name, p: 3)  # type: ignore[arg-type, return-value]
     with pytest.raises(ProgramError, match=r"ema is 1\.5"):
         autopar.compile(model, "cpu: gpu=1", ema=1.5)
+
+
+def test_a_saved_program_trains_as_it_was_compiled(tmp_path: Path) -> None:
+    model, batch = net()
+    how = {"precision": "bf16", "groups": autopar.groups(GROUPS), "ema": 0.9}
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    program = autopar.compile(model, "cpu: gpu=1", optimizer=adamw, example_inputs=batch, **how)  # type: ignore[arg-type]
+    program.save(tmp_path / "out")
+    opened = OpenProgram(tmp_path / "out").executor
+    for _ in range(2):
+        assert opened.step(batch) == program.step(**batch)
+    for average in (False, True):
+        found, wanted = opened.state_dict(average), program._ready()[1].state_dict(average)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+FILE = """
+from tests.mixed import net
+
+def small():
+    return net()
+"""
+
+
+def test_the_command_line_plans_and_explains_in_a_precision(tmp_path: Path) -> None:
+    source, plan = tmp_path / "model.py", tmp_path / "plan.toml"
+    source.write_text(FILE)
+    model = f"{source}:small"
+
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    said = ("--mesh", "H100: gpu=2", "--precision", "bf16", "-o", plan)
+    assert run("plan", model, *said).exit_code == 0
+    assert Plan.load(plan).precision == Precision("bf16")
+    for command in ("explain", "simulate"):
+        assert run(command, plan, "--model", model).exit_code == 0
+    wrong = run("plan", model, "--mesh", "H100: gpu=2", "--precision", "bf15")
+    assert wrong.exit_code == 2
+    assert "there is no precision 'bf15'" in wrong.stderr
