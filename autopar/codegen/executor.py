@@ -73,6 +73,7 @@ class Executor:
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
+        runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
         self._everyone = everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
@@ -108,6 +109,7 @@ class Executor:
                 loss: Tensor = self._forward(inputs)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
+                self.runtime.fetch.drop()
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
                 gradients = self.weights.gradients

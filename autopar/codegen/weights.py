@@ -10,7 +10,7 @@ one collective moves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class Weight:
             in another dtype, a tensor of its own, of which `held` is made again.
         hops: its collectives in a step.
         sent: the dtype in which its gradient goes.
+        block: those of one block are gathered together.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Weight:
     updated: Tensor
     hops: tuple[Hop, ...]
     sent: torch.dtype
+    block: str = ""
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Its collectives at one time of a step."""
@@ -60,10 +62,10 @@ class Weight:
         """Whether the optimizer updates a copy of it in another dtype."""
         return self.held.dtype != self.updated.dtype
 
-    def way(self, when: str, dtype: torch.dtype) -> Way:
+    def way(self, when: str) -> Way:
         """What it has in common with those that it can go together with."""
         calls = tuple((hop.call.kind, hop.call.axes) for hop in self.path(when))
-        return (dtype, calls)
+        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, calls)
 
 
 class Weights:
@@ -157,7 +159,8 @@ def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
     updated = _updated(comm, storage, held) if trained else held
     if parameter.has_master:
         updated = nn.Parameter(updated.detach().to(TORCH_DTYPES[parameter.master.dtype]))
-    return Weight(parameter.name, parameter.type, storage, held, updated, hops, sent)
+    block = parameter.block or parameter.key
+    return Weight(parameter.name, parameter.type, storage, held, updated, hops, sent, block)
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
@@ -184,7 +187,7 @@ class Bucket:
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
         """What arrives because of one tensor more: nothing until its buffer is full."""
-        way = weight.way(self._when, tensor.dtype)
+        way = weight.way(self._when)
         waiting = self._waiting.setdefault(way, [])
         waiting.append((weight, tensor))
         kinds = {hop.call.kind for hop in weight.path(self._when)}
@@ -225,19 +228,52 @@ def travel(
         tensors: of each the tensor that it brings: a part of the parameter, or of its gradient.
         when: see `Hop`.
     """
+    return depart(comm, weights, tensors, when, False)()
+
+
+def depart(
+    comm: Groups, weights: Sequence[Weight], tensors: Iterable[Tensor], when: str, ahead: bool
+) -> Callable[[], list[Tensor]]:
+    """`travel` in two parts: the collectives begin, and the function returned waits for them.
+
+    If they are gathered `ahead`, what this device computes in between does not wait.
+    """
     found = list(tensors)
-    for hops in zip(*(weight.path(when) for weight in weights), strict=True):
-        group = comm.group(hops[0].call.axes)
-        if hops[0].call.kind == "all_reduce":
-            found = group.reduce_all(found)
-            continue
-        dims = [0 if hop.dim is None else hop.dim for hop in hops]
-        if hops[0].call.kind == "reduce_scatter":
-            found = group.reduce_scatter_all(found, dims)
-            continue
-        extents = [
-            comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
-            for hop, dim, weight in zip(hops, dims, weights, strict=True)
-        ]
-        found = group.gather_all(found, dims, extents)
-    return found
+    paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
+    gathers = [hops[0].call.kind == "all_gather" for hops in paths]
+    if not ahead or not all(gathers):
+        for hops in paths:
+            found = _moved(comm, weights, found, hops)
+        return lambda: found
+    arrive = _gather(comm, weights, found, paths[0], True)
+
+    def rest() -> list[Tensor]:
+        arrived = arrive()
+        for hops in paths[1:]:
+            arrived = _gather(comm, weights, arrived, hops, False)()
+        return arrived
+
+    return rest
+
+
+def _moved(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop]
+) -> list[Tensor]:
+    """Tensors after one collective."""
+    kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
+    if kind == "all_reduce":
+        return group.reduce_all(tensors)
+    if kind == "reduce_scatter":
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops])
+    return _gather(comm, weights, tensors, hops, False)()
+
+
+def _gather(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop], ahead: bool
+) -> Callable[[], list[Tensor]]:
+    dims = [hop.dim or 0 for hop in hops]
+    extents = [
+        comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
+        for hop, dim, weight in zip(hops, dims, weights, strict=True)
+    ]
+    return comm.group(hops[0].call.axes).begin_gather(tensors, dims, extents, ahead)
