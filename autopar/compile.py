@@ -37,7 +37,7 @@ from autopar.codegen.processes import (
 )
 from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
-from autopar.codegen.scaler import Scaler
+from autopar.codegen.trained import Trained
 from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
@@ -215,7 +215,7 @@ def compile(
     return program
 
 
-class Program(Checkpointed):
+class Program(Trained, Checkpointed):
     """A model that trains in parallel; made by `compile`.
 
     Attributes:
@@ -368,49 +368,6 @@ class Program(Checkpointed):
         """The generated Python; ProgramError before the first batch."""
         self._ready()
         return self._source
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's shards, for learning-rate schedules."""
-        return self._ready()[1].optimizer
-
-    @property
-    def scaler(self) -> Scaler | None:
-        """What scales the loss in float16, and tells whether a step was skipped; else None."""
-        return self._ready()[1].update.scaler
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
-        return self._ready()[1].grad_norm
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state_dict, whole tensors on every rank."""
-        full = self._ready()[1].state_dict()
-        return {name: full[name] for name in self._model.state_dict() if name in full}
-
-    def ema_state_dict(self) -> dict[str, Tensor]:
-        """The state_dict with averages of what is trained, whole tensors on every rank.
-
-        The average begins with the parameters that were compiled, or loaded without one; after a
-        step it is ema of what it was and the rest of the new parameters.
-
-        Raises:
-            ProgramError: before the first batch, or without `ema`.
-        """
-        executor = self._ready()[1]
-        if self._training.ema is None:
-            raise ProgramError("there is no average", todo="pass ema=0.999 to compile")
-        full = executor.state_dict(average=True)
-        return {name: full[name] for name in self._model.state_dict() if name in full}
-
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
-        captured, executor = self._ready()
-        # Constants are no part of a state_dict; they stay as they are.
-        names = set(self._model.state_dict())
-        constants = {k: v for k, v in captured.buffers.items() if k not in names}
-        executor.load_state_dict({**constants, **values})
 
     def _checkpoints(self) -> Checkpoints:
         captured, executor = self._ready()
