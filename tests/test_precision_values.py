@@ -84,7 +84,7 @@ def test_gradients_are_sent_in_their_own_dtype(sent: str, size: int) -> None:
 
 
 class Mixed(nn.Module):
-    """Takes floats, and has what `to` would not cast: a buffer, an LSTM's own list of weights."""
+    """Takes floats, and has a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
