@@ -7,7 +7,8 @@ one dimension (`dim=1, start=0, length=768`), so that the parts of a fused proje
 their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
 (the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
-annotation.py) and `autopar.detach`.
+annotation.py), `autopar.detach`, and the kernels that stand for several operators
+("kernels.rms_norm", see fusion/).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autopar.errors import GraphError
 from autopar.ir.tensor import TensorType
 
 LEAVES = ("input", "param", "buffer", "received")
+PREFIX = "kernels."  # of operators that are functions of `autopar.ir.kernels`
 
 
 @dataclass(frozen=True)
