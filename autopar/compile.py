@@ -23,7 +23,7 @@ from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
-from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.optimizer import OptimizerFactory, elementwise, state_bytes
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
@@ -44,6 +44,7 @@ from autopar.intra_op.words import PinsLike
 from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
@@ -71,21 +72,32 @@ def plan(
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    state: str | StateSharding | None = None,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
     options = Options(
-        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute
+        loss_fn,
+        memory,
+        unknown_ops,
+        trace,
+        pins,
+        solver,
+        known,
+        calibration,
+        recompute,
+        state=state,
+        elementwise=elementwise(optimizer),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
-    made, state = as_mesh(mesh), state_bytes(optimizer)
+    made, nbytes = as_mesh(mesh), state_bytes(optimizer)
     request = Request(stages, microbatches, schedule)
     if request != _WHOLE:
         captured = pipelined.capture_microbatch(model, args, kwargs, microbatches, options, tracer)
-        return pipelined.plan_evenly(captured, made, request, options, tracer, state)
+        return pipelined.plan_evenly(captured, made, request, options, tracer, nbytes)
     graph = capture_graph(model, args, kwargs, options, tracer).graph
-    return make_plan(graph, made, options, tracer, state)
+    return make_plan(graph, made, options, tracer, nbytes)
 
 
 def compile(
@@ -108,6 +120,7 @@ def compile(
     stages: int = 1,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    state: str | StateSharding | None = None,
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -142,12 +155,16 @@ def compile(
             microbatch at a time.
         schedule: in which order stages and microbatches run, with its options if it takes any:
             "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
+        state: how far parameters, gradients and optimizer state are split where devices hold
+            replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
+            default that is chosen for each parameter. See `autopar/intra_op/states.py`.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        StateError: there is no such state sharding on this mesh, or none for this optimizer.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
@@ -157,7 +174,17 @@ def compile(
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
     options = Options(
-        loss_fn, memory, unknown_ops, trace, pins, solver, known, calibration, recompute
+        loss_fn,
+        memory,
+        unknown_ops,
+        trace,
+        pins,
+        solver,
+        known,
+        calibration,
+        recompute,
+        state=state,
+        elementwise=elementwise(optimizer),
     )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)

@@ -5,8 +5,9 @@ For every node of the folded graph it names the layouts that the operator takes 
     "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
 
 so that code generation needs the graph and the plan and nothing else. A parameter's line says how
-it is stored, its `share`'s line how it is used. Loading a plan is reading data: nothing in it is
-ever executed.
+it is stored, its `share`'s line how it is used; where its gradients are added up or its optimizer
+state lies otherwise, these layouts follow (`ir/storage.py`). Loading a plan is reading data:
+nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tomlkit.exceptions import TOMLKitError
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
 VERSION = 1
@@ -74,6 +76,9 @@ class Plan:
             in units of a parameter's own bytes (AdamW: 2).
         recompute: run of blocks -> how many of them compute their activations again in the
             backward, and what they keep; see `autopar.ir.recompute`.
+        step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
+            parameters that go together, in bytes.
+        state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -92,9 +97,33 @@ class Plan:
     memory: dict[str, float] = field(default_factory=dict)
     recompute: dict[str, Recompute] = field(default_factory=dict)
     calibration: str = field(default="", compare=False)
+    step: dict[str, float] = field(default_factory=dict)
+    state: str = ""
 
     def __str__(self) -> str:
         return self.to_toml()
+
+    def storage(self, parameter: str, share: str) -> Storage:
+        """Where a parameter and its states lie.
+
+        Args:
+            parameter, share: names of the two nodes of the folded graph.
+
+        Raises:
+            LayoutError: its line does not say so.
+        """
+        _, used = self.nodes[share].results[0]
+        return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of gradients, or of parameters, that go together; 1 if each goes by itself."""
+        return int(self.step.get("bucket", 1))
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step accumulates."""
+        return int(self.step.get("microbatches", 1))
 
     def to_toml(self) -> str:
         """The file's text; `Plan.from_toml` reads it back to an equal plan."""
@@ -112,6 +141,10 @@ class Plan:
             document["replicated"] = dict(self.replicated)
         if self.pins:
             document["pins"] = dict(self.pins)
+        if self.state:
+            document["state"] = self.state
+        if self.step:
+            document["step"] = dict(self.step)
         if self.memory:
             document["memory"] = dict(self.memory)
         if self.recompute:
@@ -167,7 +200,9 @@ class Plan:
                 run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
             }
             made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
-            return cls(table["graph"], mesh, *made, _text(table, "calibration"))
+            step = {name: _figure(value) for name, value in table.get("step", {}).items()}
+            told = (_text(table, "calibration"), step, _text(table, "state"))
+            return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
 

@@ -194,7 +194,7 @@ class Sharded:
         if case.plan == "free":
             return None
         graph, mesh = self.captured[key].graph, autopar.Mesh.parse(case.text)
-        options = Options(pins=case.pins)
+        options = Options(pins=case.pins, state="ddp" if case.plan == "data" else None)
         plan = make_plan(graph, mesh, options, nothing)
         assert isinstance(plan, autopar.Plan)
         return plan

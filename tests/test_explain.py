@@ -204,13 +204,12 @@ def test_what_is_listed_is_what_the_program_does(name: str, seed: int | None) ->
         (
             call.kind if call.backward or move.inside else "",
             format_bytes(call.nbytes),
-            format_seconds(price(c)),
+            format_seconds(call.seconds),
         )
         for move in once.values()
         for call in move.calls
-        for c in [Collective(call.kind, call.axes, call.nbytes)]
     )
-    note = re.compile(r"  (?:(?:backward )?([a-z_]+) )?(\S+ (?:B|[KMG]iB)) (\S+ (?:us|ms|s))")
+    note = re.compile(r"  (?:(?:backward |once )?([a-z_]+) )?(\S+ (?:B|[KMG]iB)) (\S+ (?:us|ms|s))")
     body = emit(graph, plan, price).partition('"""\n')[2].partition('"""\n')[2]
     comments = "\n".join(line.partition("#")[2] for line in body.splitlines())
     assert Counter(note.findall(comments)) == listed

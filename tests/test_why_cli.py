@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.options import parameter_options
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.test_cli import refused, run
@@ -91,9 +92,12 @@ def test_runners_up_are_those_of_trying_every_layout(ask: Callable[..., Any], na
     (answer,) = ask("why", name, "-n", 4)
     tensor = next(leaf for leaf in graph().leaves("param") if leaf.target == name).type
     # A pin without -sum(...) leaves open what the gradient owes.
+    options = parameter_options(tensor, Mesh.parse(MESH), grad=True)
+    shape = tensor.shape
+    # Nor what becomes of the gradient and the optimizer state.
     layouts = {
-        option.label.partition(" -sum(")[0]
-        for option in parameter_options(tensor, Mesh.parse(MESH), grad=True)
+        f"{Layout(o.operands[0].dims).format(shape)} => {Layout(o.results[0].dims).format(shape)}"
+        for o in options
     }
     assert len(layouts) > 10
     step = {text: planned(name, text).predicted["step_seconds"] for text in layouts}

@@ -80,7 +80,7 @@ def test_edited_pins_and_those_on_top_are_kept(model: str, plan: Path) -> None:
     made = run("plan", model, "--mesh", MESH, "--from", plan, "--pin", pin, "--json").stdout
     found = json.loads(made)
     assert found["layouts"]["blocks_0_f_weight_share"] == (
-        "[24@node@gpu, 16] -> [24@gpu, 16] -sum(node)"
+        "[24@gpu@node, 16] -> [24@gpu, 16] -sum(node)"
     )
     assert found["pins"]["last.weight"].endswith("; [32, 16@gpu] along gpu")
     assert "-> [32, 16@gpu] -sum(node)" in found["layouts"]["last_weight_share"]

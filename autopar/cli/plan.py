@@ -49,6 +49,11 @@ from autopar.planning.single import Options, Planner, Trace, cost_model, make_pl
 )
 @fixed_beforehand
 @click.option(
+    "--state",
+    metavar="NAME",
+    help='How far states of replicas are split: zero3, "paro-iig over node", NIG; else chosen.',
+)
+@click.option(
     "--solver",
     default="ilp",
     show_default=True,
@@ -99,6 +104,7 @@ def command(
     plans: tuple[str, ...],
     layouts: tuple[str, ...],
     source: Path | None,
+    state: str | None,
     solver: str,
     calibration: Path | None,
     recompute: str,
@@ -118,31 +124,37 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --pins data_parallel:node --pins megatron:gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --state "paro-iig over node"
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
     mesh = as_mesh(mesh_text)
-    within = Plan.load(source).memory if source else {}
+    before = Plan.load(source) if source else None
+    within = before.memory if before else {}
+    state = state or (before.state or None if before else None)
     limit = within.get("limit", device(mesh).usable)
     limit = limit if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
-    options = Options(None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute)
+    options = Options(
+        None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
+        microbatches=before.microbatches if before else 1, state=state,
+    )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
     if global_batch is not None:
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return
-    state = within.get("state", 2.0)
+    state_bytes = within.get("state", 2.0)
     if as_frontier:
-        _frontier(wanted, mesh, options, state, as_json)
+        _frontier(wanted, mesh, options, state_bytes, as_json)
         return
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
         graph = capture_model(wanted, options, tracer)
         stage("strategies")
-        found = make_plan(graph, mesh, options, tracer, state)
+        found = make_plan(graph, mesh, options, tracer, state_bytes)
         made = replace(found, model=wanted.table())
         explanation = explained(graph, made, limit, known, cost_model(mesh, options))
     if as_json:

@@ -79,7 +79,14 @@ class Case:
         began = time.perf_counter()
         said = joined([self.plan.pins, pins])
         memory = self.limit if limit is None else limit
-        options = Options(memory=memory, pins=said, table=self.rules, calibration=self.calibration)
+        options = Options(
+            memory=memory,
+            pins=said,
+            table=self.rules,
+            calibration=self.calibration,
+            microbatches=self.plan.microbatches,
+            state=self.plan.state or None,
+        )
         state = self.plan.memory.get("state", 2.0)
         made = make_plan(self.graph, self.plan.mesh, options, self.tracer, state)
         return made, time.perf_counter() - began

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
+from autopar.codegen.refetch import Refetch
+from autopar.codegen.weights import Weight, travel
 from autopar.errors import MeshError
 from autopar.ir.across import Across, Axes
 from autopar.ir.collective import GATHERS, Step
@@ -71,21 +73,23 @@ class _Paired(torch.autograd.Function):
         return ctx.backward_move(gradients[0]), None, None
 
 
-class _Beside(torch.autograd.Function):
-    """A move of a parameter, whose gradient is moved beside the backward."""
+class _Used(torch.autograd.Function):
+    """A parameter as operators use it, whose gradient is reduced beside the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: _Move, backward: _Move, gradients: Gradients
-    ) -> Tensor:
-        ctx.parameter, ctx.backward_move, ctx.gradients = x, backward, gradients
-        return forward(x)
+    def forward(ctx: Any, x: Tensor, weight: Weight, comm: Communicator) -> Tensor:
+        ctx.weight, ctx.comm = weight, comm
+        path = weight.path("forward")
+        used = travel(comm, [weight], [x], "forward")[0] if path else x.view_as(x)
+        if ctx.needs_input_grad[0] and comm.refetch is not None and weight.path("backward"):
+            comm.refetch.watch(weight, used)
+        return used
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        ctx.gradients.move(ctx.parameter, gradients[0], ctx.backward_move)
-        return None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.comm.gradients.take(ctx.weight, gradients[0])
+        return None, None, None
 
 
 _paired: Callable[[Tensor, _Move, _Move], Tensor] = _Paired.apply
@@ -164,17 +168,21 @@ class Communicator(Groups, Across):
     parts is told the `size` of what it gathers.
 
     Attributes:
-        gradients: where the gradients of parameters are moved; None moves them like all others.
+        gradients: where the gradients of parameters are taken to, and the parameters; without it
+            nothing is known of any, and gradients are moved like all others, each by itself.
+        refetch: what becomes of parameters that are not kept for the backward; None keeps all.
     """
 
     gradients: Gradients | None = None
+    refetch: Refetch | None = None
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
+        weight = None if self.gradients is None else self.gradients.weights.get(id(x))
+        if weight is not None:
+            used: Tensor = _Used.apply(x, weight, self)  # type: ignore[no-untyped-call]
+            return used
         if group.size == 1:
             return x
-        if self.gradients is not None and x.is_leaf and x.requires_grad:
-            beside: Tensor = _Beside.apply(x, forward, backward, self.gradients)  # type: ignore[no-untyped-call]
-            return beside
         moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         return moved
 

@@ -60,7 +60,7 @@ class Copies:
 
     def _side(self, key: Key, parameter: Parameter) -> Side:
         comm = self.stages[key].runtime
-        return Side(comm.mesh, comm.ranks, parameter.layout)
+        return Side(comm.mesh, comm.ranks, parameter.storage.updated)
 
     def counted_elsewhere(self, stage: Stage) -> frozenset[str]:
         """Keys of the parameters of a stage that stand in an earlier one too."""
@@ -89,7 +89,7 @@ class Copies:
                 total = parts[0]
                 for part in parts[1:]:
                     total = total + part
-                totals.append((stage.named[name], total))
+                totals.append((stage.updated[name], total))
         post.finish()
         for parameter, total in totals:
             parameter.grad = total
@@ -102,5 +102,5 @@ class Copies:
 
 
 def _gradient(stage: Stage, name: str) -> Tensor:
-    parameter = stage.named[name]
+    parameter = stage.updated[name]
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

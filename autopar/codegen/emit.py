@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from autopar.codegen.draws import draw_function
 from autopar.codegen.keys import Keys, block_keys, leaf_key, quoted
 from autopar.codegen.ops import draws_random_numbers
-from autopar.codegen.scope import Held, Printer, Scope
+from autopar.codegen.printer import Printer
+from autopar.codegen.scope import WIDTH, Held, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.recompute import Recompute, common_module, of_runs
@@ -85,6 +86,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
+        + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
 
@@ -308,7 +310,7 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
-            lines.append(f"    {_stored(printer, node, quoted(node.target))},")
+            lines += _stored(printer, node, quoted(node.target), "    ")
     lines.append("]")
     for block in looped:
         leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]
@@ -319,22 +321,33 @@ def _parameters(printer: Printer, blocks: list[_Block]) -> str:
         lines.append("    table += [")
         for node in leaves:
             pattern = re.sub(r'^p\[(f".*?)(\[[^"]*\])?"\]$', r'\1"', block.keys.read(node.name))
-            lines.append(f"        {_stored(printer, node, pattern)},")
+            lines += _stored(printer, node, pattern, "        ")
         lines.append("    ]")
     source = "\n".join(["def parameters():", *_indented([*lines, "return table"])])
     tables = [block.keys.table for block in blocks if block.keys.table]
     return "\n\n\n".join([*tables, source])
 
 
-def _stored(printer: Printer, node: Node, name: str) -> str:
-    layout = printer.result(node.name)
-    text = f'stored({name}, "{node.type.dtype}{layout.format(node.type.shape)}"'
+def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
+    """The lines of one entry of the table."""
+    layout, shape = printer.result(node.name), node.type.shape
+    text = f"{node.type.dtype}{layout.format(shape)}"
+    states: dict[str, Layout] = {}
+    if node.op == "param" and printer.graph.users[node.name]:
+        storage = printer.storage(node)
+        text += f" => {storage.used.format(shape)}" if storage.moves else ""
+        states = dict(zip(("grads", "updated", "kept"), storage.layouts[1:], strict=False))
+    given = [name, f'"{text}"']
+    given += [f'{state}="{where.format(shape)}"' for state, where in states.items()]
     dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
     if length is not None:
-        text += f", piece=Piece({dim}, {start}, {length})"
+        given.append(f"piece=Piece({dim}, {start}, {length})")
     if not node.requires_grad:
-        text += ", trainable=False"
-    return text + ")"
+        given.append("trainable=False")
+    line = f"{indent}stored({', '.join(given)}),"
+    if not states or len(line) + 4 <= WIDTH:
+        return [line]
+    return [f"{indent}stored(", *(f"{indent}    {word}," for word in given), f"{indent}),"]
 
 
 def _typed(kind: TensorType, layout: Layout) -> str:

@@ -17,11 +17,15 @@ from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import State
+from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
 
 
 class Executor:
     """One device's part of a program.
+
+    `state.parameters`, `tensors` and `weights.updated` stand in one order: what the program stores,
+    what this device holds of it, and what its optimizer updates of that.
 
     Args:
         program: the loaded module.
@@ -61,10 +65,13 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
-        self.optimizer = optimizer([t for t in self.tensors if isinstance(t, nn.Parameter)])
-        refuse_what_shards_break(self.optimizer, self.state.parameters)
+        self.weights = Weights(
+            runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
+        )
+        self.optimizer = optimizer(self.weights.trained)
+        refuse_what_shards_break(optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
-        self.gradients = runtime.gradients = Gradients(runtime.device)
+        self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
         self.watch = Watch.over(runtime.ranks)
         everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
@@ -91,16 +98,17 @@ class Executor:
                 inputs = self._prepare(batch)
                 self.optimizer.zero_grad(set_to_none=True)
                 self.gradients.drop()  # those of a step that failed
-            with part(PHASE, "forward"):
+            with part(PHASE, "forward"), self.runtime.saving(self.weights):
                 loss: Tensor = self._forward(inputs)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss)
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
                 if self.clip_norm is not None:
-                    gradients = [t.grad if t.requires_grad else None for t in self.tensors]
+                    gradients = self.weights.gradients
                     self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
                 self.optimizer.step()
+                self.weights.gather()
         return loss.detach()
 
     @torch.no_grad()
@@ -133,7 +141,7 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors)
+        return held_of(self.state, self.tensors, self.weights.updated)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -1,116 +1,132 @@
-"""Gradients are synchronised beside the backward: only the optimizer waits for them.
+"""Gradients are reduced beside the backward: only the optimizer waits for them.
 
-The move of a gradient next to its parameter - data parallelism's all_reduce, ZeRO-3's
-reduce_scatter - ends a path of the backward: nothing that is still to be computed needs its result.
-On a CUDA device it runs on a stream of its own while the backward goes on (Li et al., "PyTorch
-Distributed", VLDB 13(12), 2020, sec. 3.2.3, overlaps all_reduces so). Elsewhere all_reduces run at
-the end, all of a group as one, since each of them waits for the slowest process; other moves run at
-once.
+What becomes of a parameter's gradient - data parallelism's all_reduce, ZeRO-3's reduce_scatter, or
+one of them inside groups of devices and one between them - ends a path of the backward: nothing
+that is still to be computed needs its result. So gradients wait for others that go the same way, in
+the order in which the backward makes them, and when a buffer is full one collective takes them all
+(Li et al., "PyTorch Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device that runs on a
+stream of its own while the backward goes on. Elsewhere it runs at once; but all_reduces, which save
+no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
 
-Where a step has several backwards, one for each microbatch, the gradients are added up first and
-moved once.
+A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
+takes the sums to where they are updated once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autopar.codegen.group import Group
-from autopar.codegen.torch_private import all_reduce_many
-
-Move = Callable[[Tensor], Tensor]
+from autopar.codegen.weights import Bucket, Weight, Weights
 
 
 @dataclass
-class _Owed:
-    """A gradient that is not moved yet: the sum so far, and of how many backwards it is."""
+class _Sum:
+    """The sum of a parameter's gradients so far, and of how many microbatches it is."""
 
-    parameter: Tensor
+    weight: Weight
     total: Tensor
-    move: Move
+    own: bool  # whether nobody else may hold that tensor
     count: int = 1
 
     def add(self, gradient: Tensor) -> None:
-        """One more backward's."""
-        # The first one may be a tensor that others hold too; a sum is our own.
-        self.total = self.total + gradient if self.count == 1 else self.total.add_(gradient)
-        self.count += 1
+        """One more."""
+        self.total = self.total.add_(gradient) if self.own else self.total + gradient
+        self.own, self.count = True, self.count + 1
 
 
 class Gradients:
     """The gradients of one step on one device.
 
     Args:
+        weights: the parameters; those of further stages on this mesh are added to `weights`.
         device: where they are.
         rounds: how many backwards a step has.
+
+    Attributes:
+        weights: the parameters that are exchanged, by the id of the tensor that is held.
     """
 
-    def __init__(self, device: torch.device, rounds: int = 1) -> None:
+    def __init__(self, weights: Weights, device: torch.device, rounds: int = 1) -> None:
+        self.weights = dict(weights.moving)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._rounds = rounds
-        self._owed: dict[int, _Owed] = {}
-        self._moved: list[tuple[Tensor, Tensor]] = []
-        self._sums: dict[tuple[tuple[str, ...], torch.dtype], tuple[Group, list[Tensor]]] = {}
+        self._parts = Bucket(weights.comm, weights.bucket, "accumulate")
+        self._whole = Bucket(weights.comm, weights.bucket, "reduce")
+        self._sums: dict[int, _Sum] = {}
+        self._done: list[tuple[Weight, Tensor]] = []
 
-    def move(self, parameter: Tensor, gradient: Tensor, move: Move) -> None:
-        """Move the gradient of `parameter` after the last backward that gives it one.
+    def take(self, weight: Weight, gradient: Tensor) -> None:
+        """The gradient that a backward gives a parameter, of the layout in which it is used.
 
         `collect` stores what comes of it.
         """
-        owed = self._owed.get(id(parameter))
-        if owed is None:
-            owed = self._owed[id(parameter)] = _Owed(parameter, gradient, move)
-        else:
-            owed.add(gradient)
-        if owed.count == self._rounds:
-            self._begin(self._owed.pop(id(parameter)))
+        with self._beside(gradient):
+            if weight.path("accumulate"):
+                self._add(self._parts.add(weight, gradient), own=True)
+            else:
+                self._add([(weight, gradient)], own=False)
 
-    def _begin(self, owed: _Owed) -> None:
-        gradient = owed.total
-        if self._stream is None:
-            group = _summed_over(owed.move)
-            if group is None:
-                self._moved.append((owed.parameter, owed.move(gradient)))
-                return
-            total = gradient.clone(memory_format=torch.contiguous_format)
-            key = (tuple(sorted(group.axes)), total.dtype)
-            self._sums.setdefault(key, (group, []))[1].append(total)
-            self._moved.append((owed.parameter, total))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
-        gradient.record_stream(self._stream)  # its memory is in use until then
-        with torch.cuda.stream(self._stream):
-            self._moved.append((owed.parameter, owed.move(gradient)))
+    def end_of_backward(self) -> None:
+        """Send what waits to be added up, before the next backward brings more of it."""
+        with self._beside():
+            self._add(self._parts.empty(), own=True)
 
     def collect(self) -> None:
-        """Wait for the moves, and add the results to the parameters' gradients."""
-        for owed in self._owed.values():
-            self._begin(owed)
-        self._owed.clear()
-        for group, totals in self._sums.values():
-            assert group.process_group is not None
-            all_reduce_many(totals, group.process_group)
-        self._sums.clear()
+        """Wait for everything, and store the gradients where the optimizer looks for them."""
+        self.end_of_backward()
+        with self._beside():
+            for late in list(self._sums.values()):  # that had no gradient of some microbatch
+                self._reduce(late)
+            self._sums.clear()
+            self._done += self._whole.empty()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for parameter, gradient in self._moved:
+        for weight, gradient in self._done:
             if self._stream is not None:
                 gradient.record_stream(torch.cuda.current_stream(self._stream.device))
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._moved.clear()
+            known = weight.updated.grad
+            weight.updated.grad = gradient if known is None else known + gradient
+        self._done.clear()
 
     def drop(self) -> None:
-        """Forget the moves of a backward that failed."""
-        self._owed.clear()
-        self._moved.clear()
+        """Forget what a backward that failed has left."""
+        self._parts.drop()
+        self._whole.drop()
         self._sums.clear()
+        self._done.clear()
 
+    def _add(self, arrived: list[tuple[Weight, Tensor]], own: bool) -> None:
+        for weight, gradient in arrived:
+            known = self._sums.get(id(weight))
+            if known is None:
+                known = self._sums[id(weight)] = _Sum(weight, gradient, own)
+            else:
+                known.add(gradient)
+            if known.count == self._rounds:
+                self._reduce(self._sums.pop(id(weight)))
 
-def _summed_over(move: Move) -> Group | None:
-    """The group of a move that is an all_reduce, None for others."""
-    owner = getattr(move, "__self__", None)
-    return owner if isinstance(owner, Group) and move == owner.reduce else None
+    def _reduce(self, known: _Sum) -> None:
+        path, total = known.weight.path("reduce"), known.total
+        if not path:
+            self._done.append((known.weight, total))
+            return
+        if path[0].call.kind == "all_reduce" and not (known.own and total.is_contiguous()):
+            total = total.clone(memory_format=torch.contiguous_format)  # it is summed in place
+        self._done += self._whole.add(known.weight, total)
+
+    @contextmanager
+    def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:
+        """What is done inside is done beside the backward, once `gradient` is there."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if gradient is not None:
+            gradient.record_stream(self._stream)  # its memory is in use until then
+        with torch.cuda.stream(self._stream):
+            yield

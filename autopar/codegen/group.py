@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,20 +147,54 @@ class Group:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's block of the sum over the group."""
-        blocks = self.split(x, dim)
-        out = torch.empty_like(blocks[0])
-        # Flat buffers: gloo wants equal ranks, and every backend takes them.
-        torch_private.reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.process_group)
-        return _trimmed(out, dim, self.own(int(x.shape[dim]))[1])
+        return self.reduce_scatter_all([x], [dim])[0]
 
     def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
         """The blocks of all ranks in a row."""
-        x, extent = self._of_equal_blocks(x, dim, extent)
-        blocks = x.new_empty((self.size, *x.shape))
-        torch_private.all_gather_single(
-            blocks.view(-1), x.contiguous().view(-1), group=self.process_group
-        )
-        return self.join(blocks, dim, extent)
+        return self.gather_all([x], [dim], [extent])[0]
+
+    # Several tensors at once, in one flat buffer: gloo wants equal ranks, and every backend takes
+    # them. Of one tensor the buffer is the tensor itself.
+
+    def reduce_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The sum of each over the group; the tensors, contiguous ones, may be overwritten."""
+        if self.process_group is None:
+            return list(xs)
+        if len(xs) == 1 or xs[0].device.type == "cpu":
+            torch_private.all_reduce_many(list(xs), self.process_group)
+            return list(xs)
+        total = torch.cat([x.view(-1) for x in xs])
+        dist.all_reduce(total, group=self.process_group)
+        flat = total.split([x.numel() for x in xs])
+        return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]
+
+    def reduce_scatter_all(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """`reduce_scatter` of each along its dimension."""
+        blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
+        rows = [block.view(self.size, -1) for block in blocks]
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        out = sent.new_empty(sent.shape[1])
+        torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
+        parts = out.split([row.shape[1] for row in rows])
+        return [
+            _trimmed(part.view(block.shape[1:]), dim, self.own(int(x.shape[dim]))[1])
+            for part, block, x, dim in zip(parts, blocks, xs, dims, strict=True)
+        ]
+
+    def gather_all(
+        self, xs: Sequence[Tensor], dims: Sequence[int], extents: Sequence[int | None]
+    ) -> list[Tensor]:
+        """`gather` of each along its dimension."""
+        padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
+        flat = [x.reshape(-1) for x, _ in padded]
+        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        out = sent.new_empty((self.size, sent.numel()))
+        torch_private.all_gather_single(out.view(-1), sent, group=self.process_group)
+        rows = out.split([part.numel() for part in flat], 1)
+        return [
+            self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
+            for row, (x, extent), dim in zip(rows, padded, dims, strict=True)
+        ]
 
     def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
         """Gather `dim` while splitting `to_dim`."""

@@ -12,21 +12,38 @@ from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-# Their update of one element depends on others: on a shard it would not be the whole tensor's.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+_SIDE = 4
 
 
-def refuse_what_shards_break(optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
+def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[Parameter]) -> None:
     """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
-    kind = type(optimizer).__name__
-    cut = [p.name for p in parameters if p.layout.sharded_axes or p.piece]
-    if kind in _NOT_ELEMENTWISE and cut:
+    cut = [p.name for p in parameters if p.storage.updated.sharded_axes or p.piece]
+    if cut and not elementwise(optimizer):
         raise ProgramError(
-            f"{kind} cannot train a sharded parameter",
+            f"{_name(optimizer)} cannot train a sharded parameter",
             why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
             todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
             "parameters whole",
         )
+
+
+def elementwise(optimizer: OptimizerFactory) -> bool:
+    """Whether the update of one element depends on no other, so that parts can be updated apart.
+
+    That is tried: two steps on a small parameter, and on its parts.
+
+    Raises:
+        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+    """
+    weight = torch.linspace(-1.0, 1.0, _SIDE * _SIDE).reshape(_SIDE, _SIDE)
+    grads = [torch.cos(7 * weight), torch.sin(3 * weight)]
+    whole, _ = _stepped(optimizer, weight, grads)
+    return all(
+        torch.allclose(
+            _stepped(optimizer, weight[part], [grad[part] for grad in grads])[0], whole[part]
+        )
+        for part in (slice(0, 1), slice(1, None))
+    )
 
 
 def state_bytes(optimizer: OptimizerFactory) -> float:
@@ -35,18 +52,32 @@ def state_bytes(optimizer: OptimizerFactory) -> float:
     Raises:
         ProgramError: the factory makes no optimizer, or one whose step needs a closure.
     """
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    parameter.grad = torch.zeros_like(parameter)
+    _, state = _stepped(optimizer, torch.zeros(_SIDE, _SIDE), [torch.zeros(_SIDE, _SIDE)])
+    held = sum(t.numel() * t.element_size() for t in state)
+    return held / (_SIDE * _SIDE * torch.zeros(()).element_size())
+
+
+def _stepped(
+    optimizer: OptimizerFactory, weight: Tensor, grads: Iterable[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """A parameter after a step with each gradient, and its state without single numbers."""
+    parameter = nn.Parameter(weight.clone())
     try:
         made = optimizer([parameter])
-        made.step()
+        for grad in grads:
+            parameter.grad = grad.clone()
+            made.step()
     except Exception as error:  # a factory is the user's code and may raise anything
         raise ProgramError(
-            f"cannot make a step with the optimizer {getattr(optimizer, '__name__', optimizer)}",
-            why=f"on one parameter of 16 elements: {type(error).__name__}: {error}",
+            f"cannot make a step with the optimizer {_name(optimizer)}",
+            why=f"on one parameter of {weight.numel()} elements: {type(error).__name__}: {error}",
             todo="pass a function of parameters that returns a torch optimizer whose step needs no "
             "closure, functools.partial(torch.optim.AdamW, lr=3e-4)",
         ) from error
-    held = made.state[parameter].values()
-    total = sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.ndim)
-    return total / (parameter.numel() * parameter.element_size())
+    state = [t for t in made.state[parameter].values() if isinstance(t, Tensor) and t.ndim]
+    return parameter.detach(), state
+
+
+def _name(optimizer: OptimizerFactory) -> str:
+    made = getattr(optimizer, "func", optimizer)  # of a partial
+    return str(getattr(made, "__name__", made))

@@ -96,16 +96,17 @@ class Pipeline:
         }
         self.loaded = not any(value.is_meta for value in values.values())
         self._load(values if self.loaded else None, from_first=True)
-        trained = [t for stage in self.stages.values() for t in stage.trained.values()]
+        trained = [t for stage in self.stages.values() for t in stage.weights.trained]
         self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
         for stage in self.stages.values():
-            refuse_what_shards_break(self.optimizer, stage.state.parameters)
+            refuse_what_shards_break(optimizer, stage.state.parameters)
             rounds = sum(
                 action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
                 for action in self.row
             )
             if stage.runtime.gradients is None:
-                stage.runtime.gradients = Gradients(device, rounds)
+                stage.runtime.gradients = Gradients(stage.weights, device, rounds)
+            stage.runtime.gradients.weights |= stage.weights.moving
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self._in_training = self._coming(placement.rows)
         forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
@@ -162,6 +163,8 @@ class Pipeline:
                     self.grad_norm = self._clip(self.clip_norm)
             with part(PHASE, "optimizer"):
                 self.optimizer.step()
+                for stage in self.stages.values():
+                    stage.weights.gather()
             with part(PHASE, "loss"):
                 return self._mean(losses)
 
@@ -232,7 +235,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         gradients: list[Tensor | None] = []
         for stage in self.stages.values():
-            own = [t.grad if t.requires_grad else None for t in stage.tensors]
+            own = stage.weights.gradients
             total += stage.state.squares(own, self.copies.counted_elsewhere(stage))
             gradients += own
         if self.world > 1:
@@ -370,7 +373,7 @@ class Pipeline:
         found: list[Held] = []
         for key, stage in self.stages.items():
             own = {name for name in stage.state.names if first[name] == key}
-            found += held_of(stage.state, stage.tensors, own)
+            found += held_of(stage.state, stage.tensors, stage.weights.updated, own)
         return found
 
     def state_dict(self) -> Tensors:

@@ -6,7 +6,8 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.random import Random
+from autopar.codegen.refetch import Refetch
 from autopar.codegen.state import Parameter, Piece
+from autopar.codegen.weights import Weights
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
 
@@ -42,6 +46,16 @@ class Runtime(Communicator):
         super().__init__(mesh, ranks)
         self.device = device
         self.random = Random(self, seed)
+
+    @contextmanager
+    def saving(self, weights: Weights) -> Iterator[None]:
+        """Inside, autograd keeps of parameters what their storage says."""
+        if not (weights.fetched_again and torch.is_grad_enabled()):
+            yield
+            return
+        self.refetch = self.refetch or Refetch(self)
+        with self.refetch.instead():
+            yield
 
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
@@ -107,18 +121,35 @@ def received(text: str, *, gradient: bool = True) -> Received:
 
 
 def stored(
-    name: str, text: str, *, piece: Piece | None = None, trainable: bool = True
+    name: str,
+    text: str,
+    *,
+    grads: str = "",
+    updated: str = "",
+    kept: str = "",
+    piece: Piece | None = None,
+    trainable: bool = True,
 ) -> Parameter:
     """One line of a program's table of parameters.
 
     Args:
         name: its name in the model's state_dict.
-        text: dtype, global shape and layout, "f32[768, 3072@gpu]".
+        text: dtype, global shape and layout between steps, "f32[768, 3072@gpu]", and behind "=>"
+            the layout in which operators use it, where that is another.
+        grads, updated: where its gradients are added up over microbatches, and where its optimizer
+            state lies; by default as the parameter does.
+        kept: how it lies between the forward and the backward; by default as it is used.
         piece: the part of the tensor called `name` that it is.
         trainable: whether it has a gradient.
 
     Raises:
-        LayoutError: `text` is no layout.
+        LayoutError: a text is no layout, or the layouts do not fit one another.
     """
-    dtype, shape, layout = typed(text)
-    return Parameter(name, shape, dtype, layout, piece, trainable)
+    first, arrow, second = text.partition("=>")
+    dtype, shape, held = typed(first)
+    used = Layout.parse(second)[1] if arrow else Layout(held.dims)
+    layouts = [held]
+    if grads or updated or kept:
+        layouts += [Layout.parse(state)[1] if state else held for state in (grads, updated)]
+        layouts += [Layout.parse(kept)[1]] if kept else []
+    return Parameter(name, shape, dtype, Storage.of(used, layouts), piece, trainable)

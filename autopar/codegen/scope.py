@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from autopar.codegen.ops import expression
-from autopar.errors import PlanMismatchError
-from autopar.ir.collective import GATHERS, Collective, Resharder, Step
-from autopar.ir.exchange import exchanged
-from autopar.ir.graph import Graph, Name, Node, Source
+from autopar.codegen.printer import Printer, axes_text
+from autopar.ir.collective import Step
+from autopar.ir.graph import Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
-from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import NodePlan, Plan
+from autopar.plan import NodePlan
 
 WIDTH = 100
 RESERVED = (
@@ -57,75 +55,6 @@ class Held:
 
     variable: str
     layout: Layout
-
-
-@dataclass(frozen=True)
-class Printer:
-    """What all scopes of a program share: the graph, the plan and the prices."""
-
-    graph: Graph
-    plan: Plan
-    resharder: Resharder
-    price: Callable[[Collective], float]
-
-    def planned(self, name: str) -> NodePlan:
-        """The plan's entry for a node of any block.
-
-        Raises:
-            PlanMismatchError: it has none.
-        """
-        template = self.graph.template[name]
-        if template not in self.plan.nodes:
-            raise PlanMismatchError(
-                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
-            )
-        return self.plan.nodes[template]
-
-    def result(self, name: str, index: int = 0) -> Layout:
-        """The layout that a node gives its result."""
-        return self.planned(name).results[index][1]
-
-    def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
-        """Elements of a dimension that a device holds: a number, or code where that differs."""
-        layout = Layout((axes,))
-        if layout.is_even((size,), self.plan.mesh):
-            return layout.local_shape((size,), self.plan.mesh)[0]
-        return Name(f"mesh.part({size}, {axes_text(axes)})")
-
-    def gathered(self, step: Step, tensor: TensorType) -> str:
-        """The `size` argument of a step that gathers parts of different lengths."""
-        if step.op not in GATHERS or step.dim is None:
-            return ""
-        size, axes = tensor.shape[step.dim], step.src.dims[step.dim]
-        if Layout((axes,)).is_even((size,), self.plan.mesh):
-            return ""
-        return f", size={self.extent(size, step.dst.dims[step.dim])}"
-
-    def step_note(self, step: Step, tensor: TensorType) -> str:
-        """Layout after a step, and what it moves and takes in each direction."""
-        note = f"{tensor.dtype}{step.dst.format(tensor.shape)}"
-        if step.forward is not None:
-            note += f"  {self._call_note(step.forward)}"
-        if step.backward is not None:
-            note += f"  backward {step.backward.kind} {self._call_note(step.backward)}"
-        return note
-
-    def exchange_note(self, node: Node, planned: NodePlan) -> str:
-        """What an operator itself sends in each direction, "" for nearly all."""
-        types = tuple(self.graph[name].type for name in node.inputs)
-        layouts = tuple(layout for _, layout in planned.operands)
-        forward, backward = exchanged(node, types, layouts, self.plan.mesh)
-        notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
-        notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
-        return "".join(f"  {note}" for note in notes)
-
-    def _call_note(self, call: Collective) -> str:
-        return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    """One axis as a string, several as a tuple of strings."""
-    return f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"')
 
 
 class Scope:
@@ -283,6 +212,8 @@ class Scope:
         """The identity: a variable of its own only where the layout changes."""
         planned = self.printer.planned(node.name)
         value, tensor = node.inputs[0], node.type
+        if self.printer.graph[value].op == "param" and self._parameter(node):
+            return
         (_, into), (_, out) = planned.operands[0], planned.results[0]
         before, found = self._look_up(value).variable, self._look_up(value).layout
         if node.op == "autopar.shard" and found != into:
@@ -301,6 +232,21 @@ class Scope:
         elif target != variable:
             self.line(f"{target} = {variable}", f"{tensor.dtype}{out.format(tensor.shape)}")
         self.hold(node.name, target, out)
+
+    def _parameter(self, node: Node) -> bool:
+        """A parameter as operators use it, if that is another tensor than what is held."""
+        leaf = self.printer.graph[node.inputs[0]]
+        storage = self.printer.storage(leaf)
+        if not storage.moves:
+            return False
+        self._uses[leaf.name] -= 1
+        target = self.fresh(self.wish(leaf))
+        self.line(
+            f"{target} = mesh.{self.printer.use(leaf, storage).format(self.leaf(leaf.name))}",
+            self.printer.use_note(leaf, storage),
+        )
+        self.hold(node.name, target, storage.used)
+        return True
 
     def _getitem(self, node: Node) -> None:
         """One of several results; it cannot be resharded before it is taken."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.codegen.runtime import Received, Runtime
 from autopar.codegen.split import Later, backward_input
 from autopar.codegen.state import State
+from autopar.codegen.weights import Weights
 
 Tensors = dict[str, Tensor]
 
@@ -41,6 +42,8 @@ class Stage:
         self.state = state
         self.received: dict[str, Received] = getattr(module, "RECEIVED", {})
         self.tensors: list[Tensor] = []
+        self.weights = Weights(runtime, (), ())
+        self.updated: Tensors = {}
         self.named: Tensors = {}
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Later] = {}
@@ -55,12 +58,16 @@ class Stage:
             nn.Parameter(shards[number]) if parameter.trainable else shards[number]
             for number, parameter in enumerate(self.state.parameters)
         ]
-        keys = (parameter.key for parameter in self.state.parameters)
+        keys = [parameter.key for parameter in self.state.parameters]
         self.named = dict(zip(keys, self.tensors, strict=True))
+        self.weights = Weights(
+            self.runtime, self.state.parameters, self.tensors, getattr(self.module, "BUCKET", 1)
+        )
+        self.updated = dict(zip(keys, self.weights.updated, strict=True))
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that have gradients, by key."""
+        """The parameters that have gradients, by key, as they are held."""
         return {k: t for k, t in self.named.items() if isinstance(t, nn.Parameter)}
 
     def local_shape(self, name: str) -> tuple[int, ...]:
@@ -87,7 +94,8 @@ class Stage:
                 inputs[name] = leaves[name].view_as(leaves[name])
             else:
                 inputs[name] = value
-        results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs))
+        with self.runtime.saving(self.weights):
+            results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs))
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value
@@ -109,6 +117,7 @@ class Stage:
         results, seeds = self._seeds(kept, gradients, share)
         if results:
             torch.autograd.backward(results, seeds)
+            self._end_of_backward()
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for name, leaf in kept.leaves.items()
@@ -134,6 +143,11 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """The second half: gradients of the parameters."""
         self._later.pop(microbatch).run()
+        self._end_of_backward()
+
+    def _end_of_backward(self) -> None:
+        if self.runtime.gradients is not None:
+            self.runtime.gradients.end_of_backward()
 
     def _seeds(
         self, kept: _Kept, gradients: Mapping[str, Tensor], share: float

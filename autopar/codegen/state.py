@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from autopar.codegen.collectives import Communicator
 from autopar.errors import StateError
 from autopar.ir.interpret import TORCH_DTYPES
-from autopar.ir.tensor import Layout
+from autopar.ir.storage import Storage
+from autopar.ir.tensor import Layout, TensorType
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Parameter:
         name: its name in the model's state_dict.
         shape: global shape; of the piece, where it is one.
         dtype: as in `autopar.ir.tensor.DTYPE_BYTES`, e.g. "bf16".
-        layout: how the mesh stores it.
+        storage: where the mesh holds it, its gradient and its optimizer state.
         piece: which part of the tensor called `name` it is, or None for all of it.
         trainable: whether it is a parameter with a gradient, not a buffer.
     """
@@ -47,9 +48,19 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    layout: Layout
+    storage: Storage
     piece: Piece | None = None
     trainable: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """How the mesh holds it between steps."""
+        return self.storage.held
+
+    @property
+    def type(self) -> TensorType:
+        """Its dtype and global shape."""
+        return TensorType(self.dtype, self.shape)
 
     @property
     def key(self) -> str:
@@ -196,7 +207,7 @@ class State:
         As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
 
         Args:
-            gradients: of the parameters, in their order and layouts.
+            gradients: of the parameters, in their order, as they are updated.
             max_norm: the bound.
 
         Returns:
@@ -211,7 +222,7 @@ class State:
         """This device's part of the sum of the gradients' squares; parts of all devices add up.
 
         Args:
-            gradients: of the parameters, in their order and layouts.
+            gradients: of the parameters, in their order, as they are updated.
             without: keys of parameters that are not counted.
 
         Returns:
@@ -223,7 +234,7 @@ class State:
         for parameter, gradient in present:
             if parameter.key in without:
                 continue
-            axes = parameter.layout.sharded_axes
+            axes = parameter.storage.updated.sharded_axes
             shards = math.prod(self.comm.mesh.axis_size(axis) for axis in axes)
             exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
             square = torch.linalg.vector_norm(gradient, dtype=exact).double() ** 2

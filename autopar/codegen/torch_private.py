@@ -36,6 +36,12 @@ def own_store() -> Store:
     return connection
 
 
+def storage_id(tensor: Tensor) -> int:
+    """A number that tells storages apart while they live; views of one share it."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
 def profiling() -> bool:
     """Whether torch's profiler records this thread."""
     enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ class Decision:
         place: the user's line.
         times: in how many blocks.
         layout: as a pin writes it: "[8, 16@gpu]", "[32@gpu, 8] => [32, 8] -sum(gpu)".
-        entry: operands and results, as the plan writes them.
+        entry: operands and results, as the plan writes them; a parameter's whole storage.
     """
 
     node: str
@@ -61,12 +61,15 @@ def decisions(plan: Plan, graph: Graph | None = None) -> dict[str, Decision]:
         entry = planned(plan, graph, node.name)
         name, op = _named(graph, node)
         layout = _side(entry.results, plan)
+        text = _text(entry, plan)
         if op == "parameter":
+            storage = plan.storage(graph.template[node.inputs[0]], node.name)
+            text = f"{storage.format(node.type.shape)} => {layout}"
             layout = f"{_side(entry.operands, plan)} => {layout}"
         source = node.source
         place = f"{source.file}:{source.line}" if source.file and op != "parameter" else ""
         times = graph.multiplicity[node.name]
-        found[node.name] = Decision(node.name, name, op, place, times, layout, _text(entry, plan))
+        found[node.name] = Decision(node.name, name, op, place, times, layout, text)
     return found
 
 

@@ -92,7 +92,38 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
             enters = reader in carried and value != reader
             again = 0 if enters else reached.get(reader, 0)
             found.append(Move(value, reader, before, after, calls, times, root, again=again))
-    return (*found, *_exchanges(graph, plan, price))
+    return (*found, *_of_parameters(graph, plan, price), *_exchanges(graph, plan, price))
+
+
+def _of_parameters(
+    graph: Graph, plan: Plan, price: Callable[[Collective], float]
+) -> Iterator[Move]:
+    """What parameters and their gradients send; of what a step does once a microbatch's part."""
+    operators, _ = repetitions(graph, plan.recompute)
+    for node in graph.folded:
+        if node.op != "param" or not graph.users[node.name]:
+            continue
+        share = graph.template[graph.users[node.name][0]]
+        planned(plan, graph, node.name), planned(plan, graph, share)
+        storage = plan.storage(node.name, share)
+        hops = storage.hops(node.type, plan.mesh, plan.microbatches, node.requires_grad)
+        shape, again = node.type.shape, operators.get(share, 0)
+        before, after = storage.format(shape), storage.used.format(shape)
+        for times, repeated in ((graph.multiplicity[node.name] - again, 0), (again, again)):
+            # What is computed again gathers as in the forward, and has it for the backward then.
+            calls = tuple(
+                Call(
+                    hop.call.kind,
+                    hop.call.axes,
+                    hop.call.nbytes,
+                    hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
+                    hop.when != "forward",
+                )
+                for hop in hops
+                if not (repeated and hop.when == "backward")
+            )
+            if times and calls:
+                yield Move(share, share, before, after, calls, times, node.name, again=repeated)
 
 
 def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Iterator[Move]:
@@ -159,7 +190,7 @@ def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
                 leaving, blocks = entering
                 src = planned(plan, graph, leaving).results[0][1]
                 yield leaving, node.name, tensor, src, into, blocks
-        if node.op == "autopar.share":
+        if node.op == "autopar.share" and graph[node.inputs[0]].op != "param":
             src, out = own.operands[0][1], own.results[0][1]
             yield node.name, node.name, node.type, src, out, times
     if graph.loss is not None:

@@ -101,10 +101,11 @@ class Parameter:
         times: number of blocks.
         layer: where it belongs; see layers.py.
         stored, used: layouts, in the notation of the plan, with the dtype.
-        axes, used_axes: the mesh axes that split it as it is stored, and as it is used.
+        axes, updated_axes, used_axes: the mesh axes that split it as it is held, as it is updated
+            and as it is used.
         moves: gathering it and synchronising its gradient.
         nbytes: of what is stored, on one device, all blocks together.
-        gathered: of the copy that is used, where that is another.
+        gathered: of the copy that is kept for the backward, where that is another.
         gradient: of its gradient.
         optimizer: of its optimizer state.
     """
@@ -115,6 +116,7 @@ class Parameter:
     stored: str
     used: str
     axes: tuple[str, ...]
+    updated_axes: tuple[str, ...]
     used_axes: tuple[str, ...]
     moves: tuple[Move, ...]
     nbytes: int
@@ -251,25 +253,30 @@ def parameters(
     for node in graph.folded:
         if node.op != "param" or not graph.users[node.name]:
             continue
-        stored = planned(plan, graph, node.name).results[0][1]
-        used = planned(plan, graph, graph.users[node.name][0]).results[0][1]
+        planned(plan, graph, node.name), planned(plan, graph, graph.users[node.name][0])
+        storage = plan.storage(node.name, graph.template[graph.users[node.name][0]])
+        stored, used, kept = storage.held, storage.used, storage.kept
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
-        copied = used.local_bytes(node.type, plan.mesh) if used.dims != stored.dims else 0
-        gradient = times * nbytes if node.requires_grad else 0
+        copied = kept.local_bytes(node.type, plan.mesh) if kept.dims != stored.dims else 0
+        updated = times * storage.updated.local_bytes(node.type, plan.mesh)
+        updated = updated if node.requires_grad else 0
+        grads = times * storage.grads.local_bytes(node.type, plan.mesh)
+        gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
         found.append(
             Parameter(
                 parameter_name(graph, node),
                 times,
                 layer[node.name],
-                f"{node.type.dtype}{stored.format(node.type.shape)}",
+                f"{node.type.dtype}{storage.format(node.type.shape)}",
                 f"{node.type.dtype}{used.format(node.type.shape)}",
                 stored.sharded_axes,
+                storage.updated.sharded_axes,
                 used.sharded_axes,
                 tuple(by_parameter.get(node.name, ())),
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                state_bytes * gradient,
+                state_bytes * updated,
             )
         )
     return tuple(found)

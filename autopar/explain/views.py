@@ -97,12 +97,15 @@ def items(explanation: Explanation) -> Iterator[Item]:
         mine = owned.setdefault(parameter.layer, [])
         place = (parameter.layer, PARAMETER)
         mine += _calls(place, "parameters", parameter.moves)
-        stored, used = ", ".join(parameter.axes), ", ".join(parameter.used_axes)
+        stored, updated, used = (
+            ", ".join(axes)
+            for axes in (parameter.axes, parameter.updated_axes, parameter.used_axes)
+        )
         for cause, axis, nbytes in (
             ("parameters", stored, parameter.nbytes),
             ("gathered parameters", used, parameter.gathered),
-            ("gradients", stored, parameter.gradient),
-            ("optimizer", stored, parameter.optimizer),
+            ("gradients", updated, parameter.gradient),
+            ("optimizer", updated, parameter.optimizer),
         ):
             mine.append(Item(*place, "", axis, cause, nbytes=nbytes))
     for section in explanation.sections:

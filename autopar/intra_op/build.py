@@ -10,6 +10,7 @@ which its memory can be at its most, and a node holds at each of them what `life
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -19,10 +20,19 @@ from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import InfeasibleError, UnknownOperatorError
 from autopar.intra_op.built import Built, layouts
 from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
-from autopar.intra_op.options import Option, node_options, operand_types, parameter_options
+from autopar.intra_op.options import (
+    Lies,
+    Option,
+    node_options,
+    operand_types,
+    parameter_options,
+    storages,
+    stored_option,
+)
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix, Problem, frugal
 from autopar.intra_op.rule import OpRule, Signature
+from autopar.intra_op.stored import StoredCost, stored_cost, undominated
 from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
@@ -54,8 +64,12 @@ class Builder:
         slowdown: float,
         limited: bool = False,
         recompute: Mapping[str, Recompute] | None = None,
+        microbatches: int = 1,
+        lies: Lies | None = None,
+        bucket: int = 1,
     ) -> None:
         self.slowdown, self.limited = slowdown, limited
+        self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
         self.resharder = Resharder(mesh, self.model.collective)
@@ -67,6 +81,7 @@ class Builder:
         self.exchanged: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
+        self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute)
         self.again, self.reached = repetitions(graph, recompute or {})
@@ -114,35 +129,32 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
-        options = tuple(parameter_options(node.type, self.mesh, node.requires_grad))
-        options = self.pins.keep(share, options)
+        lies = self.lies or partial(storages, microbatches=self.microbatches)
+        every = tuple(parameter_options(node.type, self.mesh, node.requires_grad, lies))
+        every = self.pins.keep(share, every)
+        waits = self.slowdown >= TAKE_TURNS
+        options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
         count = self.graph.multiplicity[node.name]
+        rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
+        if any(cost.beside for cost in costs):
+            self.beside[share.name] = tuple(count * cost.beside for cost in costs)
+        self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
         again = self.again.get(share.name, 0)
-        cost, beside = [], []
-        roles: tuple[Role, ...] = ("leaf", "gathered", "waiting", "backward", "gradient", "update")
-        rows: Rows = {(role, -1): [] for role in roles}
-        state = self.state_bytes if node.requires_grad else 0.0
-        for option in options:
-            stored, used = option.operands[0], option.results[0]
-            seconds = count * self.resharder.cost(node.type, stored, used, node.requires_grad)
-            if again:
-                seconds += again * self.resharder.cost(node.type, stored, used, False)
-            cost.append(seconds)
-            beside.append(count * self._beside_seconds(node, stored, used))
-            held, read = (float(side.local_bytes(node.type, self.mesh)) for side in (stored, used))
-            gathered = read if used.dims != stored.dims else 0.0
-            amounts = (held * (1 + state), gathered, read, gathered, held, held)
-            for role, nbytes in zip(roles, amounts, strict=True):
-                rows[role, -1].append(nbytes)
-        if any(beside):
-            self.beside[share.name] = tuple(beside)
-        kinds: tuple[Role, ...] = ("leaf", "gathered", "gradient")
-        kinds = kinds if node.requires_grad else kinds[:2]
-        together = zip(*(rows[kind, -1] for kind in kinds), strict=True)
-        # A block that is computed again does not keep the gathered copy.
-        self.sums[share.name] = tuple(count * sum(a) - again * a[1] for a in together)
-        self._append(share.name, options, tuple(cost), rows)
+        self.sums[share.name] = tuple(
+            # A block that is computed again does not keep the gathered copy.
+            count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
+            for cost in costs
+        )
+        self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
         self.position[node.name] = self.position[share.name]
+
+    def _stored(self, node: Node, share: Node, option: Option, waits: bool) -> StoredCost:
+        assert option.storage is not None
+        again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
+        return stored_cost(
+            node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
+            again, self.bucket,
+        )  # fmt: skip
 
     def _append(
         self, name: str, options: tuple[Option, ...], cost: tuple[float, ...], rows: Rows
@@ -171,16 +183,12 @@ class Builder:
         """What a plan synchronises of a parameter's gradient beside the backward, in all blocks."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
             return 0.0
-        entry, leaf = plan.nodes[share.name], self.graph[share.inputs[0]]
-        count = self.graph.multiplicity[share.name]
-        return count * self._beside_seconds(leaf, entry.operands[0][1], entry.results[0][1])
-
-    def _beside_seconds(self, leaf: Node, stored: Layout, used: Layout) -> float:
-        """The gradient's move next to the parameter, which only the optimizer waits for."""
-        if self.slowdown >= TAKE_TURNS or not leaf.requires_grad:
-            return 0.0
-        steps = self.resharder.steps(leaf.type, stored, used)
-        return self.model.collective(steps[0].backward) if steps and steps[0].backward else 0.0
+        leaf = self.graph[share.inputs[0]]
+        storage = plan.storage(self.graph.template[leaf.name], share.name)
+        cost = self._stored(
+            leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
+        )
+        return self.graph.multiplicity[share.name] * cost.beside
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
@@ -323,6 +331,12 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
+        if self.lies is not None and self.options[self.position[root.name]][0].storage is not None:
+            # Where a gradient is reduced is said; so it is not reduced behind the share.
+            given = [set(option.results[0].varying) for option in self.options[a]]
+            asked = [set(option.operands[index].varying) for option in self.options[b]]
+            aside = np.array([[not more <= less for more in asked] for less in given])
+            cost = np.where(aside, FORBIDDEN, cost)
         stored = [option.stored for option in self.options[self.position[root.name]]]
         if not self.limited or stored[0] is None or len(self.graph.users[source]) > 1:
             return cost
@@ -332,8 +346,9 @@ class Builder:
         total, group = cost, np.zeros(len(rows), dtype=np.int64)
         if root.name == source:
             total = cost + np.array(self.choices[a].cost)[:, None]
-            kinds = {layout: number for number, layout in enumerate(dict.fromkeys(stored))}
-            group = np.array([kinds[layout] for layout in stored])
+            # Of several that hold as much one stands for all.
+            held = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
+            group = np.unique(held, return_inverse=True)[1]
         least = np.full((group.max() + 1, len(columns)), np.inf)
         np.minimum.at(least, group, np.where(alike, total, np.inf))
         return np.where(~alike & (least[group] <= total * (1 + 1e-9)), FORBIDDEN, cost)
@@ -351,6 +366,9 @@ def build(
     pins: Mapping[str, str] | None = None,
     slowdown: float = TAKE_TURNS,
     recompute: Mapping[str, Recompute] | None = None,
+    microbatches: int = 1,
+    lies: Lies | None = None,
+    bucket: int = 1,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -369,6 +387,9 @@ def build(
             took turns, leaves nothing to gain from not waiting for gradients.
         recompute: runs of blocks that compute their activations again in the backward; their
             layouts change again as cheaply as can be without a gradient.
+        microbatches: in a step; costs are those of one, with its part of what a step does once.
+        lies: where the states of a parameter may lie, by default everywhere that makes sense.
+        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         progress: told of each stage as it begins.
 
     Raises:
@@ -385,8 +406,9 @@ def build(
     fixed = Pins(graph, pins or {})
     limited = memory_limit is not None
     builder = Builder(
-        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute
-    )
+        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
+        microbatches, lies, bucket,
+    )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # with its share
@@ -411,7 +433,8 @@ def build(
         slowdown,
         builder.sums,
         builder.alive.points,
-        builder.again,
+        again=builder.again,
+        once=builder.once,
     )
 
 

@@ -29,6 +29,8 @@ class Built:
         sums: node -> bytes of each choice: of a parameter with gradient, optimizer state and the
             gathered copy, of an operator what it keeps for the backward, in all blocks.
         points: what each time of the problem is to a person.
+        once: parameter's share -> for each choice the seconds that a step takes once for reducing
+            the gradient, and for gathering the parameter when it is updated.
         again: node -> how many of its blocks compute it again in the backward.
         slowdown: how many times as long kernels and collectives take side by side.
     """
@@ -43,6 +45,7 @@ class Built:
     slowdown: float
     sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     points: tuple[str, ...] = ()
+    once: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     again: Mapping[str, int] = field(default_factory=dict)
 
     def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
@@ -101,7 +104,8 @@ def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, No
     for name, options, index in zip(built.names, built.options, choice, strict=True):
         node, option = graph[name], options[index]
         plan[name] = option.entry(graph, node)
-        if option.stored is not None:
-            stored = graph.template[node.inputs[0]]
-            plan[stored] = NodePlan((), ((graph[stored].type.shape, option.stored),))
+        if option.storage is not None:
+            leaf = graph[graph.template[node.inputs[0]]]
+            lies = tuple((leaf.type.shape, layout) for layout in option.storage.layouts)
+            plan[leaf.name] = NodePlan((), lies)
     return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.intra_op.options import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
@@ -21,27 +21,39 @@ def check(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> None:
             continue  # judged with its share
         entry = plan.nodes[node.name]
         leaf = node
-        agrees = True
+        fault = ""
         if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
             leaf = graph[graph.template[node.inputs[0]]]
             options = tuple(parameter_options(leaf.type, plan.mesh, leaf.requires_grad))
-            stored = plan.nodes[leaf.name].results
-            agrees = _canonical(stored) == _canonical(entry.operands)
+            fault = _fault(plan, leaf.name, node.name)
         else:
             options, _ = node_options(graph, node, plan.mesh, table)
         allowed = {
             (_canonical(made.operands), _canonical(made.results))
             for made in (option.entry(graph, node) for option in options)
         }
-        if not agrees or (_canonical(entry.operands), _canonical(entry.results)) not in allowed:
+        if fault or (_canonical(entry.operands), _canonical(entry.results)) not in allowed:
             known = "; ".join(option.label for option in options[:8])
             raise PlanError(
                 f"the plan's layouts of %{node.name} are not possible",
                 where=f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else str(node.source),
-                why=f"{entry} is no strategy of {node.op}; its strategies are {known}"
-                + (", ..." if len(options) > 8 else ""),
+                why=f"{entry} is no strategy of {node.op}; {fault and fault + '; '}"
+                f"its strategies are {known}" + (", ..." if len(options) > 8 else ""),
                 todo="correct that line of the plan, or plan again",
             )
+
+
+def _fault(plan: Plan, leaf: str, share: str) -> str:
+    """What is wrong with a parameter's line beside its share's, "" for nothing."""
+    try:
+        storage = plan.storage(leaf, share)
+        shape = plan.nodes[leaf].results[0][0]
+        for _, layout in plan.nodes[leaf].results:
+            layout.check(shape, plan.mesh)
+    except AutoparError as error:
+        return f"{plan.nodes[leaf]} is not possible: {error}"
+    alike = _canonical(((shape, storage.held),)) == _canonical(plan.nodes[share].operands)
+    return "" if alike else f"{plan.nodes[leaf]} is how it is stored"
 
 
 def _canonical(side: tuple[Shaped, ...]) -> tuple[Shaped, ...]:

@@ -39,12 +39,13 @@ from autopar.ir.recompute import Again, Recompute, again, of_runs
 #   owed: a result of which a sum is owed, until it has been added up;  kept: an operand or the
 #   result, kept for the backward;  extra: what else it keeps;  scratch: of its kernels
 #   waiting: the gradient of its result;  new: the gradient of an operand while its backward runs
-#   gathered: a parameter as it is used, where it is stored otherwise;  copy: a parameter as the
-#   operator wants it, where it is never used so;  gradient: of a parameter, as it is stored
-#   update: temporaries of the optimizer
+#   gathered: a parameter as it is kept for the backward, where it is stored otherwise;  fetched: as
+#   it is used, where it is not kept so;  copy: a parameter as the
+#   operator wants it, where it is never used so;  accumulated: the sum of the gradients of earlier
+#   microbatches;  gradient: of a parameter, as it is updated;  update: temporaries of the optimizer
 Role = Literal[
     "leaf", "value", "owed", "kept", "extra", "scratch", "backward", "waiting", "new",
-    "gathered", "copy", "gradient", "update",
+    "gathered", "fetched", "copy", "accumulated", "gradient", "update",
 ]  # fmt: skip
 Copies = NDArray[np.float64]
 IDENTITIES = ("autopar.share", "autopar.shard")
@@ -296,6 +297,9 @@ class _Step:
             spans = [(made, end), (block.when, max(kept_until, block.when))]
         for begin, until in spans:
             self._alive(node.name, "gathered", begin, until)
+            self._alive(node.name, "fetched", begin, min(end, until) if begin == made else until)
+            if block is None and until > end:
+                self._alive(node.name, "fetched", until, until)
             for reader in self.graph.users[node.name]:
                 place = self.graph[reader].inputs.index(node.name)
                 self._alive(reader, "copy", max(self.place[reader], begin), until, place)
@@ -327,6 +331,7 @@ class _Step:
             self._alive(node.name, "backward", now, now)
             if self._is_parameter(node):
                 self._alive(node.name, "waiting", arrived[node.name] + 0.5, now - 1)
+                self._alive(node.name, "accumulated", 0, now)
                 self._alive(node.name, "gradient", now, self.last)
                 continue
             pays = paid[node.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.errors import AnnotationError
@@ -13,6 +13,7 @@ from autopar.intra_op.strategy import strategies
 from autopar.ir.annotation import Annotation
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan
 
@@ -25,7 +26,12 @@ class Option:
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     share: float
-    stored: Layout | None = None
+    storage: Storage | None = None
+
+    @property
+    def stored(self) -> Layout | None:
+        """How a parameter is held between steps; None for anything else."""
+        return None if self.storage is None else self.storage.held
 
     def entry(self, graph: Graph, node: Node) -> NodePlan:
         """What a plan says of `node` under this choice: its layouts, with shapes."""
@@ -49,33 +55,99 @@ def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
     return (Option("whole", operands, results, 1.0),)
 
 
-def parameter_options(tensor: TensorType, mesh: Mesh, grad: bool) -> Iterator[Option]:
+Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
+
+
+def parameter_options(
+    tensor: TensorType, mesh: Mesh, grad: bool, lies: Lies | None = None
+) -> Iterator[Option]:
     """Every "stored => used" of a parameter.
 
-    Along each axis it is stored whole and used whole or varying, or stored split and used split or
-    gathered.
+    Along each axis it is used split, whole, or varying; along those where it is varying its states
+    may be split.
+
+    Args:
+        tensor: its type.
+        mesh: the devices.
+        grad: whether it is trained.
+        lies: where the states of a parameter may lie, given how it is used, its type and the mesh;
+            by default `storages`.
     """
     dims = range(len(tensor.shape))
     kinds: list[tuple[int | None, str]] = [(None, "R"), *((d, "S") for d in dims)]
     if grad:
-        kinds += [(None, "V"), *((d, "V") for d in dims)]
+        kinds.append((None, "V"))
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
     for combination in itertools.product(kinds, repeat=len(axes)):
-        stored: list[tuple[str, ...]] = [()] * len(tensor.shape)
-        used: list[tuple[str, ...]] = [()] * len(tensor.shape)
-        varying = []
-        for axis, (dim, kind) in zip(axes, combination, strict=True):
+        split: list[tuple[str, ...]] = [()] * len(tensor.shape)
+        for axis, (dim, _) in zip(axes, combination, strict=True):
             if dim is not None:
-                stored[dim] = (*stored[dim], axis)
-                if kind == "S":
-                    used[dim] = (*used[dim], axis)
-            if kind == "V":
-                varying.append(axis)
-        keep, use = Layout(tuple(stored)), Layout(tuple(used), varying=tuple(varying))
-        counts = (math.prod(mesh.axis_size(a) for a in split) for split in stored)
-        if all(count <= max(size, 1) for size, count in zip(tensor.shape, counts, strict=True)):
-            label = f"{keep.format(tensor.shape)} => {use.format(tensor.shape)}"
-            yield Option(label, (keep,), (use,), 1.0, stored=keep)
+                split[dim] = (*split[dim], axis)
+        varying = tuple(a for a, (_, kind) in zip(axes, combination, strict=True) if kind == "V")
+        used = Layout(tuple(split), varying=varying)
+        if fits(used, tensor, mesh):
+            for storage in (lies or storages)(used, tensor, mesh):
+                yield stored_option(storage, tensor)
+
+
+def stored_option(storage: Storage, tensor: TensorType) -> Option:
+    """The choice of a parameter that is stored so."""
+    label = f"{storage.format(tensor.shape)} => {storage.used.format(tensor.shape)}"
+    return Option(label, (storage.held,), (storage.used,), 1.0, storage)
+
+
+def storages(
+    used: Layout, tensor: TensorType, mesh: Mesh, microbatches: int = 1
+) -> Iterator[Storage]:
+    """Where the states of a parameter may lie that is used as `used`; first all whole.
+
+    The optimizer's state is split along one dimension over some of the axes that hold replicas,
+    gathered by one call or by several, inner axes first; the other states are split as far or less
+    far. The gradients of a single microbatch are not added up, so they lie as they are updated.
+    What is gathered for the forward is kept for the backward, or gathered again.
+    """
+    whole = Layout(used.dims)
+    yield Storage(used, whole, whole, whole, whole)
+    for dim, size in itertools.product(range(len(used.dims)), range(1, len(used.varying) + 1)):
+        for axes in itertools.combinations(used.varying, size):
+            for groups in _cuts(axes):
+                # Inner axes cut first, so that what goes over the outer ones is cut already.
+                ends = [whole]
+                for group in reversed(groups):
+                    ends.append(behind(ends[-1], dim, group))
+                if not fits(ends[-1], tensor, mesh):
+                    continue
+                for held, grads in itertools.product(ends, repeat=2):
+                    if microbatches > 1 or grads == ends[-1]:
+                        # Kept as it is used, as it is held, or in between.
+                        for kept in ends[: ends.index(held) + 1]:
+                            yield Storage(used, held, grads, ends[-1], kept)
+
+
+def in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
+    """The storage of a parameter whose elements the optimizer must see all at once."""
+    if not used.sharded_axes:
+        whole = Layout(used.dims)
+        yield Storage(used, whole, whole, whole, whole)
+
+
+def _cuts(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to cut a row into groups of neighbours."""
+    for marks in itertools.product((False, True), repeat=len(axes) - 1):
+        places = [0, *(at for at, mark in enumerate(marks, 1) if mark), len(axes)]
+        yield tuple(axes[a:b] for a, b in itertools.pairwise(places))
+
+
+def behind(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
+    """A layout with one dimension split over more axes, behind those that split it."""
+    split = (*layout.dims[dim], *axes)
+    return layout.with_dims((*layout.dims[:dim], split, *layout.dims[dim + 1 :]))
+
+
+def fits(layout: Layout, tensor: TensorType, mesh: Mesh) -> bool:
+    """Whether every device has an element."""
+    counts = (math.prod(mesh.axis_size(axis) for axis in axes) for axes in layout.dims)
+    return all(count <= max(size, 1) for size, count in zip(tensor.shape, counts, strict=True))
 
 
 def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:

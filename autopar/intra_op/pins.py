@@ -6,8 +6,10 @@ A key is a pattern of shell style over the names of parameters, inputs and modul
 "%linear_3". A parameter's pin is the layout in which it is used, a module's that of the last value
 computed in it. A layout with a `-sum(...)` must agree in it, one without leaves it open. How a
 parameter is stored may be said too, before an arrow: ZeRO-3 is
-"[256@data, 64] => [256, 64] -sum(data)". Equal blocks are planned alike: a pin on one is a pin on
-all.
+"[256@data, 64] => [256, 64] -sum(data)". That says where the parameter itself lies; where its
+gradients are added up and where it is updated may follow, and how it is kept for the backward:
+ZeRO-2 is "[256, 64] | [256@data, 64] | [256@data, 64] => [256, 64]" (see `ir/storage.py`). Equal
+blocks are planned alike: a pin on one is a pin on all.
 
 A pin may speak of some mesh axes only: "[8@node, 16, 64] along node" leaves open what becomes of
 the other axes. "not [8@node, 16]" leaves every layout that "[8@node, 16]" would exclude.
@@ -25,6 +27,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import PinError
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
 _SHOWN = 12  # choices of a node that an error lists
@@ -37,14 +40,15 @@ class Pin:
     Attributes:
         shape: of the value.
         layout: in which it is, or is used.
-        stored: for a parameter how it is stored, None if that is not said.
+        stored: for a parameter how it is held, or how it is held, how its gradients are added up,
+            how it is updated and perhaps kept; empty if that is not said.
         along: the only mesh axes that are spoken of, None for all.
         other: whether it must be any other than this.
     """
 
     shape: tuple[int, ...]
     layout: Layout
-    stored: Layout | None = None
+    stored: tuple[Layout, ...] = ()
     along: tuple[str, ...] | None = None
     other: bool = False
 
@@ -62,16 +66,23 @@ class Pin:
         layouts, word, axes = text.partition(" along ")
         before, arrow, used = layouts.rpartition("=>")
         shape, layout = Layout.parse(used)
-        stored_shape, stored = Layout.parse(before) if arrow else (shape, None)
-        if stored_shape != shape:
+        states = [Layout.parse(part) for part in before.split("|")] if arrow else []
+        stored = tuple(state for _, state in states)
+        if any(stored_shape != shape for stored_shape, _ in states):
             raise PinError(
                 f"the pin {text!r} has two shapes",
                 why="a parameter is used in the shape in which it is stored",
             )
+        if len(stored) not in (0, 1, 3, 4):
+            raise PinError(
+                f"cannot read the pin {text!r}",
+                why=f"it has {len(stored)} layouts before the arrow",
+                todo='write how it is held, or "held | gradients | updated", or with "| kept"',
+            )
         if not word:
             return cls(shape, layout, stored)
         along = tuple(axis.strip() for axis in axes.split(","))
-        said = {*layout.axes, *(stored.axes if stored else ())}
+        said = {axis for one in (layout, *stored) for axis in one.axes}
         if not all(along) or not said.issubset(along):
             raise PinError(
                 f"cannot read the pin {text!r}",
@@ -83,8 +94,9 @@ class Pin:
 
     def __str__(self) -> str:
         text = self.layout.format(self.shape)
-        if self.stored is not None:
-            text = f"{self.stored.format(self.shape)} => {text}"
+        if self.stored:
+            states = " | ".join(state.format(self.shape) for state in self.stored)
+            text = f"{states} => {text}"
         text = f"not {text}" if self.other else text
         return text if self.along is None else f"{text} along {', '.join(self.along)}"
 
@@ -106,12 +118,17 @@ class Pin:
             layout.dims == pin.dims
             and set(layout.partial) == set(pin.partial)
             and (not pin.varying or set(layout.varying) == set(pin.varying))
-            and (
-                self.stored is None
-                or (option.stored is not None and self.spoken_of(option.stored) == self.stored)
-            )
+            and self._stores(option.storage)
         )
         return alike != self.other
+
+    def _stores(self, storage: Storage | None) -> bool:
+        """Whether the states of a parameter lie as the pin says, if it says so."""
+        if not self.stored or storage is None:
+            return not self.stored
+        states = (storage.held, storage.grads, storage.updated, storage.kept)
+        pairs = zip(states, self.stored, strict=False)
+        return all(self.spoken_of(state).dims == said.dims for state, said in pairs)
 
 
 class Pins:

@@ -5,7 +5,8 @@ reader: three plans of equal price. `polish` moves the sum towards the parameter
 in the plan says what becomes of its gradient.
 
 An all_gather of a parameter and a reduce_scatter of its gradient cost what an all_reduce of the
-gradient does. Where memory allows to store every such parameter whole, `polish` does.
+gradient does. Where memory allows to leave every such parameter and its states whole, `polish`
+does.
 """
 
 from __future__ import annotations
@@ -50,18 +51,26 @@ def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
     for node, (options, index) in enumerate(zip(built.options, choice, strict=True)):
         used, cost = options[index].results, built.problem.nodes[node].cost
         for other, option in enumerate(options):
-            plain = option.stored is not None and not option.stored.sharded_axes
+            plain = option.storage is not None and not option.storage.axes("updated")
             if plain and option.results == used and cost[other] <= cost[index] * (1 + 1e-12):
                 found[node] = other
     judged = evaluate(built.problem, found)
     return tuple(found) if judged.feasible else choice
 
 
+def _plainly(new: Option, old: Option) -> bool:
+    """Whether both store a parameter alike, where one sums its gradient and the other does not."""
+    if new.storage is None or old.storage is None:
+        return new.storage is old.storage
+    states = ("held", "grads", "updated", "kept")
+    return all(getattr(new.storage, state) == getattr(old.storage, state) for state in states)
+
+
 def _sums_earlier(new: Option, old: Option) -> bool:
     """Whether `new` differs from `old` only in that its result varies along more axes."""
     given, before = new.results[0], old.results[0]
     return (
-        new.stored == old.stored
+        _plainly(new, old)
         and new.share == old.share
         and (given.dims, given.partial) == (before.dims, before.partial)
         and set(given.varying) > set(before.varying)

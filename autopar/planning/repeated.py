@@ -1,9 +1,8 @@
 """What a stage of a pipeline does in a step: the same on every microbatch, with others in flight.
 
-A problem is built for one forward and one backward. Here it becomes that of a stage: what a step
-does once (gradients next to their parameters) counts as one part in the number of microbatches;
-the other microbatches in flight keep what autograd keeps of them and the gathered copies of
-parameters; and gradients, which microbatches add up in, are there during forwards, too.
+A problem is built for one forward and one backward of a microbatch. Here it becomes that of a
+stage: the other microbatches in flight keep what autograd keeps of them and the gathered copies of
+parameters, and what is reduced once a step has the last backward alone to hide behind.
 """
 
 from __future__ import annotations
@@ -40,30 +39,19 @@ class Repeated:
             graph: of it, prepared.
             mesh: of it.
         """
-        backwards = (at for at, text in enumerate(built.points) if text.startswith("backward"))
-        first, whole = next(backwards, len(built.points)), len(built.points)
-        once = 1 / self.microbatches
+        whole, once = len(built.points), 1 / self.microbatches
         nodes = []
         rows = zip(built.problem.nodes, built.names, built.options, strict=True)
         for node, name, options in rows:
-            beside = built.beside.get(name)
-            cost = node.cost
-            if beside is not None:
-                pairs = zip(cost, beside, strict=True)
-                cost = tuple(max(all_ - (1 - once) * part, 0.0) for all_, part in pairs)
             more: list[Held] = []
             if self.in_flight > 1 and whole:
                 kept = copies(built, graph, mesh, name, options)
                 more.append(((0, whole), tuple((self.in_flight - 1) * n for n in kept)))
-            if self.microbatches > 1 and first:
-                more.append(((0, first), gradients(graph, mesh, name, options)))
-            more = [held for held in more if any(held[1])]
-            nodes.append(_with(node, cost, more))
+            nodes.append(_with(node, [held for held in more if any(held[1])]))
         return replace(
             built,
             problem=replace(built.problem, nodes=tuple(nodes)),
             backward=_times(once, dict(built.backward)),
-            beside=_times(once, dict(built.beside)),
         )
 
 
@@ -76,28 +64,16 @@ def copies(
     # A block that recomputes gathers its parameters again.
     leaf, count = graph[name].type, graph.multiplicity[name] - built.again.get(name, 0)
     return tuple(
-        float(count * used.local_bytes(leaf, mesh)) if used.dims != stored.dims else 0.0
-        for stored, used in ((option.operands[0], option.results[0]) for option in options)
+        float(count * storage.kept.local_bytes(leaf, mesh))
+        if storage.kept.dims != storage.held.dims
+        else 0.0
+        for storage in (option.storage for option in options)
+        if storage is not None
     )
 
 
-def gradients(
-    graph: Graph, mesh: Mesh, name: str, options: tuple[Option, ...]
-) -> tuple[float, ...]:
-    """Bytes of the gradient of a parameter under each choice, none of other nodes."""
-    node, count = graph[name], graph.multiplicity[name]
-    if not node.requires_grad:
-        return (0.0,) * len(options)
-    return tuple(
-        0.0 if option.stored is None else float(count * option.stored.local_bytes(node.type, mesh))
-        for option in options
-    )
-
-
-def _with(node: Choices, cost: tuple[float, ...], more: list[Held]) -> Choices:
-    return Choices(
-        node.name, node.labels, cost, node.memory, node.live, (*node.more, *more)
-    )  # fmt: skip
+def _with(node: Choices, more: list[Held]) -> Choices:
+    return replace(node, more=(*node.more, *more))
 
 
 def _times(factor: float, figures: Figures) -> Figures:

@@ -158,8 +158,9 @@ def stage_figures(
     trained = {f"parameter {leaf.name}" for leaf in graph.leaves("param") if leaf.requires_grad}
     gradients = sum(nbytes for name, nbytes in left.items() if name in trained)
     state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
-    kept = sum(left.values()) - state
-    fixed = state + gradients
+    summed = sum(n for name, n in left.items() if name.startswith("gradient"))
+    kept = sum(left.values()) - state - summed
+    fixed = state + (summed or gradients)
     overlapped = "gradient" in settings_on(plan.mesh.device, state_bytes).overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]

@@ -17,12 +17,15 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import ProgramError
+from autopar.errors import ProgramError, StateError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
+from autopar.intra_op.options import Lies, in_one_piece
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find
+from autopar.intra_op.states import StateChoice
+from autopar.intra_op.stored import bucket_of
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
@@ -32,6 +35,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import PASSES, Pass, prepare
 from autopar.ir.recompute import Recompute
+from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
@@ -43,7 +47,10 @@ from autopar.simulate import run, settings_on, tasks
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say beyond model and mesh; see `compile`."""
+    """What a user may say beyond model and mesh; see `compile`.
+
+    `elementwise` is whether the optimizer can update parts of a parameter.
+    """
 
     loss_fn: Callable[..., Tensor] | None = None
     memory: float | str | None = None
@@ -54,9 +61,30 @@ class Options:
     table: dict[str, OpRule] = field(default_factory=table)
     calibration: str | Path | None = None
     recompute: str = "auto"
+    microbatches: int = 1
+    state: str | StateSharding | None = None
+    elementwise: bool = True
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
+
+    def lies(self, mesh: Mesh) -> Lies | None:
+        """Where the states of parameters may lie, if not everywhere.
+
+        Raises:
+            StateError: what is said of it is nonsense, or more than the optimizer can do.
+        """
+        choice = None if self.state is None else StateChoice.read(self.state, mesh)
+        if self.elementwise:
+            return None if choice is None else choice.storages
+        if choice is not None and choice.sharding.optimizer != "N":
+            raise StateError(
+                f"the optimizer cannot be sharded as {self.state}",
+                why="its update mixes the elements of a tensor, so it needs all of them",
+                todo='leave out the state sharding or pass state="ddp", or use an elementwise '
+                "optimizer (SGD, Adam, AdamW, Lion, ...)",
+            )
+        return in_one_piece
 
 
 class Trace:
@@ -184,6 +212,9 @@ class Planner:
         self.pins = spell_out(options.pins, graph, mesh, options.table)
         self.prices = cost_model(mesh, options)
         self._branches: dict[str, Branch] = {}
+        count = options.microbatches if repeated is None else repeated.microbatches
+        self._step = {"microbatches": float(count)} if count > 1 else {}
+        self._step["bucket"] = float(bucket_of(graph))
 
     def plan(self, limit: float) -> Plan:
         """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
@@ -211,6 +242,9 @@ class Planner:
             pins=self.pins,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
+            microbatches=int(self._step.get("microbatches", 1)),
+            lies=options.lies(self.mesh),
+            bucket=bucket_of(self.graph),
         )
         single = built.problem
         if self.repeated is not None:
@@ -230,7 +264,9 @@ class Planner:
                 pins=self.pins,
                 solver=found_by(built.problem, solution),
                 recompute=dict(recompute),
+                step=self._step,
                 calibration=calibration_of(self.prices),
+                state="" if options.state is None else str(options.state),
             )
             counted = found.predicted["peak_bytes"]
             others = counted - evaluate(single, choice).peak  # other microbatches

@@ -37,6 +37,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import alike, cut
+from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
@@ -154,9 +155,9 @@ class StageCosts:
         self._layered = layered
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
-        self._planned: dict[tuple[str, Mesh], _Planned] = {}
+        self._planned: dict[tuple[str, Mesh, int], _Planned] = {}
         # Of each (layers, layers times microbatches in flight, choice).
-        self._choices: dict[tuple[str, Mesh], list[tuple[int, int, tuple[int, ...]]]] = {}
+        self._choices: dict[tuple[str, Mesh, int], list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, CostModel] = {}
 
     def layered(self, microbatches: int) -> Layered:
@@ -226,7 +227,7 @@ class StageCosts:
         self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int, memory: float
     ) -> list[Candidate]:
         """The frontier on one logical mesh."""
-        key = (alike(graph), mesh)
+        key = (alike(graph), mesh, microbatches)
         if key not in self._planned:
             self._planned[key] = self._plan(graph, mesh, microbatches)
         planned = self._planned[key]
@@ -250,7 +251,7 @@ class StageCosts:
                     found.append(min(fits, key=lambda way: way.seconds))
                     in_flight *= 2
                     continue
-                problem = _scaled(planned, ratios, microbatches, in_flight, memory)
+                problem = _scaled(planned, ratios, in_flight, memory)
                 if sum(min(node.memory) for node in problem.nodes) > memory:
                     break
                 try:
@@ -265,7 +266,7 @@ class StageCosts:
             in_flight *= 2
         return found
 
-    def _near(self, key: tuple[str, Mesh], size: int, in_flight: int) -> list[tuple[int, ...]]:
+    def _near(self, key: tuple[str, Mesh, int], size: int, in_flight: int) -> list[tuple[int, ...]]:
         """Choices that were the best of somewhat longer ranges with as much in flight in all."""
         return [
             choice
@@ -284,6 +285,9 @@ class StageCosts:
             unknown_ops=self.options.unknown_ops,
             pins=pins_of(whole, graph, mesh, self.options),
             slowdown=device(mesh).slowdown,
+            microbatches=microbatches,
+            lies=self.options.lies(mesh),
+            bucket=BUCKET,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
@@ -307,10 +311,12 @@ class StageCosts:
                         count
                         * model.compute(
                             optimizer_work(
-                                option.stored.local_bytes(leaf, mesh), self.state_bytes, leaf.dtype
+                                option.storage.updated.local_bytes(leaf, mesh),
+                                self.state_bytes,
+                                leaf.dtype,
                             )
                         )
-                        if trained and option.stored is not None
+                        if trained and option.storage is not None
                         else 0.0
                         for option in options
                     ]
@@ -334,13 +340,16 @@ class StageCosts:
     ) -> Candidate:
         """The figures of one choice."""
         built = planned.built
-        whole = beside = backward = update = fixed = each = 0.0
+        whole = beside = reduced = gathered = backward = update = fixed = each = 0.0
         rows = zip(built.problem.nodes, built.options, choice, planned.grows, strict=True)
         for at, (node, options, index, run) in enumerate(rows):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * node.cost[index]
             backward += ratio * _at(built.backward, node.name, index)
             beside += ratio * _at(built.beside, node.name, index)
+            if node.name in built.once:
+                reduced += ratio * built.once[node.name][index][0]
+                gathered += ratio * built.once[node.name][index][1]
             update += ratio * float(planned.update[at][index])
             held = ratio * _at(built.sums, node.name, index)
             if options[index].stored is None:
@@ -350,10 +359,13 @@ class StageCosts:
         for edge, run in zip(built.problem.edges, planned.edges, strict=True):
             ratio = 1.0 if run < 0 else ratios[run]
             whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
-        seconds = whole - beside
+        seconds = whole - (reduced + gathered) / microbatches
         # Communication is about the same in both directions.
         after = min(backward + (seconds - 1.5 * backward) / 2, seconds) if backward else 0.0
-        once = side_by_side(backward, beside, built.slowdown) - backward + update
+        # What a step does once: reductions beside the last backward, then the update.
+        inside = min(reduced, microbatches * beside)  # none where the backward waits
+        once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
+        once += gathered + update
         peak = evaluate(built.problem, choice).peak
         small = sum(
             _at(built.sums, n.name, i) for n, i in zip(built.problem.nodes, choice, strict=True)
@@ -376,22 +388,16 @@ def _at(rows: Mapping[str, tuple[float, ...]], name: str, index: int) -> float:
 def _scaled(
     planned: _Planned,
     ratios: Sequence[float],
-    microbatches: int,
     in_flight: int,
     memory: float,
 ) -> Problem:
     """The problem of longer runs, with what is done once a step counted as its part."""
     built = planned.built
-    saved = 1 - 1 / microbatches
     nodes = []
     for node, options, run in zip(built.problem.nodes, built.options, planned.grows, strict=True):
         ratio = 1.0 if run < 0 else ratios[run]
         copies = ratio * (1.0 if options[0].stored is not None else in_flight)
-        beside = built.beside.get(node.name, (0.0,) * len(node.cost))
-        cost = tuple(
-            ratio * max(seconds - saved * once, 0.0)
-            for seconds, once in zip(node.cost, beside, strict=True)
-        )
+        cost = tuple(ratio * seconds for seconds in node.cost)
         held = tuple(copies * nbytes for nbytes in built.sums.get(node.name, (0.0,) * len(cost)))
         nodes.append(Choices(node.name, node.labels, cost, held, (0, 1)))
     edges = tuple(

@@ -15,6 +15,7 @@ from autopar.cost.model import NodeWork, Work
 from autopar.ir.collective import Collective
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
+from autopar.simulate.weights import Used, Weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Ran:
 
 @dataclass(eq=False, slots=True)
 class Moved:
-    """A layout change on the tape; `beside` if nothing but the optimizer needs its gradient."""
+    """A layout change on the tape."""
 
     name: str
     call: Collective | None
@@ -47,7 +48,6 @@ class Moved:
     cause: Cause
     source: Value
     target: Value
-    beside: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -74,11 +74,11 @@ class Block:
     again: Callable[[], tuple[list[Entry], list[Value]]]
 
 
-Entry = Ran | Moved | Met | Block
+Entry = Ran | Moved | Used | Met | Block
 
 
 def backward(
-    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, overlap: frozenset[str]
+    tape: list[Entry], ends: Sequence[Value], recorder: Recorder, weights: Weights
 ) -> None:
     """Play `tape` from its end and leave every parameter its gradient; the tape is used up.
 
@@ -86,18 +86,19 @@ def backward(
         tape: what the forward wrote.
         ends: the loss, or the values whose gradients a stage of a pipeline is sent.
         recorder: takes the tasks.
-        overlap: as in `Settings`.
+        weights: the parameters that are exchanged.
     """
     recorder.phase = "backward"
     recorder.compute("backward", "", ())
     for end in ends:
         title = f"gradient of {end.buffer.name}"
         end.gradient = recorder.hold(recorder.allocate("temporary", title, end.buffer.nbytes))
-    _play(tape, recorder, overlap)
+    _play(tape, recorder, weights)
+    weights.finish()
     recorder.compute("end of backward", "", (), recorder.pending)
 
 
-def _play(tape: list[Entry], recorder: Recorder, overlap: frozenset[str]) -> None:
+def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
     while tape:
         entry = tape.pop()
         if isinstance(entry, Met):
@@ -105,26 +106,28 @@ def _play(tape: list[Entry], recorder: Recorder, overlap: frozenset[str]) -> Non
                 needs = [entry.value.gradient_ready]
                 recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
         elif isinstance(entry, Moved):
-            _move(entry, recorder, overlap)
+            _move(entry, recorder)
+        elif isinstance(entry, Used):
+            weights.give(entry)
         elif isinstance(entry, Ran):
-            _compute(entry, recorder)
+            _compute(entry, recorder, weights)
         else:
-            _again(entry, recorder, overlap)
+            _again(entry, recorder, weights)
 
 
-def _again(entry: Block, recorder: Recorder, overlap: frozenset[str]) -> None:
+def _again(entry: Block, recorder: Recorder, weights: Weights) -> None:
     """Compute a block again, then play its backward."""
     if any(value.gradient is not None for value in entry.results):
         tape, results = entry.again()
         for outer, inner in zip(entry.results, results, strict=True):
             inner.gradient, inner.gradient_ready = outer.gradient, outer.gradient_ready
             outer.gradient = None
-        _play(tape, recorder, overlap)
+        _play(tape, recorder, weights)
     for value in entry.arguments:
         recorder.drop(value.buffer)
 
 
-def _compute(entry: Ran, recorder: Recorder) -> None:
+def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
     made, value = entry.operator.recipe, entry.result
     gradient, ready = value.gradient, value.gradient_ready
     if gradient is None:
@@ -133,6 +136,7 @@ def _compute(entry: Ran, recorder: Recorder) -> None:
         for buffer in entry.saved:
             recorder.drop(buffer)
         return
+    fetched = weights.fetch(entry.saved)
     work = entry.operator.work.backward
     if work or any(size > 0 for size in made.gradients):
         recorder.compute(f"{entry.name} backward", entry.name, work, [ready])
@@ -151,13 +155,13 @@ def _compute(entry: Ran, recorder: Recorder) -> None:
         recorder.collective(title, entry.name, call, "exchange")
     recorder.drop(gradient)
     value.gradient = None
-    for buffer in entry.saved:
+    for buffer in (*entry.saved, *fetched):
         recorder.drop(buffer)
     for operand, buffer in given:
         _give(operand, buffer, ready, recorder)
 
 
-def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
+def _move(entry: Moved, recorder: Recorder) -> None:
     source, target = entry.source, entry.target
     gradient, ready = target.gradient, target.gradient_ready
     if gradient is None:
@@ -166,13 +170,8 @@ def _move(entry: Moved, recorder: Recorder, overlap: frozenset[str]) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        if entry.beside and entry.cause in overlap:
-            needs = [ready, recorder.launched]
-            ready = recorder.launch(name, entry.name, entry.call, entry.cause, needs)
-            recorder.launched = ready  # one after another, on a stream of their own
-        else:
-            recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
-            ready = -1
+        recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
+        ready = -1
     elif entry.transfer.result is not None:
         recorder.compute(title, entry.name, (), [ready])
         ready = -1

@@ -20,13 +20,15 @@ class Buffer:
     """A storage: what it is for, its bytes and how many hold it.
 
     Kinds are "parameter", "gradient", "optimizer", "batch", "activation" (kept for the backward),
-    "communication" (staging of a collective) and "temporary".
+    "communication" (staging of a collective) and "temporary". `kept` is what is kept for the
+    backward in its place.
     """
 
     kind: str
     name: str
     nbytes: float
     holders: int = 0
+    kept: Buffer | None = None
 
 
 @dataclass(eq=False, slots=True)

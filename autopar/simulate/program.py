@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Resharder, Step
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan, Plan
 
@@ -43,6 +44,16 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Use:
+    """`target = parameter`, as operators use what is held of it."""
+
+    leaf: Node
+    storage: Storage
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
 class Assign:
     """`target = source`."""
 
@@ -67,7 +78,7 @@ class Call:
     outside: tuple[str, ...]
 
 
-Line = Compute | Move | Assign | Sum | Call
+Line = Compute | Move | Use | Assign | Sum | Call
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,13 @@ class _Layouts:
                 f"the plan has no layout for %{template}", where=str(self.graph[name].source)
             )
         return self.plan.nodes[template]
+
+    def storage(self, leaf: Node) -> Storage:
+        (share,) = self.graph.users[leaf.name]
+        names = (self.graph.template[leaf.name], self.graph.template[share])
+        for name in names:
+            self.planned(name)
+        return self.plan.storage(*names)
 
     def result(self, name: str, index: int = 0) -> Layout:
         return self.planned(name).results[index][1]
@@ -208,6 +226,8 @@ class _Writer:
         planned = self.layouts.planned(node.name)
         value = node.inputs[0]
         (_, into), (_, out) = planned.operands[0], planned.results[0]
+        if self.graph[value].op == "param" and self._use(node, self.graph[value]):
+            return
         before = self.look_up(value).variable
         variable = self.operand(value, into)
         steps = self._steps(value, into, out)
@@ -222,6 +242,15 @@ class _Writer:
             self.lines.append(Assign(variable, target))
         self.lines.append(Sum(node, target))
         self.hold(node.name, target, out)
+
+    def _use(self, node: Node, leaf: Node) -> bool:
+        storage = self.layouts.storage(leaf)
+        if storage.moves:
+            self.uses[leaf.name] -= 1
+            target = self.fresh()
+            self.lines += [Use(leaf, storage, LEAF + leaf.name, target), Sum(node, target)]
+            self.hold(node.name, target, storage.used)
+        return storage.moves
 
     def _getitem(self, node: Node) -> None:
         value, index = node.inputs[0], node.args[1]

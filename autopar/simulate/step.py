@@ -23,9 +23,20 @@ from autopar.ir.stages import SENT
 from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, program
+from autopar.simulate.program import (
+    LEAF,
+    Call,
+    Compute,
+    Function,
+    Move,
+    Program,
+    Sum,
+    Use,
+    program,
+)
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Cause, Task
+from autopar.simulate.weights import Used, Weight, Weights
 
 _NO_WORK = NodeWork()
 
@@ -106,7 +117,16 @@ class _Player:
     ) -> None:
         self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
         self.recorder = Recorder()
+        self.weights = Weights(
+            plan.mesh,
+            self.recorder,
+            settings.overlap,
+            microbatches=plan.microbatches,
+            bucket=plan.bucket,
+            accelerator=settings.accelerator,
+        )
         self.leaves: dict[str, Value] = {}
+        self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
         self.tape: list[Entry] = []
         self.operators: dict[str, Operator] = {}
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
@@ -130,10 +150,11 @@ class _Player:
         for value in outputs:
             if value not in ends:
                 self.recorder.drop(value.buffer)
-        backward(self.tape, ends, self.recorder, self.settings.overlap)
+        backward(self.tape, ends, self.recorder, self.weights)
         for value in ends:
             self.recorder.drop(value.buffer)
         self._optimizer()
+        self.weights.gather()
         return self.recorder.tasks()
 
     def _begin(self) -> None:
@@ -148,9 +169,27 @@ class _Player:
             kind = "batch" if node.op in ("input", "received") else "parameter"
             buffer = recorder.hold(recorder.allocate(kind, node.name, nbytes))
             self.leaves[node.name] = Value(buffer, node.requires_grad)
-            if node.op == "param" and node.requires_grad and self.settings.state_bytes:
-                state = nbytes * self.settings.state_bytes
-                recorder.hold(recorder.allocate("optimizer", node.name, state))
+            if node.op == "param" and self.graph.users[node.name]:
+                self._parameter(node)
+
+    def _parameter(self, node: Node) -> None:
+        """Where the states of a parameter lie."""
+        share = self.graph.template[self.graph.users[node.name][0]]
+        storage = self.plan.storage(self.graph.template[node.name], share)
+        if storage.moves:
+            count = self.plan.microbatches
+            hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
+            value = self.leaves[node.name]
+            self.weights.add(Weight(node.name, node, storage, value, hops))
+        elif node.requires_grad and self.plan.microbatches > 1:
+            # The sum of the gradients of earlier microbatches, which the last one adds to.
+            nbytes = self.leaves[node.name].buffer.nbytes
+            earlier = self.recorder.allocate("gradient", node.name, nbytes)
+            self.leaves[node.name].gradient = self.recorder.hold(earlier)
+        self.updated[node.name] = float(storage.updated.local_bytes(node.type, self.plan.mesh))
+        if node.requires_grad and self.settings.state_bytes:
+            state = self.updated[node.name] * self.settings.state_bytes
+            self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
 
     # Forward ---------------------------------------------------------------------------------
 
@@ -170,6 +209,8 @@ class _Player:
             elif isinstance(line, Move):
                 source = self._read(frame, names, line.source)
                 self._bind(frame, line.target, self._move(line, source, names))
+            elif isinstance(line, Use):
+                self._bind(frame, line.target, self._use(line, names))
             elif isinstance(line, Sum):
                 self._meet(line, self._read(frame, names, line.variable), names)
             elif isinstance(line, Call):
@@ -299,7 +340,8 @@ class _Player:
                 twice.kept[node.name] = recorder.hold(value.buffer)
                 value.buffer.kind = "activation"
         elif node.requires_grad:
-            saved = [(value if place < 0 else operands[place]).buffer for place in made.saved]
+            read = ((value if place < 0 else operands[place]).buffer for place in made.saved)
+            saved = [buffer if buffer.kept is None else buffer.kept for buffer in read]
             for buffer in saved:
                 recorder.hold(buffer)
                 buffer.kind = "activation" if buffer.kind == "temporary" else buffer.kind
@@ -312,6 +354,20 @@ class _Player:
         if twice is not None:
             twice.played(node.name)
         return value
+
+    def _use(self, line: Use, names: dict[str, str]) -> Value:
+        weight = self.weights.known[names.get(line.leaf.name, line.leaf.name)]
+        source, twice = weight.value, self.twice
+        if twice is not None and twice.over:
+            target = Value(self._left(""), source.grad, ready=source.ready)
+        else:
+            target = self.weights.use(weight, self.before, self._title(weight.name))
+            if twice is None:
+                self.weights.keep(weight, target)
+        if source.grad and (twice is None or twice.second):
+            source.readers += 1
+            self.tape.append(Used(weight, target))
+        return target
 
     def _left(self, name: str) -> Buffer:
         """What is left of an operator that is not computed again: its result, or nothing."""
@@ -348,8 +404,7 @@ class _Player:
         if source.grad and (twice is None or twice.second):
             source.readers += 1
             back: Cause = "gradient" if parameter else "activation"
-            beside = line.source.startswith(LEAF)
-            entry = Moved(value_of, step.backward, gradient, back, source, target, beside)
+            entry = Moved(value_of, step.backward, gradient, back, source, target)
             self.tape.append(entry)
         return target
 
@@ -374,7 +429,7 @@ class _Player:
         recorder, settings = self.recorder, self.settings
         recorder.phase = "optimizer"
         trained = [
-            (node, self.leaves[node.name].buffer.nbytes)
+            (node, self.updated[node.name])
             for node in self.graph.leaves("param")
             if self.leaves[node.name].gradient is not None
         ]

@@ -11,7 +11,7 @@ from autopar.ir.collective import Collective
 Phase = Literal["forward", "backward", "optimizer"]
 # Why something is sent: parameters gathered, gradients synchronised, activations resharded (and
 # their gradients), or an operator that asks other devices itself.
-Cause = Literal["", "parameter", "gradient", "activation", "exchange"]
+Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exchange"]
 COMPUTE = "compute"
 
 

@@ -1,36 +1,51 @@
-"""Gradients that are moved beside the backward are those that are moved within it."""
+"""Gradients that are reduced beside the backward are those that are moved within it."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.gradients import Gradients
+from autopar.codegen.runtime import stored
+from autopar.codegen.weights import Weights
+from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: data=2, tensor=2")
+TABLE = [
+    stored("whole", "f64[8] => [8] -sum(data, tensor)"),
+    stored("part", "f64[8@data@tensor, 3] => [8, 3] -sum(data, tensor)"),
+]
 
 
-def loss_of(comm: Communicator, whole: Tensor, part: Tensor) -> Tensor:
+def loss_of(comm: Communicator, whole: Tensor, part: Tensor, number: int) -> Tensor:
     """Reads one parameter by an all_reduce of its gradient, the other by a reduce_scatter of it."""
-    scale = 1.0 + comm.rank
-    shared = comm.to_varying(comm.to_varying(whole, axis="data"), axis="tensor")
+    scale = 1.0 + comm.rank + number
+    shared = comm.to_varying(whole, axis=("data", "tensor"))
     gathered = comm.all_gather(part, dim=0, axis=("data", "tensor"))
     hidden = (shared * gathered.sum(1) * scale).sin()
     return comm.all_reduce(hidden.sum(), axis=("data", "tensor"))
 
 
-def both_ways() -> list[tuple[Tensor, Tensor]]:
+def both_ways(rounds: int, bucket: int) -> list[tuple[Tensor, Tensor]]:
     """The gradients of two steps: moved within the backward, and beside it."""
-    comm, found = Communicator(MESH), []
-    for gradients in (None, Gradients(torch.device("cpu"))):
-        comm.gradients = gradients
-        whole = torch.linspace(-1, 1, 8, dtype=torch.float64).requires_grad_()
-        part = (torch.arange(6.0, dtype=torch.float64).view(2, 3) + comm.rank).requires_grad_()
-        for _ in range(2):  # the second adds to the first, as gradient accumulation does
-            torch.autograd.backward(loss_of(comm, whole, part))
+    found = []
+    for beside in (False, True):
+        comm = Communicator(MESH)
+        whole = nn.Parameter(torch.linspace(-1, 1, 8, dtype=torch.float64))
+        part = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3) + comm.rank)
+        gradients = None
+        if beside:
+            weights = Weights(comm, TABLE, [whole, part], bucket)
+            gradients = comm.gradients = Gradients(weights, torch.device("cpu"), rounds)
+        for step in range(2):  # the second adds to the first
+            for number in range(rounds):
+                torch.autograd.backward(loss_of(comm, whole, part, 2 * step + number))
+                if gradients is not None:
+                    gradients.end_of_backward()
             if gradients is not None:
                 gradients.collect()
         assert whole.grad is not None
@@ -41,9 +56,10 @@ def both_ways() -> list[tuple[Tensor, Tensor]]:
 
 def only_when_collected() -> tuple[bool, bool, bool]:
     """Whether there is a gradient after a backward, after `drop` and `collect`, after another."""
-    comm, gradients, there = Communicator(MESH), Gradients(torch.device("cpu")), []
+    comm, there = Communicator(MESH), []
+    whole = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    gradients = Gradients(Weights(comm, TABLE[:1], [whole]), torch.device("cpu"))
     comm.gradients = gradients
-    whole = torch.ones(4, requires_grad=True)
     torch.autograd.backward(comm.to_varying(whole, axis="data").sum())
     there.append(whole.grad is not None)
     gradients.drop()
@@ -55,13 +71,25 @@ def only_when_collected() -> tuple[bool, bool, bool]:
     return there[0], there[1], there[2]
 
 
-def both() -> tuple[list[tuple[Tensor, Tensor]], tuple[bool, bool, bool]]:
-    return both_ways(), only_when_collected()
+def both() -> tuple[list[list[tuple[Tensor, Tensor]]], tuple[bool, bool, bool]]:
+    cases = [(1, 1), (3, 1), (3, 2**20)]
+    return [both_ways(*case) for case in cases], only_when_collected()
 
 
 def test_the_gradients_are_the_same_and_stored_at_the_end() -> None:
-    for (within, beside), stored in run_ranks(both):
-        for one, other in zip(within, beside, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-            assert one.abs().sum() > 0
-        assert stored == (False, False, True)
+    for found, there in run_ranks(both):
+        for within, beside in found:
+            for one, other in zip(within, beside, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+                assert one.abs().sum() > 0
+        assert there == (False, False, True)
+
+
+def test_states_that_do_not_follow_from_one_another_are_refused() -> None:
+    for text, more in (
+        ("f32[8@data, 4] => [8, 4] -sum(tensor)", {}),
+        ("f32[8, 4@data] => [8, 4] -sum(data)", {"updated": "[8@data, 4]"}),
+        ("f32[8@data, 4] => [8, 4] -sum(data)", {"grads": "[8, 4]", "updated": "[8, 4]"}),
+    ):
+        with pytest.raises(LayoutError):
+            stored("w", text, **more)

@@ -14,6 +14,7 @@ from autopar.codegen.collectives import Communicator
 from autopar.codegen.state import Parameter, Piece, State
 from autopar.errors import StateError
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 from tests.ranks import run_ranks
 
@@ -33,12 +34,13 @@ class Model(nn.Module):
 
 def parameters() -> list[Parameter]:
     """Unequal pieces, listed out of order, in layouts of their own."""
-    rows = Layout((("gpu",), ()))
+    rows = Storage.as_is(Layout((("gpu",), ())))
+    columns = Storage.as_is(Layout(((), ("gpu",))))
     return [
-        Parameter("embed.weight", (8, 4), "f32", Layout((("gpu", "node"), ()))),
-        Parameter("fused.weight", (8, 4), "f32", Layout(((), ("gpu",))), Piece(0, 4, 8)),
+        Parameter("embed.weight", (8, 4), "f32", Storage.as_is(Layout((("gpu", "node"), ())))),
+        Parameter("fused.weight", (8, 4), "f32", columns, Piece(0, 4, 8)),
         Parameter("fused.weight", (4, 4), "f32", rows, Piece(0, 0, 4)),
-        Parameter("fused.bias", (12,), "f32", Layout(((),))),
+        Parameter("fused.bias", (12,), "f32", Storage.as_is(Layout(((),)))),
     ]
 
 

@@ -120,7 +120,10 @@ def test_a_pin_may_leave_every_layout_but_one() -> None:
     tensor = next(leaf for leaf in graph().leaves("param") if fnmatchcase(leaf.target, FC)).type
     options = list(parameter_options(tensor, MESH, grad=True))
     for option in options:
-        pin, other = Pin.parse(option.label), Pin.parse(f"not {option.label}")
+        assert option.stored is not None
+        sides = (option.stored, option.results[0])
+        text = " => ".join(layout.format(tensor.shape) for layout in sides)
+        pin, other = Pin.parse(text), Pin.parse(f"not {text}")
         assert [pin.agrees(o) for o in options] == [not other.agrees(o) for o in options]
         assert not other.agrees(option)
     best, seconds = plan({})

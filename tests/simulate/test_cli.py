@@ -24,11 +24,11 @@ class Head(nn.Module):
         return self.body(x).square().mean()
 
 def model():
-    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return Head(nn.Sequential(*layers)), {"x": torch.zeros(256, 64)}
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return Head(nn.Sequential(*layers)), {"x": torch.zeros(256, 1024)}
 
 def two():
-    return nn.Linear(64, 64), {"input": torch.zeros(256, 64)}
+    return nn.Linear(1024, 1024), {"input": torch.zeros(256, 1024)}
 """
 
 

@@ -63,7 +63,7 @@ class Held:
     @property
     def updated_box(self) -> Box:
         """What `updated` is of it, and the optimizer's state."""
-        return self._box(self.parameter.layout)
+        return self._box(self.parameter.storage.updated)
 
     def _box(self, layout: Layout) -> Box:
         comm, piece = self.state.comm, self.parameter.piece
@@ -87,18 +87,28 @@ class Holder(Protocol):
 
 
 def held_of(
-    state: State, tensors: Sequence[Tensor], first: Collection[str] | None = None
+    state: State,
+    tensors: Sequence[Tensor],
+    updated: Sequence[Tensor],
+    first: Collection[str] | None = None,
 ) -> list[Held]:
-    """What this rank holds of a state, of which the names in `first` are saved from here."""
+    """What this rank holds of a state.
+
+    Args:
+        state: of the program.
+        tensors: what it holds of each parameter and buffer.
+        updated: what the optimizer updates of each.
+        first: names that are saved from here, None for all.
+    """
     return [
         Held(
             parameter,
             state,
             tensor,
-            tensor if tensor.requires_grad else None,
+            own if own.requires_grad else None,
             first is None or parameter.name in first,
         )
-        for parameter, tensor in zip(state.parameters, tensors, strict=True)
+        for parameter, tensor, own in zip(state.parameters, tensors, updated, strict=True)
     ]
 
 

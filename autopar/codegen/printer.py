@@ -1,0 +1,127 @@
+"""What all functions of a generated program share: graph, plan and prices, told as comments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.collective import GATHERS, Collective, Resharder, Step
+from autopar.ir.exchange import exchanged
+from autopar.ir.graph import Graph, Name, Node
+from autopar.ir.storage import EACH, Hop, Storage
+from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.plan import NodePlan, Plan
+
+
+@dataclass(frozen=True)
+class Printer:
+    """What all scopes of a program share: the graph, the plan and the prices."""
+
+    graph: Graph
+    plan: Plan
+    resharder: Resharder
+    price: Callable[[Collective], float]
+
+    def planned(self, name: str) -> NodePlan:
+        """The plan's entry for a node of any block.
+
+        Raises:
+            PlanMismatchError: it has none.
+        """
+        template = self.graph.template[name]
+        if template not in self.plan.nodes:
+            raise PlanMismatchError(
+                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
+            )
+        return self.plan.nodes[template]
+
+    def result(self, name: str, index: int = 0) -> Layout:
+        """The layout that a node gives its result."""
+        return self.planned(name).results[index][1]
+
+    def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
+        """Elements of a dimension that a device holds: a number, or code where that differs."""
+        layout = Layout((axes,))
+        if layout.is_even((size,), self.plan.mesh):
+            return layout.local_shape((size,), self.plan.mesh)[0]
+        return Name(f"mesh.part({size}, {axes_text(axes)})")
+
+    def gathered(self, step: Step, tensor: TensorType) -> str:
+        """The `size` argument of a step that gathers parts of different lengths."""
+        if step.op not in GATHERS or step.dim is None:
+            return ""
+        size, axes = tensor.shape[step.dim], step.src.dims[step.dim]
+        if Layout((axes,)).is_even((size,), self.plan.mesh):
+            return ""
+        return f", size={self.extent(size, step.dst.dims[step.dim])}"
+
+    def step_note(self, step: Step, tensor: TensorType) -> str:
+        """Layout after a step, and what it moves and takes in each direction."""
+        note = f"{tensor.dtype}{step.dst.format(tensor.shape)}"
+        if step.forward is not None:
+            note += f"  {self._call_note(step.forward)}"
+        if step.backward is not None:
+            note += f"  backward {step.backward.kind} {self._call_note(step.backward)}"
+        return note
+
+    def storage(self, leaf: Node) -> Storage:
+        """Where a parameter and its states lie.
+
+        Raises:
+            PlanMismatchError: the plan does not say it.
+            LayoutError: it says what cannot be.
+        """
+        self.planned(leaf.name)
+        (share,) = self.graph.users[leaf.name]
+        self.planned(share)
+        return self.plan.storage(self.graph.template[leaf.name], self.graph.template[share])
+
+    def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
+        """The collectives of a parameter in a step."""
+        return storage.hops(leaf.type, self.plan.mesh, self.plan.microbatches, leaf.requires_grad)
+
+    def use(self, leaf: Node, storage: Storage) -> str:
+        """The call that gives operators a parameter, "{}" for what is held."""
+        dims = enumerate(zip(storage.held.dims, storage.used.dims, strict=True))
+        split = [(dim, more[len(less) :]) for dim, (more, less) in dims if more != less]
+        if not split:
+            return f"to_varying({{}}, axis={axes_text(storage.used.varying)})"
+        (dim, axes), *_ = split
+        size, (held, used) = leaf.type.shape[dim], (storage.held.dims[dim], storage.used.dims[dim])
+        even = Layout((held,)).is_even((size,), self.plan.mesh)
+        whole = "" if even else f", size={self.extent(size, used)}"
+        return f"all_gather({{}}, dim={dim}, axis={axes_text(axes)}{whole})"
+
+    def use_note(self, leaf: Node, storage: Storage) -> str:
+        """The layout in which operators have a parameter, and what it sends in a step."""
+        note = f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
+        for hop in self.hops(leaf, storage):
+            seconds = hop.seconds(self.price, self.plan.bucket)
+            size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
+            said = f"{hop.call.kind} {size}"
+            if hop.when == "forward":
+                note += f"  {size}"
+            elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
+                note += f"  backward {said}"
+            else:
+                note += f"  once {said}"
+        return note
+
+    def exchange_note(self, node: Node, planned: NodePlan) -> str:
+        """What an operator itself sends in each direction, "" for nearly all."""
+        types = tuple(self.graph[name].type for name in node.inputs)
+        layouts = tuple(layout for _, layout in planned.operands)
+        forward, backward = exchanged(node, types, layouts, self.plan.mesh)
+        notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
+        notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
+        return "".join(f"  {note}" for note in notes)
+
+    def _call_note(self, call: Collective) -> str:
+        return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    """One axis as a string, several as a tuple of strings."""
+    return f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"')

@@ -1,0 +1,191 @@
+"""The parameters of a program on one device: what is held of each, and what the optimizer updates.
+
+Every exchange of a parameter is the list `Storage.hops`, which the planner priced. Those of several
+parameters that take the same way go together: their tensors are packed into one flat buffer, and
+one collective moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.storage import Hop, Storage
+from autopar.ir.tensor import TensorType
+
+if TYPE_CHECKING:
+    from autopar.codegen.collectives import Groups
+    from autopar.codegen.state import Parameter
+
+Way = tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One parameter on this device.
+
+    Attributes:
+        type: its dtype and global shape.
+        storage: where its states lie.
+        held: what is held of it between steps.
+        updated: the part of it that the optimizer updates, in the storage of `held`.
+        hops: its collectives in a step.
+    """
+
+    type: TensorType
+    storage: Storage
+    held: Tensor
+    updated: Tensor
+    hops: tuple[Hop, ...]
+
+    def path(self, when: str) -> tuple[Hop, ...]:
+        """Its collectives at one time of a step."""
+        return tuple(hop for hop in self.hops if hop.when == when)
+
+    def way(self, when: str) -> Way:
+        """What it has in common with those that it can go together with."""
+        calls = tuple((hop.call.kind, hop.call.axes) for hop in self.path(when))
+        return (self.held.dtype, calls)
+
+
+class Weights:
+    """The parameters of one program.
+
+    Args:
+        comm: the mesh.
+        parameters: what the program stores.
+        tensors: what this device holds of each.
+        bucket: bytes that go together, 1 if each goes by itself.
+    """
+
+    def __init__(
+        self,
+        comm: Groups,
+        parameters: Sequence[Parameter],
+        tensors: Sequence[Tensor],
+        bucket: int = 1,
+    ) -> None:
+        self.comm, self.bucket = comm, bucket
+        self.all = tuple(
+            Weight(
+                parameter.type,
+                parameter.storage,
+                tensor,
+                _updated(comm, parameter.storage, tensor) if parameter.trainable else tensor,
+                parameter.storage.hops(parameter.type, comm.mesh, trained=parameter.trainable),
+            )
+            for parameter, tensor in zip(parameters, tensors, strict=True)
+        )
+        self.moving = {id(w.held): w for w in self.all if w.storage.moves}
+
+    @property
+    def updated(self) -> list[Tensor]:
+        """What the optimizer updates of each, in the order of the program's table."""
+        return [weight.updated for weight in self.all]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those of `updated` that have gradients."""
+        return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each, as it is updated; None where there is none."""
+        return [tensor.grad if tensor.requires_grad else None for tensor in self.updated]
+
+    @property
+    def fetched_again(self) -> bool:
+        """Whether some are gathered again for the backward."""
+        return any(weight.path("backward") for weight in self.all)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Put together what other devices have updated, as far as this one holds it."""
+        bucket = Bucket(self.comm, self.bucket, "update")
+        for weight in self.all:
+            if weight.path("update"):
+                for other, whole in bucket.add(weight, weight.updated.detach()):
+                    other.held.copy_(whole)
+        for other, whole in bucket.empty():
+            other.held.copy_(whole)
+
+
+def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
+    """The part of a tensor that this device updates; the tensor itself if that is all of it."""
+    part = held.detach()
+    for dim, (fine, coarse) in enumerate(zip(storage.updated.dims, storage.held.dims, strict=True)):
+        if fine != coarse:
+            part = part.narrow(dim, *comm.group(fine[len(coarse) :]).own(int(part.shape[dim])))
+    return held if part.shape == held.shape else nn.Parameter(part)
+
+
+class Bucket:
+    """Tensors on their way, each with those that go the same way.
+
+    Args:
+        comm: the mesh.
+        limit: bytes of which a buffer is full.
+        when: which part of a step it is; see `Hop`.
+    """
+
+    def __init__(self, comm: Groups, limit: int, when: str) -> None:
+        self._comm, self._limit, self._when = comm, limit, when
+        self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
+
+    def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
+        """What arrives because of one tensor more: nothing until its buffer is full."""
+        way = weight.way(self._when)
+        waiting = self._waiting.setdefault(way, [])
+        waiting.append((weight, tensor))
+        kinds = {hop.call.kind for hop in weight.path(self._when)}
+        if kinds == {"all_reduce"} and tensor.device.type == "cpu":
+            return []  # nothing is gained from it before the end
+        full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
+        return self._send(way) if full else []
+
+    def empty(self) -> list[tuple[Weight, Tensor]]:
+        """Send everything that still waits."""
+        return [arrived for way in list(self._waiting) for arrived in self._send(way)]
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+
+    def _send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+        together = self._waiting.pop(way)
+        weights, tensors = zip(*together, strict=True)
+        arrived = travel(self._comm, weights, tensors, self._when)
+        return list(zip(weights, arrived, strict=True))
+
+
+def travel(
+    comm: Groups, weights: Sequence[Weight], tensors: Iterable[Tensor], when: str
+) -> list[Tensor]:
+    """Tensors of parameters that go the same way, after their collectives at one time of a step.
+
+    Args:
+        comm: the mesh.
+        weights: whose they are.
+        tensors: of each the tensor that it brings: a part of the parameter, or of its gradient.
+        when: see `Hop`.
+    """
+    found = list(tensors)
+    for hops in zip(*(weight.path(when) for weight in weights), strict=True):
+        group = comm.group(hops[0].call.axes)
+        if hops[0].call.kind == "all_reduce":
+            found = group.reduce_all(found)
+            continue
+        dims = [0 if hop.dim is None else hop.dim for hop in hops]
+        if hops[0].call.kind == "reduce_scatter":
+            found = group.reduce_scatter_all(found, dims)
+            continue
+        extents = [
+            comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
+            for hop, dim, weight in zip(hops, dims, weights, strict=True)
+        ]
+        found = group.gather_all(found, dims, extents)
+    return found

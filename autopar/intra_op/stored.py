@@ -1,0 +1,129 @@
+"""What a parameter's storage costs: seconds of its collectives, bytes of its states.
+
+A parameter meets the rest of the problem through the layout in which it is used, and nothing else.
+So of its choices with one such layout those remain that no other is at least as good as in
+everything that counts, and no optimum is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.model import CostModel
+from autopar.intra_op.lifetimes import Role
+from autopar.intra_op.options import Option
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.storage import BUCKET, EACH, Storage
+
+
+@dataclass(frozen=True)
+class StoredCost:
+    """One choice of a parameter, in seconds and bytes.
+
+    Attributes:
+        seconds: of its collectives for one microbatch, with its part of what a step does once.
+        beside: of those for which only the optimizer waits: its gradient's; in `seconds`.
+        reduced: of what is done with its gradient once a step, and
+        gathered: of gathering it once the optimizer has run; of a whole step.
+        nbytes: what it holds; see `lifetimes.Role`.
+    """
+
+    seconds: float
+    beside: float
+    reduced: float
+    gathered: float
+    nbytes: dict[Role, float]
+
+    def held(self, trained: bool) -> float:
+        """Bytes that it holds for most of a step, with its gradient if it is trained."""
+        gradient = max(self.nbytes["gradient"], self.nbytes["accumulated"]) if trained else 0.0
+        return self.nbytes["leaf"] + self.nbytes["gathered"] + gradient
+
+    def dominates(self, other: StoredCost) -> bool:
+        """Whether it is at least as good in everything."""
+        return (
+            self.seconds - self.beside <= (other.seconds - other.beside) * (1 + 1e-12)
+            and self.beside <= other.beside * (1 + 1e-12)
+            and all(self.nbytes[role] <= other.nbytes[role] for role in self.nbytes)
+        )
+
+
+def stored_cost(
+    node: Node,
+    storage: Storage,
+    mesh: Mesh,
+    model: CostModel,
+    state_bytes: float,
+    microbatches: int,
+    waits: bool,
+    again: float = 0.0,
+    bucket: int = 1,
+) -> StoredCost:
+    """The price of one choice.
+
+    Args:
+        node: the parameter.
+        storage: where its states lie.
+        mesh, model: the devices and their prices.
+        state_bytes: optimizer state in units of the parameter's own bytes.
+        microbatches: in a step.
+        waits: whether the backward waits for gradients.
+        again: which part of its blocks is computed again in the backward, and fetches it again.
+        bucket: bytes of gradients, or of parameters, that go together.
+    """
+    trained = node.requires_grad
+    totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
+    for hop in storage.hops(node.type, mesh, microbatches, trained):
+        totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
+    # A block that is computed again gathers it for that, and has it for the backward then.
+    totals["forward"] *= 1 + again
+    totals["backward"] *= 1 - again
+    beside = 0.0 if waits else (totals["accumulate"] + totals["reduce"]) / microbatches
+    held, grads, updated, used, kept = (
+        float(layout.local_bytes(node.type, mesh))
+        for layout in (storage.held, storage.grads, storage.updated, storage.used, storage.kept)
+    )
+    again_fetched = storage.kept.dims != storage.used.dims
+    moved = storage.updated.dims != storage.used.dims
+    nbytes: dict[Role, float] = {
+        "leaf": held + (state_bytes * updated if trained else 0.0),
+        "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
+        "fetched": used if again_fetched else 0.0,
+        "waiting": used,
+        "backward": used if moved else 0.0,
+        "gradient": updated,
+        "accumulated": grads if microbatches > 1 else 0.0,
+        "update": updated,
+    }
+    return StoredCost(
+        sum(totals.values()) / microbatches, beside, totals["reduce"], totals["update"], nbytes
+    )
+
+
+def bucket_of(graph: Graph) -> int:
+    """Bytes of gradients, or of parameters, that go together: a tenth of a small model."""
+    trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
+    return max(min(BUCKET, trained // 10), 1)
+
+
+def undominated(
+    options: Sequence[Option], costs: Sequence[StoredCost]
+) -> tuple[tuple[Option, ...], tuple[StoredCost, ...]]:
+    """The choices that no other with the same layout in use beats; of equals the first.
+
+    Those that split no state stay: at one price they are the plainest (see `polish`).
+    """
+    kept: dict[object, list[int]] = {}
+    plain: list[int] = []
+    for at, (option, cost) in enumerate(zip(options, costs, strict=True)):
+        if option.storage is not None and not option.storage.axes("updated"):
+            plain.append(at)
+            continue
+        rivals = kept.setdefault(option.results, [])
+        if not any(costs[rival].dominates(cost) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not cost.dominates(costs[rival])]
+            rivals.append(at)
+    left = sorted([*plain, *(at for rivals in kept.values() for at in rivals)])
+    return tuple(options[at] for at in left), tuple(costs[at] for at in left)

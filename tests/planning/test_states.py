@@ -1,0 +1,69 @@
+"""State shardings in planning: what fits where by the literature, what users may ask for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from autopar.cli.model import Wanted, capture_model
+from autopar.codegen.optimizer import elementwise
+from autopar.errors import InfeasibleError, StateError
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planning.single import Options, Trace, make_plan
+from tests.state_sharding import UsedWhole
+
+# PaRO (arXiv:2310.06003), section 5: LLaMA-65B on 32 A100-80, mixed precision, 4 samples of 512
+# tokens a device, checkpointing; the others run out of memory.
+FITS = {"zero3": True, "zero++": True, "paro-igg": True, "paro-iig": True}
+FITS |= {"zero2": False, "mics": False, "hsdp": False, "paro-nig": False}
+
+
+@pytest.mark.slow
+def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
+    mesh = Mesh.parse("A100-80: node=4, gpu=8")
+    graph = capture_model(Wanted("llama-65b", 128, 512, None), Options(), Trace(None))
+    found = {}
+    for name in FITS:
+        options = Options(
+            pins=[UsedWhole()], state=name, recompute="full", microbatches=10, memory="80GB"
+        )
+        try:
+            # Six times two bytes of a bf16 parameter: master, momentum and variance in float32.
+            plan = make_plan(graph, mesh, options, Trace(None), state_bytes=6.0)
+            found[name] = plan.predicted["peak_bytes"] <= 80e9
+        except InfeasibleError:
+            found[name] = False
+    assert found == FITS
+
+
+def small(**more: object) -> Plan:
+    graph = capture_model(Wanted("gpt2", 8, 16, 2), Options(), Trace(None))
+    options = Options(**more)  # type: ignore[arg-type]
+    return make_plan(graph, Mesh.parse("H100: node=2, gpu=2"), options, Trace(None))
+
+
+def test_a_state_is_kept_by_the_plan_and_its_file() -> None:
+    plan = small(state="NIG over node", pins=[UsedWhole()], microbatches=4)
+    assert plan.state == "NIG over node"
+    assert Plan.from_toml(plan.to_toml()) == plan
+    shares = [name for name in plan.nodes if f"{name}_share" in plan.nodes]
+    leaves = [name for name in shares if not plan.nodes[name].operands]
+    storages = [plan.storage(name, f"{name}_share") for name in leaves]
+    # The gradient of positions is summed before it reaches the table: that has no parts to reduce.
+    reduced = [s for s in storages if s.used.varying]
+    assert len(storages) - len(reduced) <= 1
+    axes = {(s.axes("held"), s.axes("grads"), s.axes("updated")) for s in reduced}
+    assert axes == {((), ("gpu",), ("gpu", "node"))}
+
+
+def test_optimizers_that_mix_elements_keep_parameters_in_one_piece() -> None:
+    assert elementwise(torch.optim.AdamW)
+    assert not elementwise(partial(torch.optim.Adafactor, lr=1e-2))
+    plan = small(elementwise=False)
+    leaves = [entry for entry in plan.nodes.values() if not entry.operands]
+    assert all(not layout.axes for entry in leaves for _, layout in entry.results)
+    with pytest.raises(StateError, match="zero3"):
+        small(elementwise=False, state="zero3")
