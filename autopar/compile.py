@@ -42,6 +42,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import Fuse, choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.state import StateSharding
@@ -49,7 +50,14 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Trace,
+    capture_graph,
+    cost_model,
+    make_plan,
+    on_accelerator,
+)
 
 _WHOLE = Request()  # one stage, one microbatch
 
@@ -73,6 +81,7 @@ def plan(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    fuse: Fuse = None,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -88,6 +97,7 @@ def plan(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        fuse=choose(fuse, default=on_accelerator(as_mesh(mesh))),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -121,6 +131,7 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    fuse: Fuse = None,
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -158,6 +169,10 @@ def compile(
         state: how far parameters, gradients and optimizer state are split where devices hold
             replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
+        fuse: whether kernels take the place of operators that a model writes out: all or none of
+            the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
+            switches some off. By default all on GPUs and none on CPUs, where their references are
+            no faster. A given plan says it by itself.
 
     Raises:
         MeshError: the mesh does not fit the processes.
@@ -185,6 +200,7 @@ def compile(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        fuse=fused_by(plan) if plan is not None else choose(fuse, default=on_accelerator(made)),
     )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request)
@@ -408,6 +424,11 @@ class Program(Checkpointed):
             return folder.write(path, files, tensors)
 
         return from_first_rank(write)
+
+
+def fused_by(plan: Plan | PipelinePlan) -> tuple[str, ...]:
+    """The patterns in whose place a plan has kernels."""
+    return plan.fuse if isinstance(plan, Plan) else plan.stages[0].plan.fuse
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

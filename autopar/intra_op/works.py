@@ -134,7 +134,7 @@ def node_work(
         Kernels with local FLOPs and bytes. Empty for leaves and for views forwards; without
         `backward` where no gradient flows.
     """
-    if node.is_leaf or not node.types:
+    if node.is_leaf or not node.types or node.name in graph.aside:
         return NodeWork()
     local = _Local(graph, node, operands, results, signature, mesh)
     if node.alias is not None or node.op.startswith("autopar."):
@@ -369,7 +369,7 @@ def _view_gradient(local: _Local) -> tuple[Work, ...]:
 # FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them.
 _BACKWARD_FLOPS = {
     "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
-    "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0,
+    "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,
 }  # fmt: skip
 _KERNELS: dict[str, Callable[[_Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,

@@ -7,6 +7,7 @@ operators of them; on a GPU Triton's kernels run, elsewhere their references.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.across import CHUNK
@@ -46,6 +47,11 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) up, in the tanh form."""
     y: Tensor = _OPS.geglu(gate, up)
     return y
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form, which torch has in one kernel."""
+    return F.gelu(x, approximate="tanh")
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ RULES = (
         rule(f"{PREFIX}{name}", "..., ... -> ...", flops="7 ...", examples=(f"{_X}, {_X}",))
         for name in ("swiglu", "geglu")
     ),
+    rule(f"{PREFIX}gelu", "... -> ...", flops="8 ...", examples=(_X,)),
     rule(
         f"{PREFIX}rotary",
         "b s h d!, s a!, s a! -> b s h d!",

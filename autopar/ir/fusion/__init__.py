@@ -7,10 +7,10 @@ does not reach over the border of a repeated block, so that blocks stay what the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.errors import GraphError
+from autopar.errors import GraphError, ProgramError
 from autopar.ir.fusion.match import find
 from autopar.ir.fusion.pattern import Match, Pattern, Writer
 from autopar.ir.fusion.patterns import names, patterns
@@ -18,10 +18,36 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
-__all__ = ["Match", "Pattern", "fuse", "matches", "names", "patterns"]
+__all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "matches", "names", "patterns"]
+
+Fuse = bool | Mapping[str, bool] | Sequence[str] | None
 
 Home = tuple[int, int] | None  # run and block
 Known = dict[tuple[str, tuple[Arg, ...]], Ref]
+
+
+def choose(fuse: Fuse, *, default: bool) -> tuple[str, ...]:
+    """The names of the patterns that a user asks for.
+
+    Args:
+        fuse: all or none, those of a list, all but those that a mapping switches off, or None.
+        default: whether it is all where nothing is said.
+
+    Raises:
+        ProgramError: there is no pattern of such a name.
+    """
+    said = dict(fuse) if isinstance(fuse, Mapping) else {}
+    listed = () if fuse is None or isinstance(fuse, bool | Mapping) else tuple(fuse)
+    unknown = [name for name in (*said, *listed) if name not in names()]
+    if isinstance(fuse, str) or unknown:
+        raise ProgramError(
+            f"there is no pattern {(unknown or [fuse])[0]!r} to fuse",
+            why=f"there are {', '.join(names())}",
+            todo="pass True, False, a list of these, or a mapping of them to True or False",
+        )
+    if fuse is None or isinstance(fuse, bool):
+        return names() if (default if fuse is None else fuse) else ()
+    return tuple(name for name in names() if name in listed or said.get(name, bool(said)))
 
 
 def matches(graph: Graph, chosen: tuple[str, ...]) -> tuple[tuple[Pattern, Match], ...]:

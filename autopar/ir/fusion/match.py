@@ -12,7 +12,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import writes
 
 _HALF = ("bf16", "f16")
-_INFIX: dict[type[ast.operator], str] = {
+INFIX: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
 }  # fmt: skip
 _COMMUTE = ("add", "mul")
@@ -48,7 +48,7 @@ def find(pattern: Pattern, graph: Graph, node: Node) -> Match | None:
     if node.is_leaf or len(node.types) != 1:
         return None
     for spelling in pattern.spellings:
-        for state in _match(_parsed(spelling), Ref(node.name), _State(), graph):
+        for state in _match(parsed(spelling), Ref(node.name), _State(), graph):
             match = Match(graph, node, state.values, state.inside)
             if pattern.fits(match) and _closed(pattern, match):
                 return match
@@ -56,7 +56,8 @@ def find(pattern: Pattern, graph: Graph, node: Node) -> Match | None:
 
 
 @functools.cache
-def _parsed(spelling: str) -> ast.expr:
+def parsed(spelling: str) -> ast.expr:
+    """A spelling as an expression."""
     return ast.parse(spelling, mode="eval").body
 
 
@@ -129,7 +130,7 @@ def _all(wanted: list[ast.expr], given: list[Arg], state: _State, graph: Graph) 
 def _operator(wanted: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[_State]:
     """Every way in which an expression describes the result of a node."""
     if isinstance(wanted, ast.BinOp):
-        name = _INFIX[type(wanted.op)]
+        name = INFIX[type(wanted.op)]
         sides = [wanted.left, wanted.right]
         yield from _call(name, sides, [], node, state, graph)
         if name == "pow" and isinstance(wanted.right, ast.Constant) and wanted.right.value == 2:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.fusion.pattern import Match, Pattern, Writer, computes
-from autopar.ir.graph import Node, Ref
+from autopar.ir.fusion.pattern import Match, Pattern, computes
 
 WRITTEN_OUT = (
     "({x} * 0.5) * (tanh(({x} + {x} ** 3 * 0.044715) * scale) + 1)",
@@ -28,16 +27,6 @@ def _fits(match: Match) -> bool:
     return is_tanh_form(match) and computes(match, "x") and match.found.type == match.type("x")
 
 
-def _write(match: Match, writer: Writer) -> None:
-    found, x = match.found, match.node("x")
-    assert x is not None
-    args, kwargs = (Ref(x.name),), (("approximate", "tanh"),)
-    grad = found.requires_grad
-    writer.nodes.append(
-        Node(found.name, "aten.gelu", args, kwargs, found.types, found.source, grad)
-    )
-
-
 PATTERNS = (
-    Pattern("gelu", "", tuple(t.format(x="x") for t in WRITTEN_OUT), fits=_fits, write=_write),
+    Pattern("gelu", "gelu", tuple(t.format(x="x") for t in WRITTEN_OUT), ("x",), fits=_fits),
 )

@@ -46,6 +46,7 @@ PATTERNS = (
         "linear_cross_entropy",
         "linear_cross_entropy",
         ("cross_entropy_loss(viewed(wide(viewed(linear(x, weight)))), labels, ...)",),
+        ("x", "weight", "labels"),
         fits=_fits,
         write=_write,
         outputs=True,

@@ -86,4 +86,6 @@ def _write(match: Match, writer: Writer) -> None:
     )
 
 
-PATTERNS = (Pattern("rotary", "rotary", (_SPELLING,), fits=_fits, write=_write),)
+PATTERNS = (
+    Pattern("rotary", "rotary", (_SPELLING,), ("x", "cos", "sin"), fits=_fits, write=_write),
+)
