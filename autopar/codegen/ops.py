@@ -48,7 +48,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     Args:
         node: an operator, localised.
         operands: variable names of the values it reads, in the order of `node.inputs`. The names
-            `torch`, `F`, `aten`, `kernels` and `mesh` (which knows the device) must be bound beside them.
+            `torch`, `F`, `aten`, `kernels` and `mesh` (which knows the device) must be bound
+            beside them.
     """
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]

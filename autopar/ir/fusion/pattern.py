@@ -21,7 +21,8 @@ from autopar.ir.tensor import TensorType
 
 __all__ = ["PREFIX", "Match", "Pattern", "Writer", "call", "computes", "is_vector", "width"]
 
-_KERNEL_DTYPES = ("f32", "bf16", "f16")
+# In float64 there are no kernels but their references, which are as precise.
+_KERNEL_DTYPES = ("f64", "f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)
