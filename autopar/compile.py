@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import pipelined
-from autopar.codegen import folder
+from autopar.codegen import folder, inductor
 from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
@@ -132,6 +132,7 @@ def compile(
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
     fuse: Fuse = None,
+    backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -173,12 +174,15 @@ def compile(
             the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
             switches some off. By default all on GPUs and none on CPUs, where their references are
             no faster. A given plan says it by itself.
+        backend: "eager", or "inductor" to have torch.compile compile each block's function, with
+            collectives and kernels left as they are.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        ProgramError: there is no such pattern to fuse, or no such backend for this program.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
@@ -203,7 +207,7 @@ def compile(
         fuse=fused_by(plan) if plan is not None else choose(fuse, default=on_accelerator(made)),
     )
     request = Request(stages, microbatches, schedule)
-    program = Program(model, made, optimizer, plan, options, clip_norm, request)
+    program = Program(model, made, optimizer, plan, options, clip_norm, request, backend)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
@@ -225,14 +229,22 @@ class Program(Checkpointed):
         options: Options,
         clip_norm: float | None,
         request: Request = _WHOLE,
+        backend: str = "eager",
     ) -> None:
         check_processes(mesh)
+        inductor.check(backend)
+        if backend != "eager" and (isinstance(plan, PipelinePlan) or request != _WHOLE):
+            raise ProgramError(
+                "stages of a pipeline are not compiled",
+                why='backend="inductor" is for programs in one piece',
+                todo='pass backend="eager"',
+            )
         self._prices = cost_model(mesh, options)
         if clip_norm is not None and not clip_norm > 0:
             raise ProgramError(
                 f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
             )
-        self.mesh = mesh
+        self.mesh, self._backend = mesh, backend
         self._model, self._factory, self._options = model, optimizer, options
         self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
@@ -277,7 +289,7 @@ class Program(Checkpointed):
         number = zlib.crc32(self._source.encode())
         name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
-            load(self._source, name),
+            inductor.compiled(load(self._source, name), self._source, self._backend),
             runtime,
             values_of(self._model, captured),
             self._factory,

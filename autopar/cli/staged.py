@@ -63,7 +63,10 @@ def open_pipeline(
         PlanError: it names code to run, or has layouts that are not possible.
         PlanMismatchError: it is for another model.
     """
-    wanted, options = model_of(plan, file, model, given), Options(table=known)
+    wanted, options = (
+        model_of(plan, file, model, given),
+        Options(table=known, fuse=plan.stages[0].plan.fuse),
+    )
     if wanted.batch is None:
         graph = _captured(plan, wanted, options, stage).graph
     else:  # of a deep model a few blocks are traced
@@ -109,7 +112,7 @@ def files(
     stage: Callable[[str], None],
 ) -> dict[str, str]:
     """The folder of a pipeline's plan, name -> text; raises what `open_pipeline` does."""
-    options = Options(table=known)
+    options = Options(table=known, fuse=plan.stages[0].plan.fuse)
     captured = _captured(plan, model_of(plan, file, model, given), options, stage)
     plan.check(fingerprint(captured.graph), plan.mesh)
     stage("emit")
