@@ -126,40 +126,39 @@ def _own(batch: Batch, place: int, count: int) -> Batch:
     return {name: value.chunk(count)[place] for name, value in batch.items()}
 
 
-class Replicated:
+class _OwnSamples:
+    """Each process trains on its own part of the batch; torch brings gradients together."""
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        self.setting, self.model = setting, model
+        self.optimizer = setting.optimizer(model.parameters())
+
+    def step(self, batch: Batch) -> Tensor:
+        """See `Rival`."""
+        self.optimizer.zero_grad()
+        loss = self.model(**_own(batch, dist.get_rank(), self.setting.world))["loss"]
+        loss.backward()
+        self.optimizer.step()
+        return _mean(loss)
+
+
+class Replicated(_OwnSamples):
     """DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.setting, self.model = setting, DistributedDataParallel(model.to(setting.device))
-        self.optimizer = setting.optimizer(self.model.parameters())
-
-    def step(self, batch: Batch) -> Tensor:
-        """See `Rival`."""
-        self.optimizer.zero_grad()
-        loss = self.model(**_own(batch, dist.get_rank(), self.setting.world))["loss"]
-        loss.backward()
-        self.optimizer.step()
-        return _mean(loss)
+        super().__init__(DistributedDataParallel(model.to(setting.device)), setting)
 
 
-class FullySharded:
+class FullySharded(_OwnSamples):
     """fully_shard (FSDP2) of every block and of the rest."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.setting, self.model = setting, model.to(setting.device)
         mesh = setting.mesh(setting.world, names=("data",))
+        model.to(setting.device)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = setting.optimizer(self.model.parameters())
-
-    def step(self, batch: Batch) -> Tensor:
-        """See `Rival`."""
-        self.optimizer.zero_grad()
-        loss = self.model(**_own(batch, dist.get_rank(), self.setting.world))["loss"]
-        loss.backward()
-        self.optimizer.step()
-        return _mean(loss)
+        fully_shard(model, mesh=mesh)
+        super().__init__(model, setting)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

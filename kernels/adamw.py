@@ -20,7 +20,7 @@ from torch import Tensor
 from .registry.draw import Draw
 from .registry.language import blocks, jit, processors, tl
 from .registry.launch import launch
-from .registry.operator import Args, Operator, contiguous, wider
+from .registry.operator import Args, Operator, contiguous, sums_of, wider
 
 HYPERPARAMETERS = 8  # lr, β1, β2, eps, decay, 1 / (1 - β1^t), 1 / sqrt(1 - β2^t), scale
 
@@ -145,7 +145,7 @@ def reference(
 
 def squares_reference(x: Tensor, *, wide: torch.dtype = torch.float32) -> Tensor:
     """The sum of the squares of all elements, at least in f32."""
-    return wider(x, wide).square().sum().to(torch.promote_types(x.dtype, torch.float32))
+    return wider(x, wide).square().sum().to(sums_of(x))
 
 
 def _allocate(
@@ -174,7 +174,7 @@ def _launch(
 
 
 def _allocate_squares(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty((), dtype=sums_of(x))
 
 
 def _launch_squares(result: Tensor, x: Tensor) -> None:

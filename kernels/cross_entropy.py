@@ -21,7 +21,15 @@ from .cross_entropy_backward import BACKWARD, IGNORED
 from .registry.draw import Draw
 from .registry.language import blocks, jit, tl
 from .registry.launch import launch
-from .registry.operator import Args, Gradient, Operator, evenly_spaced, row_stride, wider
+from .registry.operator import (
+    Args,
+    Gradient,
+    Operator,
+    evenly_spaced,
+    row_stride,
+    sums_of,
+    wider,
+)
 
 _ROWS = 1024  # of the typical samples
 
@@ -145,7 +153,7 @@ def reference(
 
 def _wide(x: Tensor, *shape: int) -> Tensor:
     """An empty tensor of statistics, at least as precise as f32."""
-    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(shape, dtype=sums_of(x))
 
 
 def _allocate_stats(logits: Tensor, target: Tensor, start: int) -> Tensor:

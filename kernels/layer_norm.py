@@ -29,6 +29,7 @@ from .registry.operator import (
     contiguous,
     evenly_spaced,
     row_stride,
+    sums_of,
     wider,
 )
 
@@ -124,7 +125,7 @@ def reference(
     mean = value.mean(-1, keepdim=True)
     rstd = ((value - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     y = (value - mean) * rstd * wider(weight, wide) + wider(bias, wide)
-    dtype = _statistics(x)
+    dtype = sums_of(x)
     return y.to(x.dtype), mean.squeeze(-1).to(dtype), rstd.squeeze(-1).to(dtype)
 
 
@@ -164,13 +165,9 @@ def backward_reference(
     return dx.to(h.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def _statistics(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _allocate(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Triple:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    mean = x.new_empty(x.shape[:-1], dtype=_statistics(x))
+    mean = x.new_empty(x.shape[:-1], dtype=sums_of(x))
     return y, mean, torch.empty_like(mean)
 
 
@@ -294,8 +291,8 @@ def _add_samples(draw: Draw) -> Iterable[Args]:
 def _backward_samples(draw: Draw) -> Iterable[Args]:
     for given, n in ((True, 100), (False, 64)):
         dy, dh, h = (draw.normal(7, n) for _ in range(3))
-        mean = draw.normal(7, dtype=_statistics(h))
-        rstd = draw.positive(7, dtype=_statistics(h))
+        mean = draw.normal(7, dtype=sums_of(h))
+        rstd = draw.positive(7, dtype=sums_of(h))
         yield dy, dh if given else None, h, draw.normal(n), mean, rstd
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .cross_entropy import COMBINE, STATS
 from .cross_entropy_backward import BACKWARD, BACKWARD_INTO, IGNORED
 from .registry.draw import Draw
-from .registry.operator import Args, Gradient, KernelError, Operator
+from .registry.operator import Args, Gradient, KernelError, Operator, sums_of
 
 CHUNK = 2048  # rows: as many as keep a GPU's matrix units busy
 Gather = Callable[[Tensor], Tensor]
@@ -138,7 +138,7 @@ def chunked(
 
     Matrix products of chunks meet in float32.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = sums_of(x)
     loss = x.new_zeros((), dtype=wide)
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     total = weight.new_zeros(weight.shape if gradients else (0,), dtype=wide)
@@ -192,7 +192,7 @@ def _allocate(
     chunk: int,
     gradients: bool,
 ) -> Losses:
-    loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    loss = x.new_empty((), dtype=sums_of(x))
     if not gradients:
         return loss, x.new_empty(0), weight.new_empty(0)
     return loss, torch.empty_like(x), torch.empty_like(weight)

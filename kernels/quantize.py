@@ -18,7 +18,7 @@ from torch import Tensor
 from .registry.draw import Draw
 from .registry.language import architecture, blocks, jit, tl
 from .registry.launch import launch
-from .registry.operator import Args, Operator, contiguous, wider
+from .registry.operator import Args, Operator, contiguous, sums_of, wider
 
 Pair = tuple[Tensor, Tensor]
 F8 = torch.float8_e4m3fn
@@ -91,7 +91,7 @@ def reference(
     value = (value + 0.5).floor() if dtype == torch.int8 else value
     # f8 is rounded from f32, as hardware does.
     q = value.float().to(dtype).view(-1)[:n].view(x.shape)
-    return q, scales.to(torch.promote_types(x.dtype, torch.float32))
+    return q, scales.to(sums_of(x))
 
 
 def reduce_reference(
@@ -113,7 +113,7 @@ def reduce_reference(
 
 
 def _allocate(x: Tensor, group: int, *, dtype: torch.dtype) -> Pair:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = sums_of(x)
     q = x.new_empty(x.shape, dtype=dtype)
     return q, x.new_empty(blocks(x.numel(), group), dtype=wide)
 

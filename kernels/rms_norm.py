@@ -29,6 +29,7 @@ from .registry.operator import (
     contiguous,
     evenly_spaced,
     row_stride,
+    sums_of,
     wider,
 )
 
@@ -109,7 +110,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, wide: torch.dtype = torc
     value = wider(x, wide)
     rstd = (value.square().mean(-1) + eps).rsqrt()
     y = value * rstd.unsqueeze(-1) * wider(weight, wide)
-    return y.to(x.dtype), rstd.to(_statistics(x))
+    return y.to(x.dtype), rstd.to(sums_of(x))
 
 
 def add_reference(
@@ -141,13 +142,9 @@ def backward_reference(
     return dx.to(h.dtype), dweight.to(weight.dtype)
 
 
-def _statistics(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _allocate(x: Tensor, weight: Tensor, eps: float) -> Pair:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(x.shape[:-1], dtype=_statistics(x))
+    return y, x.new_empty(x.shape[:-1], dtype=sums_of(x))
 
 
 def _allocate_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Triple:
@@ -257,7 +254,7 @@ def _add_samples(draw: Draw) -> Iterable[Args]:
 def _backward_samples(draw: Draw) -> Iterable[Args]:
     for given, n in ((True, 100), (False, 64)):
         dy, dh, h = (draw.normal(7, n) for _ in range(3))
-        rstd = draw.positive(7, dtype=_statistics(h))
+        rstd = draw.positive(7, dtype=sums_of(h))
         yield dy, dh if given else None, h, draw.normal(n), rstd
 
 

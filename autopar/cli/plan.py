@@ -153,7 +153,8 @@ def command(
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
-        fuse=before.fuse if before else choose(fuse, default=on_accelerator(mesh)),
+        fuse=before.fuse if before and fuse is None
+        else choose(fuse, default=on_accelerator(mesh)),
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")

@@ -108,10 +108,14 @@ class Weights:
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
             if weight.path("update"):
-                for other, whole in bucket.add(weight, weight.updated.detach()):
-                    other.held.copy_(whole)
-        for other, whole in bucket.empty():
-            other.held.copy_(whole)
+                _store(bucket.add(weight, weight.updated.detach()))
+        for way in bucket.ways:
+            _store(bucket.send(way))
+
+
+def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
+    for weight, whole in arrived:
+        weight.held.copy_(whole)
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
@@ -145,17 +149,23 @@ class Bucket:
         if kinds == {"all_reduce"} and tensor.device.type == "cpu":
             return []  # nothing is gained from it before the end
         full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
-        return self._send(way) if full else []
+        return self.send(way) if full else []
 
     def empty(self) -> list[tuple[Weight, Tensor]]:
         """Send everything that still waits."""
-        return [arrived for way in list(self._waiting) for arrived in self._send(way)]
+        return [arrived for way in self.ways for arrived in self.send(way)]
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those on which something still waits."""
+        return list(self._waiting)
 
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
 
-    def _send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+    def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+        """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
         weights, tensors = zip(*together, strict=True)
         arrived = travel(self._comm, weights, tensors, self._when)

@@ -17,6 +17,7 @@ from autopar.ir.collective import Step
 from autopar.ir.exchange import across
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.mixture import rows_near
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 # The gradient of these operands is that of the result, where the shapes are equal.
@@ -133,7 +134,7 @@ def recipe(
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)
-    saved = kept(node, accelerator)
+    saved, rows = kept(node, accelerator), rows_near(node, types, into)
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
         elements = given[0] / DTYPE_BYTES[node.type.dtype]
@@ -142,9 +143,14 @@ def recipe(
         if node.op == "aten.scaled_dot_product_attention":
             backward += 4.0 * elements  # the gradient of the queries is added up in float32
     else:
-        near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
+        near = [
+            *rows,
+            *((t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)),
+        ]
         share = given[0] / (node.type.nbytes or 1)
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
+    if rows:
+        scratch, backward = _mixture_scratch(types, rows, gradients, mesh)
     if node.op == "aten.dropout" and not accelerator:
         # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
@@ -162,6 +168,24 @@ def _chunk_of_logits(
     )
     logits = float(min(CHUNK, math.prod(rows)) * words * DTYPE_BYTES[types[0].dtype])
     return logits + (2.0 * 4 * words * features if node.requires_grad else 0.0)
+
+
+def _mixture_scratch(
+    types: tuple[TensorType, ...],
+    rows: list[tuple[tuple[int, ...], Layout]],
+    gradients: tuple[float, ...],
+    mesh: Mesh,
+) -> tuple[float, float]:
+    """What every row adds to its token, in the dtype of the weights; backwards gradients of rows.
+
+    Those are gone by the time when the last of the operands' gradients is there.
+    """
+    wide, narrow = (
+        float(layout.local_bytes(TensorType(types[3].dtype, shape), mesh)) for shape, layout in rows
+    )
+    scaled = wide * DTYPE_BYTES[types[5].dtype] / DTYPE_BYTES[types[3].dtype]
+    given = sum(size for size in gradients if size > 0)
+    return scaled, max(3 * scaled - given, 2 * narrow - given, 0.0)
 
 
 def _backward_scratch(

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.cost.memory import kept, recipe
 from autopar.cost.model import Checked, CostModel, Work
 from autopar.cost.overlap import TAKE_TURNS
-from autopar.errors import InfeasibleError, UnknownOperatorError
+from autopar.errors import UnknownOperatorError
 from autopar.intra_op.built import Built, layouts
 from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
 from autopar.intra_op.options import (
@@ -30,7 +30,7 @@ from autopar.intra_op.options import (
     stored_option,
 )
 from autopar.intra_op.pins import Pins
-from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix, Problem, frugal
+from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix, Problem, frugal, too_small
 from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.stored import StoredCost, stored_cost, undominated
 from autopar.intra_op.works import node_work
@@ -40,7 +40,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
-from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 
 __all__ = ["Builder", "Built", "build", "layouts"]
@@ -420,7 +419,10 @@ def build(
     fixed.check()
     choices = tuple(builder.choices)
     if memory_limit is not None:
-        _check_memory(choices, builder.alive.points, memory_limit)
+        worst, held = frugal(choices)
+        if sum(held.values()) > memory_limit:
+            where = builder.alive.points[worst]
+            raise too_small("no plan fits", memory_limit, sum(held.values()), held, where)
     progress("reshardings")
     problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
     return Built(
@@ -437,19 +439,3 @@ def build(
         again=builder.again,
         once=builder.once,
     )
-
-
-def _check_memory(choices: tuple[Choices, ...], points: tuple[str, ...], limit: float) -> None:
-    """InfeasibleError if at some time the most frugal choices together need more than `limit`."""
-    worst, bytes_of = frugal(choices)
-    least = sum(bytes_of.values())
-    if least > limit:
-        ranked = sorted(((nbytes, name) for name, nbytes in bytes_of.items()), reverse=True)
-        largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
-        raise InfeasibleError(
-            f"no plan fits into {format_bytes(limit)} a device",
-            where=points[worst],
-            why=f"the most frugal plan needs {format_bytes(least)}, {format_bytes(least - limit)} "
-            f"more; largest: {largest}",
-            todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
-        )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import ProblemError
+from autopar.errors import InfeasibleError, ProblemError
+from autopar.ir.units import format_bytes
 
 Matrix = NDArray[np.float64]
 
@@ -307,3 +308,25 @@ def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
             if start <= worst < end:
                 least[node.name] += min(nbytes)
     return worst, dict(least)
+
+
+def too_small(
+    what: str, limit: float, need: float, held: Mapping[str, float], where: str = ""
+) -> InfeasibleError:
+    """The error that says how much memory is missing, and for what.
+
+    Args:
+        what: does not fit.
+        limit, need: bytes of a device, and those that the smallest plan takes.
+        held: bytes of each node.
+        where: in the step.
+    """
+    ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
+    largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
+    return InfeasibleError(
+        f"{what} into {format_bytes(limit)} a device",
+        where=where,
+        why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
+        f"{largest}",
+        todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
+    )

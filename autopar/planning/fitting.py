@@ -20,11 +20,11 @@ from autopar.errors import InfeasibleError, ProgramError
 from autopar.intra_op.built import Built
 from autopar.intra_op.overlap import solve_side_by_side
 from autopar.intra_op.polish import polish
-from autopar.intra_op.problem import Problem, Solution, evaluate, frugal
+from autopar.intra_op.problem import Problem, Solution, evaluate, frugal, too_small
 from autopar.intra_op.solvers import find, solve
-from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 
+EXACT = 1e-6  # the relative gap at which a choice counts as optimal
 TRIES = 4  # plans that are simulated before one fits
 SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 # Seconds of a solve under a limit: of any, and more for each pair of choices of an edge, at most.
@@ -60,7 +60,7 @@ InfeasibleError where nothing fits.
 
 
 def solved(
-    built: Built, solver: str, allowed: float, before: Made | None
+    built: Built, solver: str, allowed: float, before: Made | None, gap: float = EXACT
 ) -> tuple[tuple[int, ...], Solution]:
     """The polished choice and what the solver says of it.
 
@@ -69,6 +69,7 @@ def solved(
         solver: the name of what solves it.
         allowed: bytes that the problem may count.
         before: a plan to begin with.
+        gap: from the optimum that is small enough.
 
     Raises:
         InfeasibleError: nothing fits, or nothing was found in time.
@@ -79,7 +80,8 @@ def solved(
 
     def once(problem: Problem) -> Solution:
         nonlocal start
-        said = {"start": start, "time_limit": seconds if start is None else LATER * seconds}
+        limit = seconds if start is None else LATER * seconds
+        said = {"start": start, "time_limit": limit, "gap": gap}
         found = solve(problem, solver=solver, **_understood(solver, said))
         start = found.choice
         return found
@@ -125,16 +127,8 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
     smallest = _smallest(planned, least, made)
     if smallest.peak <= limit:
         return smallest.plan
-    need = smallest.peak
-    ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
-    largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])
     none = "no plan fits" if limit < least else "no plan was found that fits"  # proven, or not
-    raise InfeasibleError(
-        f"{none} into {format_bytes(max(limit, 0.0))} a device",
-        why=f"the smallest needs {format_bytes(need)}, {format_bytes(need - limit)} more; largest: "
-        f"{largest}",
-        todo="use more devices, a smaller batch, a lower precision or a leaner optimizer",
-    )
+    raise too_small(none, max(limit, 0.0), smallest.peak, held)
 
 
 def _smallest(planned: Planned, least: float, before: Made | None) -> Made:

@@ -2,22 +2,26 @@
 
 How much is recomputed is one decision with few values, so it is branched on: under each value the
 layouts are an ordinary strategy problem. A value is left out where even without a memory limit its
-problem has no plan that is faster than the best one found; nothing else is cut.
+problem has no plan that is faster than the best one found; nothing else is cut. Values are compared
+by plans that are within `GAP` of their optima; under the best one it is planned once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, run_names
 from autopar.plan import Plan
+from autopar.planning.fitting import EXACT
 
 PARTS = 2  # of a run of blocks, in which it is tried to recompute more and more
 REFINED = 2  # rounds in which the step between the numbers of blocks is halved
+GAP = 5e-3  # of plans that are made to compare two values
 
 Chosen = Mapping[str, Recompute]
 
@@ -27,10 +31,11 @@ class Branch:
 
     Args:
         free: makes the fastest plan if memory had no limit; called once.
-        fitting: the fastest plan found within so many bytes; InfeasibleError if there is none.
+        fitting: the fastest plan found within so many bytes, and within such a gap of the optimum;
+            InfeasibleError if there is none.
     """
 
-    def __init__(self, free: Callable[[], Plan], fitting: Callable[[float], Plan]) -> None:
+    def __init__(self, free: Callable[[], Plan], fitting: Callable[[float, float], Plan]) -> None:
         self.free, self.fitting = cache(free), fitting
 
 
@@ -49,19 +54,19 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
         PlanError: `wanted` is none of these.
     """
     if wanted != "auto":
-        return branch(_told(graph, wanted)).fitting(limit)
+        return branch(_told(graph, wanted)).fitting(limit, EXACT)
     whole = branch({})
     best = whole.free()
-    if best.predicted["peak_bytes"] <= limit or not graph.repeats:
-        return best if best.predicted["peak_bytes"] <= limit else whole.fitting(limit)
+    if best.predicted["peak_bytes"] <= limit:
+        return best
+    if not graph.repeats:
+        return whole.fitting(limit, EXACT)
     search = _Search(graph, limit, branch)
-    search.attempt({}, whole)
+    search.attempt({})
     if search.best is None:
-        # What needs the least memory: if not even that fits, its error says by how much.
-        search.found(branch(_of_all(graph, "full", 1.0)).fitting(limit))
+        search.begin_with_the_smallest()
     search.run()
-    assert search.best is not None
-    return search.best
+    return search.refined()
 
 
 class _Search:
@@ -70,7 +75,7 @@ class _Search:
     def __init__(self, graph: Graph, limit: float, branch: Callable[[Chosen], Branch]) -> None:
         self.graph, self.limit, self.branch = graph, limit, branch
         self.best: Plan | None = None
-        self.tried: set[tuple[tuple[str, str], ...]] = set()
+        self.tried: set[Key] = set()
 
     def run(self) -> None:
         """Try more and more blocks of each kind, then the numbers next to the best one."""
@@ -96,24 +101,42 @@ class _Search:
         for kind in kinds:
             yield from ((kind, s) for s in (middle - step, middle + step) if 0 < s <= 1)
 
-    def attempt(self, chosen: Chosen, branch: Branch | None = None) -> bool:
+    def begin_with_the_smallest(self) -> None:
+        """What needs the least memory: if not even that fits, its error says by how much."""
+        chosen = _of_all(self.graph, "full", 1.0)
+        self.tried.add(key_of(chosen))
+        self.best = self.branch(chosen).fitting(self.limit, GAP)
+
+    def refined(self) -> Plan:
+        """The best plan, or a better one with the same blocks computed again."""
+        assert self.best is not None
+        with suppress(InfeasibleError):  # it may not be found in time again
+            again = self.branch(self.best.recompute).fitting(self.limit, EXACT)
+            return again if _faster(again, self.best) else self.best
+        return self.best
+
+    def attempt(self, chosen: Chosen) -> bool:
         """Plan under a decision; False if it cannot be faster than what was found."""
-        key = tuple(sorted((name, str(how)) for name, how in chosen.items()))
+        key = key_of(chosen)
         if key in self.tried:
             return True
         self.tried.add(key)
-        branch = branch or self.branch(chosen)
+        branch = self.branch(chosen)
         if self.best is not None and not _faster(branch.free(), self.best):
             return False
-        try:
-            self.found(branch.fitting(self.limit))
-        except InfeasibleError:
-            return True
+        with suppress(InfeasibleError):
+            plan = branch.fitting(self.limit, GAP)
+            if self.best is None or _faster(plan, self.best):
+                self.best = plan
         return True
 
-    def found(self, plan: Plan) -> None:
-        if self.best is None or _faster(plan, self.best):
-            self.best = plan
+
+Key = tuple[tuple[str, str], ...]
+
+
+def key_of(chosen: Chosen) -> Key:
+    """A decision, to tell it from others."""
+    return tuple(sorted((name, str(how)) for name, how in chosen.items()))
 
 
 def _faster(one: Plan, other: Plan) -> bool:

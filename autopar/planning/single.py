@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
-from autopar.planning.fitting import Made, fitting, solved
+from autopar.planning.fitting import EXACT, Made, fitting, solved
 from autopar.planning.fused import fused
-from autopar.planning.recomputation import Branch, cheapest
+from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
 from autopar.simulate import run, settings_on, tasks
 
@@ -51,7 +52,8 @@ from autopar.simulate import run, settings_on, tasks
 class Options:
     """What a user may say beyond model and mesh; see `compile`.
 
-    `elementwise` is whether the optimizer can update parts of a parameter, `fuse` the patterns in
+    `elementwise` is whether the optimizer can update parts of a parameter; `whole` is the mesh of
+    which the one to plan for is a part, which a calibration is of; `fuse` names the patterns in
     whose place kernels go (see `autopar.ir.fusion.choose`).
     """
 
@@ -67,6 +69,7 @@ class Options:
     microbatches: int = 1
     state: str | StateSharding | None = None
     elementwise: bool = True
+    whole: Mesh | None = None
     fuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -149,8 +152,10 @@ def capture_graph(
     return replace(captured, graph=prepare(graph, keep, finding))
 
 
-def cost_model(mesh: Mesh, options: Options) -> CostModel:
+def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     """The prices to plan by: measured ones where there is a calibration, else closed forms.
+
+    A calibration is of the mesh, or of that which it is a part of by the options.
 
     Raises:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
@@ -158,7 +163,7 @@ def cost_model(mesh: Mesh, options: Options) -> CostModel:
     """
     if options.calibration is None:
         return AnalyticModel(mesh)
-    return MeasuredModel(mesh, Calibration.load(options.calibration))
+    return MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
 
 
 def calibration_of(prices: CostModel) -> str:
@@ -227,7 +232,7 @@ class Planner:
         self.state_bytes, self.repeated = state_bytes, repeated
         self.pins = spell_out(options.pins, graph, mesh, options.table)
         self.prices = cost_model(mesh, options)
-        self._branches: dict[str, Branch] = {}
+        self._branches: dict[Key, Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches
         self._step = {"microbatches": float(count)} if count > 1 else {}
         self._step["bucket"] = float(bucket_of(graph))
@@ -240,7 +245,7 @@ class Planner:
 
     def _branch(self, recompute: Mapping[str, Recompute]) -> Branch:
         """Planning with some blocks computed again."""
-        key = str({name: str(how) for name, how in sorted(recompute.items())})
+        key = key_of(recompute)
         if key not in self._branches:
             self._branches[key] = self._built(recompute)
         return self._branches[key]
@@ -269,8 +274,8 @@ class Planner:
             limited = replace(built.problem, memory_limit=max(limit_of(self.mesh, options), 0.0))
             self.trace("problem.json", lambda: format_problem(limited))
 
-        def planned(allowed: float, before: Made | None) -> Made:
-            choice, solution = solved(built, options.solver, allowed, before)
+        def planned(gap: float, allowed: float, before: Made | None) -> Made:
+            choice, solution = solved(built, options.solver, allowed, before, gap)
             found = Plan(
                 fingerprint(self.graph),
                 self.mesh,
@@ -297,8 +302,8 @@ class Planner:
 
         searches = options.solver != "propagate"
         return Branch(
-            lambda: planned(math.inf, None).plan,
-            lambda limit: fitting(planned, built.problem, limit, searches),
+            lambda: planned(EXACT, math.inf, None).plan,
+            lambda limit, gap: fitting(partial(planned, gap), built.problem, limit, searches),
         )
 
 

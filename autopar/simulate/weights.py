@@ -229,7 +229,7 @@ class Weights:
                 self._put_together(same)
 
     def _put_together(self, weights: Sequence[Weight]) -> None:
-        for hops in zip(*(_at(weight, "update") for weight in weights), strict=True):
+        for place, hops in enumerate(zip(*(_at(w, "update") for w in weights), strict=True)):
             call = _one(hops)
             title = f"{call.kind} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
@@ -239,6 +239,7 @@ class Weights:
                 # joined.
                 packed = bool(hop.dim) or len(hops) > 1
                 more = packed * (self._bytes(weight, hop.src) + nbytes)
+                more += (place > 0) * self._bytes(weight, hop.src)  # what came by the hop before
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
     def _bytes(self, weight: Weight, layout: Layout) -> float:

@@ -209,6 +209,11 @@ def listed(results: Any) -> tuple[Tensor, ...]:
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
+def sums_of(x: Tensor) -> torch.dtype:
+    """The dtype of sums over `x`: float32, or its own if that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def wider(x: Tensor, wide: torch.dtype) -> Tensor:
     """x in a dtype at least as precise as `wide`."""
     return x.to(torch.promote_types(x.dtype, wide))
