@@ -56,7 +56,6 @@ from autopar.planning.single import (
     capture_graph,
     cost_model,
     make_plan,
-    on_accelerator,
 )
 
 _WHOLE = Request()  # one stage, one microbatch
@@ -81,7 +80,7 @@ def plan(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
-    fuse: Fuse = None,
+    fuse: Fuse = False,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -97,7 +96,7 @@ def plan(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
-        fuse=choose(fuse, default=on_accelerator(as_mesh(mesh))),
+        fuse=choose(fuse),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -131,7 +130,7 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
-    fuse: Fuse = None,
+    fuse: Fuse = False,
     backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
@@ -172,8 +171,8 @@ def compile(
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
         fuse: whether kernels take the place of operators that a model writes out: all or none of
             the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
-            switches some off. By default all on GPUs and none on CPUs, where their references are
-            no faster. A given plan says it by itself.
+            switches some off. On CPUs, where their references run, they are no faster. A
+            given plan says it by itself.
         backend: "eager", or "inductor" to have torch.compile compile each block's function, with
             collectives and kernels left as they are.
 
@@ -204,7 +203,7 @@ def compile(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
-        fuse=fused_by(plan) if plan is not None else choose(fuse, default=on_accelerator(made)),
+        fuse=fused_by(plan) if plan is not None else choose(fuse),
     )
     request = Request(stages, microbatches, schedule)
     program = Program(model, made, optimizer, plan, options, clip_norm, request, backend)

@@ -194,7 +194,7 @@ class Sharded:
 
     def _plan(self, case: Case) -> autopar.Plan | None:
         key, nothing = case.key, Trace(None)
-        patterns = choose(case.fuse, default=False)
+        patterns = choose(case.fuse)
         if key not in self.captured:
             model, batch = make(self.name, case.dtype, case.dropout)
             captured = capture_graph(model, (), batch, Options(fuse=patterns), nothing)

@@ -29,7 +29,6 @@ from autopar.planning.single import (
     Trace,
     cost_model,
     make_plan,
-    on_accelerator,
 )
 
 
@@ -83,7 +82,7 @@ from autopar.planning.single import (
 @click.option(
     "--fuse/--no-fuse",
     default=None,
-    help="Whether kernels take the place of what a model writes out; by default on GPUs.",
+    help="Whether kernels take the place of what a model writes out.",
 )
 @click.option(
     "--frontier",
@@ -153,8 +152,7 @@ def command(
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
-        fuse=before.fuse if before and fuse is None
-        else choose(fuse, default=on_accelerator(mesh)),
+        fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")

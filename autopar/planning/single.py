@@ -202,11 +202,6 @@ def make_plan(
     return made
 
 
-def on_accelerator(mesh: Mesh) -> bool:
-    """Whether a mesh is one of GPUs: on CPUs kernels are no faster than what they stand for."""
-    return mesh.device.lower() != "cpu"
-
-
 def limit_of(mesh: Mesh, options: Options) -> float:
     """Bytes that a device may use."""
     limit = device(mesh).usable if options.memory is None else options.memory

@@ -1,7 +1,7 @@
 """A pass that puts kernels in the place of what models write out.
 
 Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
-does not reach over the border of a repeated block, so that blocks stay what the user wrote.
+does not reach over the border of a repeated block, so that all blocks stay alike.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from autopar.ir.rewrite import Names, eliminate_dead
 
 __all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "matches", "names", "patterns"]
 
-Fuse = bool | Mapping[str, bool] | Sequence[str] | None
+Fuse = bool | Mapping[str, bool] | Sequence[str]
 
 Home = tuple[int, int] | None  # run and block
 Known = dict[tuple[str, tuple[Arg, ...]], Ref]
 
 
-def choose(fuse: Fuse, *, default: bool) -> tuple[str, ...]:
+def choose(fuse: Fuse) -> tuple[str, ...]:
     """The names of the patterns that a user asks for.
 
     Args:
-        fuse: all or none, those of a list, all but those that a mapping switches off, or None.
-        default: whether it is all where nothing is said.
+        fuse: all or none, those of a list, or all but those that a mapping switches off.
 
     Raises:
         ProgramError: there is no pattern of such a name.
     """
     said = dict(fuse) if isinstance(fuse, Mapping) else {}
-    listed = () if fuse is None or isinstance(fuse, bool | Mapping) else tuple(fuse)
+    listed = () if isinstance(fuse, bool | Mapping) else tuple(fuse)
     unknown = [name for name in (*said, *listed) if name not in names()]
     if isinstance(fuse, str) or unknown:
         raise ProgramError(
@@ -45,8 +44,8 @@ def choose(fuse: Fuse, *, default: bool) -> tuple[str, ...]:
             why=f"there are {', '.join(names())}",
             todo="pass True, False, a list of these, or a mapping of them to True or False",
         )
-    if fuse is None or isinstance(fuse, bool):
-        return names() if (default if fuse is None else fuse) else ()
+    if isinstance(fuse, bool):
+        return names() if fuse else ()
     return tuple(name for name in names() if name in listed or said.get(name, bool(said)))
 
 

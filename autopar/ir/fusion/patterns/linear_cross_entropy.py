@@ -43,9 +43,10 @@ def _rows(match: Match) -> TensorType:
 def _write(match: Match, writer: Writer) -> None:
     """Labels in the shape of the rows of x, from which they mostly come."""
     x, kind = match.values["x"], _rows(match)
-    if kind != match.type("x"):
+    source = match.node("x")
+    if source is not None and kind != source.type:
         args = (x, *(match.values[name] for name in ("dim", "start", "end")))
-        x = writer.new("rows", "aten.slice.Tensor", args, kind, match.found.requires_grad)
+        x = writer.new("rows", "aten.slice.Tensor", args, kind, source.requires_grad)
     rows = kind.shape[:-1]
     labels = match.node("labels")
     assert labels is not None
