@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen import torch_private
+from autopar.codegen import runtime, torch_private
+from autopar.codegen.fetch import Fetch
 from autopar.ir.mesh import Mesh
 from autopar.pins import Subject, Word, data_parallel, megatron
 from autopar.plan import NodePlan, Plan
@@ -87,6 +88,7 @@ class Case:
         make: makes model and batch.
         stages: of a pipeline.
         again: whether parameters that are held in parts are gathered again for the backward.
+        ahead: whether parameters are on their way while the block before computes.
     """
 
     state: str
@@ -96,6 +98,7 @@ class Case:
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]] = tiny
     stages: int = 1
     again: bool = False
+    ahead: bool = False
 
     @property
     def pins(self) -> list[Word]:
@@ -220,14 +223,17 @@ class Jobs:
         found = []
         for case, plan in zip(self.cases, self.plans, strict=True):
             model, batch = case.make()
-            program = autopar.compile(
-                model,
-                self.mesh,
-                optimizer=case.optimizer,
-                plan=plan,
-                example_inputs=batch,
-                clip_norm=0.5,
-            )
+            with patch.object(
+                runtime, "Fetch", lambda comm, ahead, case=case: Fetch(comm, case.ahead)
+            ):
+                program = autopar.compile(
+                    model,
+                    self.mesh,
+                    optimizer=case.optimizer,
+                    plan=plan,
+                    example_inputs=batch,
+                    clip_norm=0.5,
+                )
             losses, norms = [], []
             for _ in range(STEPS):
                 with recorded(Mesh.parse(self.mesh)) as calls:
