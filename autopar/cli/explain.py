@@ -14,7 +14,17 @@ from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.overlap import saved
-from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
+from autopar.explain import (
+    PARTS,
+    VIEWS,
+    Cost,
+    Explanation,
+    explain,
+    moves,
+    render,
+    render_fused,
+    view,
+)
 from autopar.intra_op.build import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
@@ -103,6 +113,7 @@ def command(
         print_json(_json(explanation, by))
     else:
         print_out(render(explanation, by=by, everything=everything))
+        print_out(*(render_fused(chosen.fused) if by is None else ()))
 
 
 def _refuse(

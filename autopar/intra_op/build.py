@@ -259,7 +259,8 @@ class Builder:
                 layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
-                rows.setdefault(key, []).append(nbytes)
+                aside = node.name in self.graph.aside  # no step computes it
+                rows.setdefault(key, []).append(0.0 if aside else nbytes)
         count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
