@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import pipelined
-from autopar.codegen import folder
+from autopar.codegen import folder, inductor
 from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
@@ -45,6 +45,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import Fuse, choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
@@ -53,7 +54,13 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Trace,
+    capture_graph,
+    cost_model,
+    make_plan,
+)
 
 _WHOLE = Request()  # one stage, one microbatch
 
@@ -79,6 +86,7 @@ def plan(
     state: str | StateSharding | None = None,
     precision: str | Precision | None = None,
     ema: float | None = None,
+    fuse: Fuse = False,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -95,6 +103,7 @@ def plan(
         state=state,
         elementwise=elementwise(optimizer),
         precision=Precision.read(precision),
+        fuse=choose(fuse),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -131,6 +140,8 @@ def compile(
     precision: str | Precision | None = None,
     groups: GroupsLike | None = None,
     ema: float | None = None,
+    fuse: Fuse = False,
+    backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -176,12 +187,19 @@ def compile(
             0.0}})`, or a function of a name and a parameter that returns them.
         ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
             `Program.ema_state_dict`.
+        fuse: whether kernels take the place of operators that a model writes out: all or none of
+            the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
+            switches some off. On CPUs, where their references run, they are no faster. A
+            given plan says it by itself.
+        backend: "eager", or "inductor" to have torch.compile compile each block's function, with
+            collectives and kernels left as they are.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        ProgramError: there is no such pattern to fuse, or no such backend for this program.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
         PrecisionError: there is no such precision, or the device does not compute in it.
         ProgramError: the optimizer, its groups or the average are nonsense.
@@ -206,10 +224,11 @@ def compile(
         state=state,
         elementwise=elementwise(optimizer),
         precision=precision_of(plan, precision),
+        fuse=fused_by(plan) if plan is not None else choose(fuse),
     )
     request = Request(stages, microbatches, schedule)
     training = Training(optimizer, clip_norm, options_of(model, groups), ema)
-    program = Program(model, made, training, plan, options, request)
+    program = Program(model, made, training, plan, options, request, backend)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
@@ -230,10 +249,18 @@ class Program(Trained, Checkpointed):
         plan: Plan | PipelinePlan | None,
         options: Options,
         request: Request = _WHOLE,
+        backend: str = "eager",
     ) -> None:
         check_processes(mesh)
+        inductor.check(backend)
+        if backend != "eager" and (isinstance(plan, PipelinePlan) or request != _WHOLE):
+            raise ProgramError(
+                "stages of a pipeline are not compiled",
+                why='backend="inductor" is for programs in one piece',
+                todo='pass backend="eager"',
+            )
         self._prices = cost_model(mesh, options)
-        self.mesh = mesh
+        self.mesh, self._backend = mesh, backend
         self._model, self._training, self._options = model, training, options
         self._plan, self._request = plan, request
         self._captured: Captured | None = None
@@ -278,7 +305,7 @@ class Program(Trained, Checkpointed):
         number = zlib.crc32(self._source.encode())
         name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
-            load(self._source, name),
+            inductor.compiled(load(self._source, name), self._source, self._backend),
             runtime,
             values_of(self._model, captured),
             self._training,
@@ -418,6 +445,11 @@ def precision_of(plan: Plan | PipelinePlan | None, wanted: str | Precision | Non
             todo="leave out the precision, or plan again",
         )
     return plan.precision
+
+
+def fused_by(plan: Plan | PipelinePlan) -> tuple[str, ...]:
+    """The patterns in whose place a plan has kernels."""
+    return plan.fuse if isinstance(plan, Plan) else plan.stages[0].plan.fuse
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -93,8 +93,11 @@ class Stage:
             else:
                 inputs[name] = value
         with self.runtime.saving(self.weights):
+            # Outputs that nothing else needs are for those who ask for them.
+            aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
+            less = {"outputs": False} if aside else {}
             given = self.runtime.given(self.named)
-            results: Tensors = dict(self.module.forward(self.runtime, given, inputs))
+            results: Tensors = dict(self.module.forward(self.runtime, given, inputs, **less))
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value
