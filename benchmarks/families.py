@@ -16,11 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from benchmarks.harness import child, write
-from tests.families import FAMILIES, OWN_RULES, make
+from tests.families import FAMILIES, make
 from tests.ranks import run_ranks
 from tests.test_families import CLUSTER, GRID, LINE, Jobs, train_whole
 
@@ -30,7 +29,7 @@ MESHES = {"line": LINE, "grid": GRID, "cluster": CLUSTER}
 def measure(name: str) -> dict[str, Any]:
     """Seconds of capturing and planning one model, and what runs whole for want of a rule."""
     model, batch = make(name)
-    options = Options(table=table(OWN_RULES.get(name, ())))
+    options = Options()
     began = time.perf_counter()
     graph = capture_graph(model, (), batch, options, Trace(None)).graph
     row: dict[str, Any] = {"operators": sum(not node.is_leaf for node in graph.nodes)}

@@ -17,7 +17,6 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import autopar
 from tests import models
 
 Batch = dict[str, Any]
@@ -102,21 +101,8 @@ def mixtral(implementation: str = "batched_mm") -> Made:
 
 
 def mixtral_grouped() -> Made:
-    """The same by an operator that transformers brings; see `OWN_RULES`."""
+    """The same by grouped products of rows that are sorted by expert."""
     return mixtral("grouped_mm")
-
-
-# Rows come sorted by expert: all of them, and all experts, meet on every device.
-OWN_RULES = {
-    "mixtral_grouped": (
-        autopar.rule(
-            "transformers::grouped_mm_fallback",
-            "s! k, e! k n, e! -> s! n",
-            flops="2 out k",
-            examples=["f64[4, 6], f64[2, 6, 8], i64[2]<4"],
-        ),
-    )
-}
 
 
 def t5() -> Made:

@@ -17,7 +17,7 @@ from autopar.intra_op import legal
 from autopar.intra_op.table import table
 from autopar.ir.capture import Captured
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from tests.families import FAMILIES, OWN_RULES, make
+from tests.families import FAMILIES, make
 from tests.ranks import run_ranks
 
 # Slow devices on fast links: even small tensors are worth splitting.
@@ -79,9 +79,7 @@ class Jobs:
         self.captured: dict[str, Captured] = {}
         for name in names:
             model, batch = make(name)
-            options = Options(table=table(OWN_RULES.get(name, ())))
-            captured = capture_graph(model, (), batch, options, Trace(None))
-            self.captured[name] = captured
+            self.captured[name] = capture_graph(model, (), batch, Options(), Trace(None))
 
     def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
@@ -90,13 +88,7 @@ class Jobs:
         for name, captured in self.captured.items():
             model, batch = make(name)
             with patch.object(compiler, "capture_graph", lambda *_, found=captured: found):
-                program = autopar.compile(
-                    model,
-                    mesh,
-                    optimizer=sgd,
-                    example_inputs=batch,
-                    rules=OWN_RULES.get(name, ()),
-                )
+                program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)
             torch.manual_seed(1)
             losses = [program.step(**batch).item() for _ in range(STEPS)]
             runs[name] = Run(losses, program.state_dict(), program.source)
@@ -128,7 +120,7 @@ def judge_operators(jobs: Jobs) -> None:
     """Every operator has a rule; one without would be computed whole."""
     for name, captured in jobs.captured.items():
         used = {node.op for node in captured.graph.nodes if not node.is_leaf}
-        assert used <= set(table(OWN_RULES.get(name, ()))), name
+        assert used <= set(table()), name
 
 
 def test_every_operator_has_a_rule(quick: Jobs) -> None:
@@ -153,10 +145,7 @@ def test_every_operator_of_all_models_has_a_rule(full: Jobs) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cluster_is_planned(full: Jobs, name: str) -> None:
     """On two levels of links; the plan is one that the rules allow."""
-    options, graph = (
-        Options(table=table(OWN_RULES.get(name, ()))),
-        full.captured[name].graph,
-    )
+    options, graph = Options(), full.captured[name].graph
     plan = make_plan(graph, autopar.Mesh.parse(CLUSTER), options, Trace(None))
     legal.check(graph, plan, options.table)
 

@@ -19,6 +19,7 @@ import torch
 
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.ir.interpret import TORCH_DTYPES
+from autopar.ir.mixture import MIXTURE
 
 _INFIX = {
     "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
@@ -60,6 +61,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
         return f"{args[0]}[{args[1]}]"
     if node.op == "autopar.detach":
         return f"{args[0]}.detach()"
+    if node.op == MIXTURE:
+        return f"mesh.mixture({_call(args, keywords)})"
     if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"
     written = _WRITERS.get(base)

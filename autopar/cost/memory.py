@@ -15,6 +15,7 @@ from autopar.ir.collective import Step
 from autopar.ir.exchange import across
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.mixture import rows_near
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 # The gradient of these operands is that of the result, where the shapes are equal.
@@ -126,7 +127,7 @@ def recipe(
     scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
     if into and across(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
-    saved = kept(node, accelerator)
+    saved, rows = kept(node, accelerator), rows_near(node, types, into)
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
         elements = given[0] / DTYPE_BYTES[node.type.dtype]
@@ -135,14 +136,34 @@ def recipe(
         if node.op == "aten.scaled_dot_product_attention":
             backward += 4.0 * elements  # the gradient of the queries is added up in float32
     else:
-        near = [(t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)]
+        near = [
+            *rows,
+            *((t.shape, x) for t, x in zip((*types, *node.types), (*into, *out), strict=False)),
+        ]
         share = given[0] / (node.type.nbytes or 1)
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
+    if rows:
+        scratch, backward = _mixture_scratch(types, rows, mesh)
     if node.op == "aten.dropout" and not accelerator:
         # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
     alias = node.inputs.index(node.alias) if node.alias in node.inputs else -1
     return Recipe(given, alias, saved, extra, scratch, gradients, backward)
+
+
+def _mixture_scratch(
+    types: tuple[TensorType, ...], rows: list[tuple[tuple[int, ...], Layout]], mesh: Mesh
+) -> tuple[float, float]:
+    """What every row adds to its token, in the dtype of the weights; backwards gradients of rows.
+
+    Backwards those of what is gated live beside that of what came of it.
+    """
+    exact = DTYPE_BYTES[types[5].dtype]
+    wide, narrow = (
+        float(layout.local_bytes(TensorType(types[3].dtype, shape), mesh)) for shape, layout in rows
+    )
+    scaled = wide * exact / DTYPE_BYTES[types[3].dtype]
+    return scaled, max(2 * scaled + wide, 3 * narrow)
 
 
 def _backward_scratch(

@@ -21,6 +21,7 @@ from autopar.ir.mesh import Mesh
 _UNCHECKED = ("aten.gru.input",)
 # Factors that could be split but had better not be.
 KEPT = {
+    ("autopar.mixture", "k"): "splitting the tokens instead owes no sum",
     ("aten.scaled_dot_product_attention", "e"): "every device would compute all of q k^T",
 }
 _WORD = re.compile(r"(\([^)]*\)|[A-Za-z_]\w*)!")

@@ -21,7 +21,8 @@ from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.mixture import MIXTURE
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.plan import Plan
 
 Layouts = Sequence[Layout]
@@ -37,6 +38,7 @@ _LOOK_UPS = ("embedding", "gather", "index_select", "index")
 _BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
 _SUMS = ("add", "sub", "expand")  # the gradient of an operand is that of the result, or its sum
 _PARTS = ("slice", "select", "narrow")
+_SORT = 16  # times that a radix sort of 64 bits, 8 at a time, reads or writes its keys
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 
 
@@ -136,6 +138,8 @@ def node_work(
     if node.is_leaf or not node.types:
         return NodeWork()
     local = _Local(graph, node, operands, results, signature, mesh)
+    if node.op == MIXTURE and signature is not None:
+        return _mixture(local, signature)
     if node.alias is not None or node.op.startswith("autopar."):
         return NodeWork((), _view_gradient(local) if node.requires_grad else ())
     name = base(node.op)
@@ -239,6 +243,40 @@ def _attention(local: _Local) -> NodeWork:
     back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
     moved = 2 * (local.read + local.written)  # each with its gradient
     return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
+
+
+def _mixture(local: _Local, signature: Signature) -> NodeWork:
+    """Three products for the rows of the experts here, which are chosen equally often.
+
+    Beside them rows are sorted by expert and looked up, gates and the rest multiplied, and what is
+    found is scaled and added up in the dtype of the weights; backwards likewise.
+    """
+    down, x, ids, weights = local.operands[2:]
+    experts, width, inner = down.shape
+    rows = ids.numel * experts // signature.sizes["e"]
+    each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
+    wide, narrow = size * rows * width, size * rows * inner
+    moved = down.nbytes + wide + narrow
+    exact = DTYPE_BYTES[weights.dtype] * rows * width
+
+    def products(make: Callable[..., Work], *lengths: tuple[int, int, int]) -> list[Work]:
+        gemms = [Gemm(experts, *length) for length in lengths]
+        return [make(gemm.flops, moved, gemm) for gemm in gemms]
+
+    into, out = (each, inner, width), (each, width, inner)
+    forward = products(local.work, into, into, out)
+    forward.append(local.work(2 * rows * inner, _SORT * ids.nbytes + 2 * wide + 3 * narrow))
+    forward.append(local.work(2 * rows * width, wide + 3 * exact + local.written))
+    backward: list[Work] = []
+    if local.node.requires_grad:
+        backward += products(local.gradient, into, out, out)
+        own = ((inner, width, each), (inner, width, each), (width, inner, each))
+        wanted = [gemm for gemm, needs in zip(own, local.wanted, strict=False) if needs]
+        backward += products(local.gradient, *wanted)
+        backward.append(local.gradient(4 * rows * width, 2 * wide + 3 * exact + local.written))
+        backward.append(local.gradient(4 * rows * inner, 6 * narrow))
+        backward.append(local.gradient(2 * rows * width, 5 * wide + x.nbytes))
+    return NodeWork(tuple(forward), tuple(backward))
 
 
 def _convolution(local: _Local) -> NodeWork:

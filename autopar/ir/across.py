@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.ir.mixture import mixture
+
 Axes = str | tuple[str, ...]
 
 
@@ -202,6 +204,23 @@ class Across(ABC):
     ) -> Tensor:
         """Where the smallest is first; as `argmax`."""
         return self.argmax(-x, dim, keepdim, axis=axis, size=size)
+
+    def mixture(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        act: str,
+        *,
+        axis: Axes = (),
+        size: int = 0,
+    ) -> Tensor:
+        """A mixture of experts, see `mixture.py`; of the part of them that this device holds."""
+        first = self.group(axis).own(size)[0] if axis else 0
+        return mixture(gate, up, down, x, ids, weights, act, first, size)
 
     def halo(
         self, x: Tensor, dim: int, before: int, after: int, fill: float = 0.0, *, axis: Axes

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.mesh import Mesh
+from autopar.ir.mixture import MIXTURE
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.ir.window import halos, windowed, without_padding
@@ -205,6 +206,7 @@ _FORMS = {
     "aten.embedding": _Form("embedding", lambda node, types: (0,), _embedding, True),
     "aten.gather": _Form("gather", _dim(1), _gather, True),
     "aten.index_select": _Form("index_select", _dim(1), _as_is, True),
+    MIXTURE: _Form("mixture", lambda node, types: (0,), _as_is, True),
     "aten.nll_loss": _Form("nll_loss", _classes, _loss, True),
     "aten.nll_loss_nd": _Form("nll_loss", _classes, _loss, True),
     "aten.cross_entropy_loss": _Form(

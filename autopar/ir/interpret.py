@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import GraphError
 from autopar.ir.across import Across
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
+from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import TensorType
 
 TORCH_DTYPES = {
@@ -219,6 +220,8 @@ def execute(
         return args[0]
     if node.op == "autopar.detach":
         return args[0].detach()
+    if node.op == MIXTURE:
+        return mixture(*args)
     operator = _operator(node)
     # Operators that create a tensor out of nothing must be told where. Which take a device, only
     # their schema tells, private as the attribute is.

@@ -14,6 +14,7 @@ from autopar.ir.losses import lower_means
 from autopar.ir.norms import lower_batch_norms
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import eliminate_dead
+from autopar.ir.routing import find_mixtures
 from autopar.ir.simplify import drop_identities, lower_splits
 from autopar.ir.verify import verify
 
@@ -25,6 +26,7 @@ NORMALISING: tuple[Pass, ...] = (
     lower_splits,
     lower_linears,
     split_fused,
+    find_mixtures,
     lower_means,
     lower_batch_norms,
     lower_bags,

@@ -1,0 +1,27 @@
+"""Mixtures of experts: split by tokens, by experts, or inside every expert."""
+
+from __future__ import annotations
+
+from autopar.intra_op.rule import rule
+
+_EXPERTS = "f64[4, 6, 3], f64[4, 6, 3], f64[4, 3, 6]"
+RULES = (
+    # Every token may go to any expert: a device that has a part of the experts, or of each of
+    # them, has a part of every token's sum.
+    rule(
+        "autopar.mixture",
+        "e f d!, e f d!, e d! f, ... d!, ... k!, ... k! -> ... d!",
+        flops="6 ... k f d",
+        examples=(
+            f"{_EXPERTS}, f64[8, 3], i64[8, 2]<4, f64[8, 2], 'silu'",
+            f"{_EXPERTS}, f64[4, 2, 3], i64[4, 2, 2]<3, f64[4, 2, 2], 'gelu'",
+        ),
+    ),
+    # Rows come sorted by expert, so rows and experts meet on every device.
+    rule(
+        "aten._grouped_mm",
+        "s! k, e! k n, e! -> s! n",
+        flops="2 out k",
+        examples=("f32[5, 48], f32[2, 48, 48], i32[2]<6",),
+    ),
+)
