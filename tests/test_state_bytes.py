@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from torch import Tensor
 
 from autopar.codegen import refetch
