@@ -18,7 +18,7 @@ import autopar
 from autopar.codegen import torch_private
 from autopar.codegen.optimizer import elementwise
 from autopar.ir.mesh import Mesh
-from autopar.pins import Subject, Word, data_parallel, megatron
+from autopar.pins import Word, data_parallel, megatron
 from autopar.plan import NodePlan, Plan
 from autopar.planning.single import Trace
 from tests import parity
@@ -80,18 +80,6 @@ def _family(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class UsedWhole:
-    """Data parallelism over some axes, by default all, that leaves open how parameters lie."""
-
-    axes: tuple[str, ...] = ()
-
-    def __call__(self, subject: Subject) -> dict[str, str]:
-        """Its pins."""
-        pins = data_parallel(*self.axes)(subject)
-        return {key: text.rpartition("=> ")[2] for key, text in pins.items()}
-
-
-@dataclass(frozen=True)
 class Case:
     """One run.
 
@@ -120,7 +108,7 @@ class Case:
     @property
     def pins(self) -> list[Word]:
         """Data parallelism, with Megatron's beside it if that is asked for."""
-        return [UsedWhole(("node",)), megatron("gpu")] if self.tensor else [UsedWhole()]
+        return [data_parallel("node"), megatron("gpu")] if self.tensor else [data_parallel()]
 
 
 @dataclass(frozen=True)
