@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,6 @@ from autopar.codegen import torch_private
 from autopar.codegen.optimizer import elementwise
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, megatron
-from autopar.plan import NodePlan, Plan
 from autopar.planning.single import Trace
 from tests import parity
 
@@ -208,7 +207,7 @@ class Jobs:
         single = importlib.import_module("autopar.planning.single")
         options = single.Options(
             pins=case.pins,
-            state=case.state,
+            state=f"{case.state}, gathered again" if case.again else case.state,
             recompute=case.recompute,
             elementwise=elementwise(case.optimizer),
         )
@@ -220,13 +219,9 @@ class Jobs:
             )
         captured = self.captured[key] = _captures[key]
         request = pipelined.Request(case.stages, case.microbatches)
-        made = pipelined.plan_evenly(
+        return pipelined.plan_evenly(
             captured, Mesh.parse(self.mesh), request, options, Trace(None), 2.0
         )
-        if not case.again:
-            return made
-        stages = tuple(replace(s, plan=gathered_again(s.plan)) for s in made.stages)
-        return replace(made, stages=stages)
 
     def program(self, number: int) -> tuple[autopar.Program, dict[str, Tensor]]:
         """The program of a case on this rank, and its batch."""
@@ -261,17 +256,3 @@ class Jobs:
 
 
 _captures: dict[Any, Any] = {}
-
-
-def gathered_again(plan: Plan) -> Plan:
-    """A plan that keeps of parameters for the backward what is held of them."""
-    nodes = dict(plan.nodes)
-    for share in plan.nodes:
-        leaf = share.removesuffix("_share")
-        if leaf == share or leaf not in nodes or nodes[leaf].operands:
-            continue  # no parameter's share
-        storage = plan.storage(leaf, share)
-        shape = nodes[leaf].results[0][0]
-        kept = replace(storage, kept=storage.held)
-        nodes[leaf] = NodePlan((), tuple((shape, layout) for layout in kept.layouts))
-    return replace(plan, nodes=nodes)
