@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     tag = f"ap{os.getpid()}"
     hosts = tuple(Host(f"{tag}-{n}", f"10.213.77.{n + 1}", f"{tag}v{n}") for n in range(2))
     first, second = hosts
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # past `finally`
     try:
         for host in hosts:
             _run("ip", "netns", "add", host.name)
@@ -61,6 +63,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
         for host in hosts:  # the link goes with them
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
         subprocess.run(["ip", "link", "del", first.interface], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def launch(hosts: Sequence[Host], each: int, command: Sequence[str]) -> int:

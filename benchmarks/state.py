@@ -130,6 +130,8 @@ class Bench:
         spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         runner.losses.append(float(loss))
+        if dist.get_rank() == 0:
+            print(f"{runner.name}: {float(spent):.2f} s", file=sys.stderr, flush=True)
         if measured:
             runner.seconds.append(float(spent))
 
@@ -172,7 +174,7 @@ def measure(bench: Bench, names: Sequence[str]) -> dict[str, Runner]:
             bench.time(runner, number >= given.warmup)
     for runner in runners:
         runner.step = _gone
-        runner.peak = bench.peak(runner.name)
+        runner.peak = 0 if given.hosts else bench.peak(runner.name)
     return {runner.name: runner for runner in runners}
 
 
@@ -195,9 +197,9 @@ def row(bench: Bench, ours: Runner, other: Runner, published: str = "") -> dict[
         "ratio_low": ratios[len(ratios) // 4],
         "ratio_high": ratios[-1 - len(ratios) // 4],
         "rounds": len(ratios),
-        "ours_peak_bytes": ours.peak,
-        "other_peak_bytes": other.peak,
-        "peak_ratio": ours.peak / other.peak,
+        "ours_peak_bytes": ours.peak or "",
+        "other_peak_bytes": other.peak or "",
+        "peak_ratio": ours.peak / other.peak if other.peak else "",
         "published_speedup": published,
         "loss_difference": max(apart),
         "parameters": sum(p.numel() for p in bench.model.parameters()),
@@ -236,7 +238,7 @@ def table() -> str:
                 f"{float(one['ours_ms']):.0f} ms",
                 f"{float(one['other_ms']):.0f} ms",
                 ratio,
-                f"{float(one['peak_ratio']):.2f}",
+                f"{float(one['peak_ratio']):.2f}" if one["peak_ratio"] else "-",
             ]
         )
     return markdown(heads, lines)
