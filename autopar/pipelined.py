@@ -120,7 +120,8 @@ def plan_evenly(
     """Stages of about equal time on equal parts of the mesh; raises as `plan_stages`."""
     groups = groups_for(request.schedule, request.stages, request.microbatches)
     parts = equal_parts(mesh, groups)
-    ends = even_ends(captured.graph, request.stages, parts[0].mesh, options)
+    own = replace(options, whole=mesh)
+    ends = even_ends(captured.graph, request.stages, parts[0].mesh, own)
     return plan_stages(
         captured.graph,
         ends,
@@ -141,7 +142,7 @@ def sources_of(captured: Captured, plan: PipelinePlan, options: Options) -> tupl
         PlanMismatchError: the plan is for another model.
         PlanError: a layout is none that the rules allow.
     """
-    found = []
+    found, options = [], replace(options, whole=plan.mesh)
     graphs = stage_graphs(captured.graph, plan.ends, Trace(None))
     for graph, stage in zip(graphs, plan.stages, strict=True):
         wanted = {node.name for node in graph.folded}

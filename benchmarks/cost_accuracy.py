@@ -164,6 +164,9 @@ def torchtitan_rows() -> Iterator[Row]:
         kind, why = ("fitted", notes[run.seq]) if fit else ("predicted", "")
         published = row["tokens_per_s_per_gpu"]
         speed = torchtitan.tokens_per_second(run)
+        if run.cp > 1:
+            whole = run.tokens / torchtitan.unbalanced_seconds(run)
+            why = f"attention balanced, as torch's code says; {whole:.0f} tokens/s were it not"
         head = ("torchtitan", case, "tokens/s a device", "tokens/s", kind)
         yield Row(*head, published, speed, 0.1, why)
         if "memory_gib" in row:
@@ -361,6 +364,8 @@ def main() -> None:
                     f"{row.predicted:10.4g} {row.error:+8.3f} {row.kind:9} {verdict}",
                     flush=True,
                 )
+                if row.within is False and row.note:
+                    print(f"{'':14} ({row.note})", flush=True)
                 rows.append(row)
     promised = [row for row in rows if row.within is not None]
     print(f"{sum(bool(row.within) for row in promised)} of {len(promised)} promises kept")

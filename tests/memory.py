@@ -19,9 +19,11 @@ from autopar.simulate import Task
 @dataclass
 class Measured:
     """One training step: bytes alive after each operator, and the number of operators so far at
-    the end of the forward and of the backward."""
+    the begin and the end of the forward and at the end of the backward. Until the forward begins
+    the gradients of the step before are there still."""
 
     curve: list[tuple[str, int]] = field(default_factory=list)
+    begin: int = 0
     forward: int = 0
     backward: int = 0
 
@@ -32,7 +34,7 @@ class Measured:
     def peaks(self) -> tuple[int, int, int]:
         """The peak of forward, backward and optimizer."""
         parts = (
-            self.curve[: self.forward],
+            self.curve[self.begin : self.forward],
             self.curve[self.forward : self.backward],
             self.curve[self.backward :],
         )
@@ -98,6 +100,7 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
     forward = executor._forward
 
     def marked(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found.begin = len(alive.curve)
         outputs = forward(inputs)
         # The executor goes on with the loss alone.
         loss = {executor.program.LOSS: outputs[executor.program.LOSS]}

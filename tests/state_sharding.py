@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen import torch_private
+from autopar.codegen import runtime, torch_private
+from autopar.codegen.fetch import Fetch
 from autopar.codegen.optimizer import elementwise
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, megatron
@@ -92,6 +93,7 @@ class Case:
         again: whether parameters that are held in parts are gathered again for the backward.
         recompute: as users write it.
         steps: of training.
+        ahead: whether parameters are on their way while the block before computes.
     """
 
     state: str
@@ -103,6 +105,7 @@ class Case:
     again: bool = False
     recompute: str = "none"
     steps: int = 3
+    ahead: bool = False
 
     @property
     def pins(self) -> list[Word]:
@@ -229,7 +232,10 @@ class Jobs:
         captured = self.captured[case.make, case.microbatches]
         model, batch = case.make()
         pipelined = importlib.import_module("autopar.pipelined")
-        with patch.object(pipelined, "capture_microbatch", lambda *_: captured):
+        with (
+            patch.object(pipelined, "capture_microbatch", lambda *_: captured),
+            patch.object(runtime, "Fetch", lambda comm, _: Fetch(comm, case.ahead)),
+        ):
             program = autopar.compile(
                 model,
                 self.mesh,

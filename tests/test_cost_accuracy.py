@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from autopar.cost.model import AnalyticModel
+from autopar.ir.mesh import Mesh
 from benchmarks import cost_accuracy
 from benchmarks.cost_accuracy import Row, facts
 from benchmarks.published import activations, alpa, megatron, megatron_core, torchtitan
+from benchmarks.published.context import ring, unbalanced
 from benchmarks.published.overlap import chunked
 from benchmarks.published.pipeline import pipelined
 from benchmarks.published.step import Works, chains, fuse, merged, parts
@@ -63,6 +66,37 @@ def test_torchtitan_in_float8_though_fitted_in_bf16() -> None:
     speed = torchtitan.tokens_per_second(run)
     assert speed == pytest.approx(row["tokens_per_s_per_gpu"], rel=0.1)
     assert torchtitan.memory_gib(run) == pytest.approx(row["memory_gib"], rel=0.15)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_context_parallel_attention_is_what_pairs_of_tokens_say(cp: int) -> None:
+    """Count the pairs of queries and keys on every device, mirrored parts and parts in a row."""
+    half = 16
+
+    def pairs(tokens: set[int]) -> int:
+        return sum(token + 1 for token in tokens)
+
+    def part(k: int) -> set[int]:
+        return set(range(k * half, (k + 1) * half))
+
+    alone = pairs(part(0) | part(1))
+    mirrored = [pairs(part(r) | part(2 * cp - 1 - r)) for r in range(cp)]
+    assert len(set(mirrored)) == 1  # balanced
+    assert mirrored[0] / alone == pytest.approx(cp, rel=1 / half)
+    last = pairs(part(2 * cp - 2) | part(2 * cp - 1))
+    assert last / alone == pytest.approx(unbalanced(cp), rel=1 / half)
+
+
+def test_a_ring_of_one_device_adds_nothing_and_a_longer_one_more() -> None:
+    prices = AnalyticModel(Mesh.parse("H100-96: dp=1, cp=8"))
+    assert ring(prices, "cp", 1, 2**20).layer(0.25, 2) == 0.25
+    short = ring(AnalyticModel(Mesh.parse("H100-96: dp=4, cp=2")), "cp", 2, 2**27)
+    long = ring(prices, "cp", 8, 2**27)
+    # The f32 results of seven parts, each read and written with one of bf16 read, at full speed.
+    assert long.forward > 7 * 10 * 2**27 / 2.4e12
+    assert long.forward == pytest.approx(7 * short.forward)
+    assert long.backward == pytest.approx(4 * short.backward)
+    assert 0.25 < short.layer(0.25, 2) < long.layer(0.25, 2)
 
 
 def test_alpa_runs_out_of_memory_where_it_did() -> None:

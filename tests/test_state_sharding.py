@@ -79,7 +79,8 @@ def check(cases: list[Case]) -> None:
 def test_state_shardings_train_as_one_device_does_and_send_what_is_counted() -> None:
     """Those of PaRO, ZeRO++ and full sharding that gathers again, with and without accumulation."""
     states = ("NNN", "NIG", "IGG", "IIG")
-    check([Case("NNG"), *(Case(s, 4) for s in states), Case("GGG", 4, again=True), Case("GGG+I")])
+    later = [Case("GGG", 4, again=True, ahead=True), Case("GGG+I", ahead=True)]
+    check([Case("NNG"), *(Case(s, 4) for s in states), Case("GGG", 4, again=True), *later])
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def command(
     wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
     with stages(quiet=False) as stage:
         if isinstance(plan, PipelinePlan):
-            files = staged.files(plan, file, model, wanted, known, stage)
+            files = staged.files(plan, file, model, wanted, known, calibration, stage)
         else:
             files = _files(file, model, wanted, known, calibration, stage)
     with writing(output):

@@ -82,7 +82,7 @@ def command(
     _refuse(plan, number, whole and bool(by or everything or named), trace_json)
     with stages(quiet=as_json) as stage:
         if isinstance(plan, PipelinePlan):
-            opened = staged.open_pipeline(plan, file, model, wanted, known, stage)
+            opened = staged.open_pipeline(plan, file, model, wanted, known, calibration, stage)
             chosen, graph = plan.stages[number or 0].plan, opened.graphs[number or 0]
         else:
             chosen, graph = open_plan(file, model, wanted, known, stage)
@@ -92,7 +92,9 @@ def command(
             found = dims.rows(graph, chosen, known)
         else:
             limit = chosen.memory.get("limit", device(chosen.mesh).usable)
-            explanation = explained(graph, chosen, limit, known, prices(chosen, calibration))
+            explanation = explained(
+                graph, chosen, limit, known, prices(chosen, calibration, plan.mesh)
+            )
     if whole:
         staged.show(opened, trace_json, as_json)
     elif named:

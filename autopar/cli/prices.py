@@ -10,6 +10,7 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.errors import CalibrationError
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 
 CALIBRATION = click.option(
@@ -20,10 +21,18 @@ CALIBRATION = click.option(
 )
 
 
-def prices(plan: Plan, file: Path | None, *, must: bool = False) -> AnalyticModel | MeasuredModel:
+def prices(
+    plan: Plan, file: Path | None, whole: Mesh | None = None, *, must: bool = False
+) -> AnalyticModel | MeasuredModel:
     """Measured prices where there is a calibration, else closed forms.
 
     Where these are not the plan's own, a person is told, or with `must` refused.
+
+    Args:
+        plan: of a model in one piece, or of a stage.
+        file: the calibration.
+        whole: of a stage the mesh of the pipeline, which the calibration is of.
+        must: whether these must be the plan's own.
 
     Raises:
         CalibrationError: the file cannot be read or is of another device or mesh; with `must`, it
@@ -35,7 +44,7 @@ def prices(plan: Plan, file: Path | None, *, must: bool = False) -> AnalyticMode
             _differ(missing, "it is not given, and closed forms are other prices", must)
         return AnalyticModel(plan.mesh)
     known = Calibration.load(file)
-    made = MeasuredModel(plan.mesh, known)
+    made = MeasuredModel(plan.mesh, known, whole)
     own = plan.calibration or "closed forms"
     if known.fingerprint != plan.calibration:
         what = f"the plan was made under {own}"

@@ -71,7 +71,7 @@ def command(
         if wait:
             raise click.UsageError("--wait is for plans of a model in one piece")
         with stages(quiet=as_json) as stage:
-            opened = staged.open_pipeline(plan, file, model, wanted, known, stage)
+            opened = staged.open_pipeline(plan, file, model, wanted, known, calibration, stage)
         staged.show(opened, trace_json, as_json)
         return
     with stages(quiet=as_json) as stage:

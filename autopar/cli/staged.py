@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autopar.cli.console import WIDTH, Stages, print_json, print_out, writing
 from autopar.cli.model import Wanted, capture_model, model_of
+from autopar.cli.prices import prices
 from autopar.codegen import folder
 from autopar.cost.device import device
 from autopar.errors import PlanMismatchError
@@ -55,6 +56,7 @@ def open_pipeline(
     model: str | None,
     given: Wanted,
     known: dict[str, OpRule],
+    calibration: Path | None,
     stage: Callable[[str], None],
 ) -> Opened:
     """A plan with the stages that it is for, simulated.
@@ -62,8 +64,10 @@ def open_pipeline(
     Raises:
         PlanError: it names code to run, or has layouts that are not possible.
         PlanMismatchError: it is for another model.
+        CalibrationError: see `prices`.
     """
-    wanted, options = model_of(plan, file, model, given), Options(table=known)
+    options = _priced(plan, known, calibration)
+    wanted = model_of(plan, file, model, given)
     if wanted.batch is None:
         graph = _captured(plan, wanted, options, stage).graph
     else:  # of a deep model a few blocks are traced
@@ -77,6 +81,12 @@ def open_pipeline(
         legal.check(own, one.plan, known)
     stage("simulate")
     return Opened(plan, graphs, simulated(graphs, plan, options))
+
+
+def _priced(plan: PipelinePlan, known: dict[str, OpRule], calibration: Path | None) -> Options:
+    """Rules and prices; who asks is told, as of a model in one piece, where these are others."""
+    prices(plan.stages[0].plan, calibration, plan.mesh)
+    return Options(table=known, calibration=calibration)
 
 
 def _captured(
@@ -106,10 +116,11 @@ def files(
     model: str | None,
     given: Wanted,
     known: dict[str, OpRule],
+    calibration: Path | None,
     stage: Callable[[str], None],
 ) -> dict[str, str]:
     """The folder of a pipeline's plan, name -> text; raises what `open_pipeline` does."""
-    options = Options(table=known)
+    options = _priced(plan, known, calibration)
     captured = _captured(plan, model_of(plan, file, model, given), options, stage)
     plan.check(fingerprint(captured.graph), plan.mesh)
     stage("emit")

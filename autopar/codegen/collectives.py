@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.codegen.fetch import Fetch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
 from autopar.codegen.refetch import Refetch
-from autopar.codegen.weights import Weight, travel
+from autopar.codegen.weights import Weight
 from autopar.errors import MeshError
 from autopar.ir.across import Across, Axes
 from autopar.ir.collective import GATHERS, Step
@@ -79,8 +80,10 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, comm: Communicator) -> Tensor:
         ctx.weight, ctx.comm = weight, comm
-        path = weight.path("forward")
-        used = travel(comm, [weight], [x], "forward")[0] if path else x.view_as(x)
+        used = x.view_as(x)
+        if weight.path("forward"):
+            assert comm.fetch is not None
+            used = comm.fetch.take(weight)
         if ctx.needs_input_grad[0] and comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
         return used
@@ -170,10 +173,12 @@ class Communicator(Groups, Across):
     Attributes:
         gradients: where the gradients of parameters are taken to, and the parameters; without it
             nothing is known of any, and gradients are moved like all others, each by itself.
+        fetch: gathers parameters for operators; there with `gradients`.
         refetch: what becomes of parameters that are not kept for the backward; None keeps all.
     """
 
     gradients: Gradients | None = None
+    fetch: Fetch | None = None
     refetch: Refetch | None = None
 
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:

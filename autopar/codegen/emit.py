@@ -75,7 +75,9 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         imports += ["from torch.utils.checkpoint import checkpoint"]
     if "=keep_products" in bare:
         imports += ["from autopar.codegen.recompute import keep_products"]
-    imports += [f"from autopar.codegen.runtime import {'received, ' * bool(received)}stored"]
+    words = ["received"] if received else []
+    words += ["stored", "together"] if "together(" in code else ["stored"]
+    imports += [f"from autopar.codegen.runtime import {', '.join(words)}"]
     constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
     if constants and "import torch" not in imports:
         imports.insert(0, "import torch")
@@ -305,24 +307,30 @@ def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
 def _parameters(printer: Printer, blocks: list[_Block]) -> str:
     """The table of stored parameters and buffers."""
     graph = printer.graph
-    looped = [block for block in blocks if not block.keys.table]
-    inside = {name for block in looped for it in block.repeat.iterations for name in it}
+    inside = {name for block in blocks for it in block.repeat.iterations for name in it}
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
             lines += _stored(printer, node, quoted(node.target), "    ")
     lines.append("]")
-    for block in looped:
-        leaves = [graph[n] for n in block.repeat.iterations[0] if graph[n].is_leaf]
+    for block in blocks:
+        iterations = [[graph[n] for n in it if graph[n].is_leaf] for it in block.repeat.iterations]
+        leaves = iterations[0]
         if not leaves:
+            continue
+        if block.keys.table:
+            for nodes in iterations:
+                entries = (_stored(printer, node, quoted(node.target), "    ") for node in nodes)
+                flat = itertools.chain.from_iterable(entries)
+                lines += ["table += together([", *flat, "])"]
             continue
         start, stop = block.keys.start, block.keys.start + block.repeat.count
         lines.append(f"for i in range({f'{start}, {stop}' if start else stop}):")
-        lines.append("    table += [")
+        lines.append("    table += together([")
         for node in leaves:
             pattern = re.sub(r'^p\[(f".*?)(\[[^"]*\])?"\]$', r'\1"', block.keys.read(node.name))
             lines += _stored(printer, node, pattern, "        ")
-        lines.append("    ]")
+        lines.append("    ])")
     source = "\n".join(["def parameters():", *_indented([*lines, "return table"])])
     tables = [block.keys.table for block in blocks if block.keys.table]
     return "\n\n\n".join([*tables, source])

@@ -72,6 +72,7 @@ class Executor:
         refuse_what_shards_break(optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
+        runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
         everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
@@ -102,6 +103,7 @@ class Executor:
                 loss: Tensor = self._forward(inputs)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss)
+                self.runtime.fetch.drop()
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
                 if self.clip_norm is not None:

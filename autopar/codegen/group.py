@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,16 +177,34 @@ class Group:
         self, xs: Sequence[Tensor], dims: Sequence[int], extents: Sequence[int | None]
     ) -> list[Tensor]:
         """`gather` of each along its dimension."""
+        return self.begin_gather(xs, dims, extents, False)()
+
+    def begin_gather(
+        self,
+        xs: Sequence[Tensor],
+        dims: Sequence[int],
+        extents: Sequence[int | None],
+        ahead: bool,
+    ) -> Callable[[], list[Tensor]]:
+        """`gather_all` in two parts: the function returned waits, if it is done `ahead`."""
         padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
         flat = [x.reshape(-1) for x, _ in padded]
         sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         out = sent.new_empty((self.size, sent.numel()))
-        torch_private.all_gather_single(out.view(-1), sent, group=self.process_group)
-        rows = out.split([part.numel() for part in flat], 1)
-        return [
-            self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
-            for row, (x, extent), dim in zip(rows, padded, dims, strict=True)
-        ]
+        work = torch_private.all_gather_single(
+            out.view(-1), sent, group=self.process_group, async_op=ahead
+        )
+
+        def arrive() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            rows = out.split([part.numel() for part in flat], 1)
+            return [
+                self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
+                for row, (x, extent), dim in zip(rows, padded, dims, strict=True)
+            ]
+
+        return arrive
 
     def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
         """Gather `dim` while splitting `to_dim`."""

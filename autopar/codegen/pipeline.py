@@ -107,6 +107,7 @@ class Pipeline:
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(stage.weights, device, rounds)
             stage.runtime.gradients.weights |= stage.weights.moving
+            stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self._in_training = self._coming(placement.rows)
         forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]

@@ -2,8 +2,9 @@
 
 What autograd saves of such a tensor is replaced by what is kept of the parameter, which is nothing
 where it is held in parts anyway (FSDP's "reshard after forward", arXiv:2304.11277, section 3.2) and
-a second copy in every group of devices in ZeRO++ (arXiv:2306.10209). When a backward asks for it,
-it is gathered, and forgotten when nobody needs it any more.
+a second copy in every group of devices in ZeRO++ (arXiv:2306.10209). When a backward asks for the
+first of a block, what it keeps of the block is gathered together, and each is forgotten when nobody
+needs it any more. On accelerators the block before that is on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from autopar.codegen import torch_private
-from autopar.codegen.weights import Weight, travel
+from autopar.codegen.fetch import rows
+from autopar.codegen.weights import Weight, depart, travel
 from autopar.ir.storage import Storage
 
 if TYPE_CHECKING:
@@ -26,20 +28,75 @@ if TYPE_CHECKING:
 
 
 class _Kept:
-    """What is kept of one parameter between a forward and its backward."""
+    """What is kept of one parameter between a forward and its backward.
 
-    def __init__(self, comm: Groups, weight: Weight, used: Tensor) -> None:
-        self._comm, self._weight = comm, weight
-        self._part = part_of(comm, weight.storage, weight.held, used)
+    Attributes:
+        weight: the parameter.
+        part: what is kept of it.
+        saved: whether autograd saved it for some operator.
+        arrived: the parameter as operators use it, until the first of them takes it.
+    """
+
+    def __init__(self, comm: Groups, weight: Weight, used: Tensor, block: _Block) -> None:
+        self._comm, self.weight, self._block = comm, weight, block
+        self.part = part_of(comm, weight.storage, weight.held, used)
+        self.saved = False
+        self.arrived: Tensor | None = None
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def fetch(self) -> Tensor:
         """The parameter as operators use it, gathered unless it still is."""
-        found = self._again()
+        self._block.arrive()
+        found = self._again() if self.arrived is None else self.arrived
+        self.arrived = None
         if found is None:
-            found = travel(self._comm, [self._weight], [self._part], "backward")[0]
-            self._again = weakref.ref(found)
+            found = travel(self._comm, [self.weight], [self.part], "backward")[0]
+        self._again = weakref.ref(found)
         return found
+
+
+class _Block:
+    """What is kept of the parameters of one block in one forward.
+
+    Args:
+        comm: the mesh.
+        bucket: bytes that go together, or little more.
+        before: the block before it, which the backward reaches next, where that comes ahead.
+    """
+
+    def __init__(self, comm: Groups, bucket: int, before: _Block | None) -> None:
+        self._comm, self._bucket = comm, bucket
+        self._before = None if before is None else weakref.ref(before)
+        self.kept: dict[Weight, weakref.ref[_Kept]] = {}
+        self._coming: list[tuple[list[_Kept], Callable[[], list[Tensor]]]] | None = None
+        self._arrived = False
+
+    def depart(self, ahead: bool) -> None:
+        """Begin to gather what autograd saved."""
+        if self._coming is not None:
+            return
+        self._coming = []
+        there = (ref() for ref in self.kept.values())
+        saved = {kept.weight: kept for kept in there if kept is not None and kept.saved}
+        for row in rows(saved, "backward", self._bucket, self._comm.mesh):
+            members = [saved[weight] for weight in row.weights]
+            parts = [kept.part for kept in members]
+            coming = depart(self._comm, row.weights, parts, "backward", ahead)
+            self._coming.append((members, coming))
+
+    def arrive(self) -> None:
+        """Gather it, once; the block before begins to come."""
+        if self._arrived:
+            return
+        self._arrived = True
+        self.depart(False)
+        for members, arrive in self._coming or ():
+            for kept, tensor in zip(members, arrive(), strict=True):
+                kept.arrived = tensor
+        self._coming = []
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.depart(True)
 
 
 def part_of(comm: Groups, storage: Storage, held: Tensor, used: Tensor) -> Tensor:
@@ -68,21 +125,36 @@ class Refetch:
 
     Args:
         comm: the mesh.
+        ahead: whether the next ones are on their way while the backward of a block computes.
     """
 
-    def __init__(self, comm: Groups) -> None:
-        self._comm = comm
+    def __init__(self, comm: Groups, ahead: bool = False) -> None:
+        self._comm, self._ahead = comm, ahead
+        self._bucket = 1
+        self._block: _Block | None = None
+        self._name = ""
         self._known: dict[int, tuple[Any, _Kept]] = {}
 
     def watch(self, weight: Weight, used: Tensor) -> None:
         """Keep nothing but its part of a parameter that has been gathered."""
+        block = self._block
+        if block is None or self._name != weight.block or weight in block.kept:
+            block = _Block(self._comm, self._bucket, block if self._ahead else None)
+            self._block, self._name = block, weight.block
+        kept = _Kept(self._comm, weight, used, block)
+        block.kept[weight] = weakref.ref(kept)
         key = torch_private.storage_id(used)
         gone = weakref.ref(used.untyped_storage(), lambda _: self._known.pop(key, None))
-        self._known[key] = (gone, _Kept(self._comm, weight, used))
+        self._known[key] = (gone, kept)
 
     @contextmanager
-    def instead(self) -> Iterator[None]:
-        """Inside, autograd saves parts of such parameters in their place."""
+    def instead(self, bucket: int) -> Iterator[None]:
+        """Inside, autograd saves parts of such parameters in their place.
+
+        Args:
+            bucket: bytes that are gathered together, or little more.
+        """
+        self._bucket, self._block = bucket, None
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -90,6 +162,7 @@ class Refetch:
         known = self._known.get(torch_private.storage_id(tensor))
         if known is None:
             return tensor
+        known[1].saved = True
         return _View(known[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
+from autopar.codegen.fetch import Fetch
 from autopar.codegen.random import Random
 from autopar.codegen.refetch import Refetch
 from autopar.codegen.state import Parameter, Piece
@@ -36,6 +37,8 @@ class Runtime(Communicator):
         MeshError: the mesh and the number of ranks differ in size.
     """
 
+    fetch: Fetch
+
     def __init__(
         self,
         mesh: Mesh,
@@ -45,17 +48,19 @@ class Runtime(Communicator):
     ) -> None:
         super().__init__(mesh, ranks)
         self.device = device
+        self.fetch = Fetch(self, ahead=device.type != "cpu")
         self.random = Random(self, seed)
 
     @contextmanager
     def saving(self, weights: Weights) -> Iterator[None]:
-        """Inside, autograd keeps of parameters what their storage says."""
-        if not (weights.fetched_again and torch.is_grad_enabled()):
-            yield
-            return
-        self.refetch = self.refetch or Refetch(self)
-        with self.refetch.instead():
-            yield
+        """Inside is a forward; autograd keeps of parameters what their storage says."""
+        with self.fetch.forward():
+            if not (weights.fetched_again and torch.is_grad_enabled()):
+                yield
+                return
+            self.refetch = self.refetch or Refetch(self, self.fetch.ahead)
+            with self.refetch.instead(weights.bucket):
+                yield
 
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
@@ -153,3 +158,8 @@ def stored(
         layouts += [Layout.parse(state)[1] if state else held for state in (grads, updated)]
         layouts += [Layout.parse(kept)[1]] if kept else []
     return Parameter(name, shape, dtype, Storage.of(used, layouts), piece, trainable)
+
+
+def together(parameters: list[Parameter]) -> list[Parameter]:
+    """The table of a repeated block, whose parameters are gathered together."""
+    return [replace(parameter, block=parameters[0].key) for parameter in parameters]

@@ -148,6 +148,7 @@ class Stage:
     def _end_of_backward(self) -> None:
         if self.runtime.gradients is not None:
             self.runtime.gradients.end_of_backward()
+        self.runtime.fetch.drop()
 
     def _seeds(
         self, kept: _Kept, gradients: Mapping[str, Tensor], share: float

@@ -43,6 +43,7 @@ class Parameter:
         storage: where the mesh holds it, its gradient and its optimizer state.
         piece: which part of the tensor called `name` it is, or None for all of it.
         trainable: whether it is a parameter with a gradient, not a buffer.
+        block: the repeated block that it is of, "" for none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Parameter:
     storage: Storage
     piece: Piece | None = None
     trainable: bool = True
+    block: str = ""
 
     @property
     def layout(self) -> Layout:

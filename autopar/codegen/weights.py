@@ -7,7 +7,7 @@ one collective moves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class Weight:
         held: what is held of it between steps.
         updated: the part of it that the optimizer updates, in the storage of `held`.
         hops: its collectives in a step.
+        block: those of one block are gathered together.
     """
 
     type: TensorType
@@ -41,6 +42,7 @@ class Weight:
     held: Tensor
     updated: Tensor
     hops: tuple[Hop, ...]
+    block: str = ""
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Its collectives at one time of a step."""
@@ -77,6 +79,7 @@ class Weights:
                 tensor,
                 _updated(comm, parameter.storage, tensor) if parameter.trainable else tensor,
                 parameter.storage.hops(parameter.type, comm.mesh, trained=parameter.trainable),
+                parameter.block or parameter.key,
             )
             for parameter, tensor in zip(parameters, tensors, strict=True)
         )
@@ -108,10 +111,14 @@ class Weights:
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
             if weight.path("update"):
-                for other, whole in bucket.add(weight, weight.updated.detach()):
-                    other.held.copy_(whole)
-        for other, whole in bucket.empty():
-            other.held.copy_(whole)
+                _store(bucket.add(weight, weight.updated.detach()))
+        for way in bucket.ways:
+            _store(bucket.send(way))
+
+
+def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
+    for weight, whole in arrived:
+        weight.held.copy_(whole)
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
@@ -145,17 +152,23 @@ class Bucket:
         if kinds == {"all_reduce"} and tensor.device.type == "cpu":
             return []  # nothing is gained from it before the end
         full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
-        return self._send(way) if full else []
+        return self.send(way) if full else []
 
     def empty(self) -> list[tuple[Weight, Tensor]]:
         """Send everything that still waits."""
-        return [arrived for way in list(self._waiting) for arrived in self._send(way)]
+        return [arrived for way in self.ways for arrived in self.send(way)]
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those on which something still waits."""
+        return list(self._waiting)
 
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
 
-    def _send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+    def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+        """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
         weights, tensors = zip(*together, strict=True)
         arrived = travel(self._comm, weights, tensors, self._when)
@@ -173,19 +186,52 @@ def travel(
         tensors: of each the tensor that it brings: a part of the parameter, or of its gradient.
         when: see `Hop`.
     """
+    return depart(comm, weights, tensors, when, False)()
+
+
+def depart(
+    comm: Groups, weights: Sequence[Weight], tensors: Iterable[Tensor], when: str, ahead: bool
+) -> Callable[[], list[Tensor]]:
+    """`travel` in two parts: the collectives begin, and the function returned waits for them.
+
+    If they are gathered `ahead`, what this device computes in between does not wait.
+    """
     found = list(tensors)
-    for hops in zip(*(weight.path(when) for weight in weights), strict=True):
-        group = comm.group(hops[0].call.axes)
-        if hops[0].call.kind == "all_reduce":
-            found = group.reduce_all(found)
-            continue
-        dims = [0 if hop.dim is None else hop.dim for hop in hops]
-        if hops[0].call.kind == "reduce_scatter":
-            found = group.reduce_scatter_all(found, dims)
-            continue
-        extents = [
-            comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
-            for hop, dim, weight in zip(hops, dims, weights, strict=True)
-        ]
-        found = group.gather_all(found, dims, extents)
-    return found
+    paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
+    gathers = [hops[0].call.kind == "all_gather" for hops in paths]
+    if not ahead or not all(gathers):
+        for hops in paths:
+            found = _moved(comm, weights, found, hops)
+        return lambda: found
+    arrive = _gather(comm, weights, found, paths[0], True)
+
+    def rest() -> list[Tensor]:
+        arrived = arrive()
+        for hops in paths[1:]:
+            arrived = _gather(comm, weights, arrived, hops, False)()
+        return arrived
+
+    return rest
+
+
+def _moved(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop]
+) -> list[Tensor]:
+    """Tensors after one collective."""
+    kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
+    if kind == "all_reduce":
+        return group.reduce_all(tensors)
+    if kind == "reduce_scatter":
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops])
+    return _gather(comm, weights, tensors, hops, False)()
+
+
+def _gather(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop], ahead: bool
+) -> Callable[[], list[Tensor]]:
+    dims = [hop.dim or 0 for hop in hops]
+    extents = [
+        comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
+        for hop, dim, weight in zip(hops, dims, weights, strict=True)
+    ]
+    return comm.group(hops[0].call.axes).begin_gather(tensors, dims, extents, ahead)

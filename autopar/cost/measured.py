@@ -29,16 +29,25 @@ _GENERIC = ("aten.add.Tensor", "aten.mul.Tensor backward")
 
 
 class MeasuredModel:
-    """Prices on a mesh that was calibrated.
+    """Prices on a mesh that was calibrated, or on a part of one.
+
+    An axis of a part is taken as measured where it has the name and the links of an axis of the
+    whole mesh; over other axes closed forms are scaled.
+
+    Args:
+        mesh: the devices.
+        calibration: measured on `whole`.
+        whole: the mesh of which `mesh` is a part, by default itself.
 
     Raises:
         CalibrationError: it was measured on another device or other mesh axes.
         UnknownDeviceError, CostError: see `AnalyticModel`.
     """
 
-    def __init__(self, mesh: Mesh, calibration: Calibration) -> None:
-        calibration.check(mesh)
+    def __init__(self, mesh: Mesh, calibration: Calibration, whole: Mesh | None = None) -> None:
+        calibration.check(whole or mesh)
         self.analytic = AnalyticModel(mesh)
+        self._whole = AnalyticModel(whole) if whole else self.analytic
         self.device = self.analytic.device
         self.calibration = calibration
         dtypes = {product.dtype for product in calibration.products}
@@ -47,7 +56,9 @@ class MeasuredModel:
         }
         self._kernels = _curves(((k.op, k.dtype), k.size, k.time) for k in calibration.kernels)
         self._by = {(k.op, k.dtype): k.by for k in calibration.kernels}
-        self._calls = _curves(((c.kind, c.axes), c.nbytes, c.time) for c in calibration.exchanges)
+        self._same = frozenset(filter(self._measured_axis, mesh.names))
+        calls = (c for c in calibration.exchanges if self._same.issuperset(c.axes))
+        self._calls = _curves(((c.kind, c.axes), c.nbytes, c.time) for c in calls)
         self._scale = self._scales()
         self._known: dict[Work, float] = {}
 
@@ -94,9 +105,15 @@ class MeasuredModel:
         generic = self._kernels.get((_GENERIC[work.op.endswith(" backward")], work.dtype))
         return generic(work.nbytes) if generic else analytic * self._scale["kernel"]
 
+    def _measured_axis(self, name: str) -> bool:
+        own, whole = self.analytic, self._whole
+        return name in whole.mesh.names and own.network.levels((name,)) == whole.network.levels(
+            (name,)
+        )
+
     def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Axes in the mesh's order, those of one device left out."""
-        mesh = self.calibration.mesh
+        mesh = self.analytic.mesh
         return tuple(axis.name for axis in mesh.axes if axis.name in axes and axis.size > 1)
 
     def _scales(self) -> dict[str, float]:
@@ -104,14 +121,12 @@ class MeasuredModel:
         ratios: dict[str, list[float]] = {"matmul": [], "kernel": [], "collective": []}
         for product in self.calibration.products:
             work = Work("aten.mm", product.gemm.flops, 0.0, product.dtype, product.gemm)
-            ratios["matmul"].append(product.time.seconds / self.analytic.compute(work))
+            ratios["matmul"].append(product.time.seconds / self._whole.compute(work))
         for kernel in (k for k in self.calibration.kernels if k.by == "nbytes"):
-            price = self.analytic.compute(
-                Work(kernel.op, kernel.flops, kernel.nbytes, kernel.dtype)
-            )
+            price = self._whole.compute(Work(kernel.op, kernel.flops, kernel.nbytes, kernel.dtype))
             ratios["kernel"].append(kernel.time.seconds / price if price else 1.0)
         for call in self.calibration.exchanges:
-            price = self.analytic.collective(Collective(call.kind, call.axes, int(call.nbytes)))
+            price = self._whole.collective(Collective(call.kind, call.axes, int(call.nbytes)))
             ratio = call.time.seconds / price if price else 1.0
             ratios["collective"].append(ratio)
             ratios.setdefault(call.kind, []).append(ratio)

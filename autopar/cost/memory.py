@@ -143,7 +143,7 @@ def recipe(
         share = given[0] / (node.type.nbytes or 1)
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     if rows:
-        scratch, backward = _mixture_scratch(types, rows, mesh)
+        scratch, backward = _mixture_scratch(types, rows, gradients, mesh)
     if node.op == "aten.dropout" and not accelerator:
         # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
@@ -152,18 +152,21 @@ def recipe(
 
 
 def _mixture_scratch(
-    types: tuple[TensorType, ...], rows: list[tuple[tuple[int, ...], Layout]], mesh: Mesh
+    types: tuple[TensorType, ...],
+    rows: list[tuple[tuple[int, ...], Layout]],
+    gradients: tuple[float, ...],
+    mesh: Mesh,
 ) -> tuple[float, float]:
     """What every row adds to its token, in the dtype of the weights; backwards gradients of rows.
 
-    Backwards those of what is gated live beside that of what came of it.
+    Those are gone by the time when the last of the operands' gradients is there.
     """
-    exact = DTYPE_BYTES[types[5].dtype]
     wide, narrow = (
         float(layout.local_bytes(TensorType(types[3].dtype, shape), mesh)) for shape, layout in rows
     )
-    scaled = wide * exact / DTYPE_BYTES[types[3].dtype]
-    return scaled, max(2 * scaled + wide, 3 * narrow)
+    scaled = wide * DTYPE_BYTES[types[5].dtype] / DTYPE_BYTES[types[3].dtype]
+    given = sum(size for size in gradients if size > 0)
+    return scaled, max(3 * scaled - given, 2 * narrow - given, 0.0)
 
 
 def _backward_scratch(

@@ -29,7 +29,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
-TOGETHER = ("accumulate", "reduce", "update")  # several parameters at once
 BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
 
 
@@ -43,6 +42,7 @@ class Hop:
         src, dst: layouts before and after.
         dim: which dimension is put together or dealt out, None for an all_reduce.
         times: how often in a step.
+        whole: bytes of the parameter on that side of it which has more.
     """
 
     when: str
@@ -51,13 +51,14 @@ class Hop:
     dst: Layout
     dim: int | None
     times: int
+    whole: int
 
     def seconds(self, price: Callable[[Collective], float], bucket: int) -> float:
-        """Of one such collective, with others in a buffer of `bucket` bytes where it may be."""
-        if self.when not in TOGETHER or self.call.nbytes >= bucket:
+        """Of one such collective: its part of one for several parameters in `bucket` bytes."""
+        if self.whole >= bucket:
             return price(self.call)
-        whole = replace(self.call, nbytes=bucket)
-        return price(whole) * self.call.nbytes / bucket
+        several = replace(self.call, nbytes=self.call.nbytes * bucket // max(self.whole, 1))
+        return price(several) * self.whole / bucket
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,12 @@ class Storage:
         def gathers(when: str, fine: Layout, coarse: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in _path(fine, coarse, mesh):
                 call = Collective("all_gather", axes, src.local_bytes(tensor, mesh))
-                yield Hop(when, call, src, dst, dim, times)
+                yield Hop(when, call, src, dst, dim, times, dst.local_bytes(tensor, mesh))
 
         def scatters(when: str, coarse: Layout, fine: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in reversed(list(_path(fine, coarse, mesh))):
                 call = Collective("reduce_scatter", axes, dst.local_bytes(tensor, mesh))
-                yield Hop(when, call, dst, src, dim, times)
+                yield Hop(when, call, dst, src, dim, times, dst.local_bytes(tensor, mesh))
 
         yield from gathers("forward", self.held, self.used, microbatches)
         if not trained:
@@ -168,8 +169,9 @@ class Storage:
         split = self.axes("updated")
         owed = tuple(a for a in mesh.names if a in self.used.varying and a not in split)
         if any(mesh.axis_size(axis) > 1 for axis in owed):
-            call = Collective("all_reduce", owed, self.updated.local_bytes(tensor, mesh))
-            yield Hop("reduce", call, self.updated, self.updated, None, 1)
+            nbytes = self.updated.local_bytes(tensor, mesh)
+            call = Collective("all_reduce", owed, nbytes)
+            yield Hop("reduce", call, self.updated, self.updated, None, 1, nbytes)
         yield from gathers("update", self.updated, self.held, 1)
 
 

@@ -7,10 +7,12 @@ the update) follows the last microbatch. Values go from stage to stage by `ir/cr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopar.cost.device import device
+from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import side_by_side
 from autopar.errors import PlanError
@@ -26,8 +28,10 @@ from autopar.ir.tensor import DTYPE_BYTES
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.schedules import schedule_of
-from autopar.planning.single import Options
+from autopar.planning.single import Options, cost_model
 from autopar.simulate import Task, run, settings_on, tasks
+
+Priced = AnalyticModel | MeasuredModel
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def simulated(
     Args:
         graphs: of the stages, as `stage_graphs` gives them.
         plan: the pipeline's.
-        options: whose rules the plans follow.
+        options: whose rules the plans follow, and whose prices hold.
         state_bytes: optimizer state in units of a parameter's own bytes.
 
     Raises:
@@ -105,14 +109,18 @@ def simulated(
             why=f"the schedule {plan.schedule!r} deals out {schedule.stages}",
             todo="correct the schedule, or plan again",
         )
+    options = replace(options, whole=plan.mesh)
+    prices = cache(lambda mesh: cost_model(mesh, options))
     known: dict[tuple[str, Mesh, tuple[object, ...]], StageFigures] = {}
     figures = []
     for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
         # Stages that differ in names only take the same.
         key = (alike(graph), stage.plan.mesh, tuple(map(str, stage.plan.nodes.values())))
         if key not in known:
-            known[key] = stage_figures(graph, stage.plan, options, state_bytes)
-        there, back = _crossings(graphs, plan, number)
+            known[key] = stage_figures(
+                graph, stage.plan, options, prices(stage.plan.mesh), state_bytes
+            )
+        there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
     costs = [StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept) for s in figures]
     timeline = simulate(
@@ -143,10 +151,10 @@ def predicted(
 
 
 def stage_figures(
-    graph: Graph, plan: Plan, options: Options, state_bytes: float = 2.0
+    graph: Graph, plan: Plan, options: Options, model: Priced, state_bytes: float = 2.0
 ) -> StageFigures:
-    """What one stage takes, from a simulation of its step on one microbatch."""
-    model, chip = AnalyticModel(plan.mesh), device(plan.mesh)
+    """What one stage takes, from a simulation of its step on one microbatch under some prices."""
+    chip = device(plan.mesh)
     settings = replace(settings_on(plan.mesh.device, state_bytes), overlap=frozenset())
     done = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     found = run(done, model, chip.slowdown)
@@ -186,7 +194,9 @@ def _after_forward(done: Sequence[Task]) -> dict[str, float]:
     return sizes
 
 
-def _crossings(graphs: Sequence[Graph], plan: PipelinePlan, reader: int) -> tuple[float, float]:
+def _crossings(
+    graphs: Sequence[Graph], plan: PipelinePlan, reader: int, prices: Callable[[Mesh], Priced]
+) -> tuple[float, float]:
     """Seconds of what a stage is sent for one microbatch, and of the gradients that it sends."""
     there = back = 0.0
     target = plan.stages[reader]
@@ -208,9 +218,9 @@ def _crossings(graphs: Sequence[Graph], plan: PipelinePlan, reader: int) -> tupl
         for one, other in ways:
             way = crossing(leaf.type, one, other)
             nbytes = way.busiest * DTYPE_BYTES[leaf.type.dtype]
-            sent = AnalyticModel(plan.mesh).collective(Collective("send", (axis,), nbytes))
+            sent = prices(plan.mesh).collective(Collective("send", (axis,), nbytes))
             gathers = (step.forward for step in way.gathers if step.forward is not None)
-            seconds.append(sent + sum(map(AnalyticModel(other.mesh).collective, gathers)))
+            seconds.append(sent + sum(map(prices(other.mesh).collective, gathers)))
         there += seconds[0]
         back += sum(seconds[1:])
     return there, back

@@ -50,7 +50,8 @@ from autopar.simulate import run, settings_on, tasks
 class Options:
     """What a user may say beyond model and mesh; see `compile`.
 
-    `elementwise` is whether the optimizer can update parts of a parameter.
+    `elementwise` is whether the optimizer can update parts of a parameter; `whole` is the mesh of
+    which the one to plan for is a part, which a calibration is of.
     """
 
     loss_fn: Callable[..., Tensor] | None = None
@@ -65,6 +66,7 @@ class Options:
     microbatches: int = 1
     state: str | StateSharding | None = None
     elementwise: bool = True
+    whole: Mesh | None = None
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
@@ -139,8 +141,10 @@ def capture_graph(
     return replace(captured, graph=graph)
 
 
-def cost_model(mesh: Mesh, options: Options) -> CostModel:
+def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     """The prices to plan by: measured ones where there is a calibration, else closed forms.
+
+    A calibration is of the mesh, or of that which it is a part of by the options.
 
     Raises:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
@@ -148,7 +152,7 @@ def cost_model(mesh: Mesh, options: Options) -> CostModel:
     """
     if options.calibration is None:
         return AnalyticModel(mesh)
-    return MeasuredModel(mesh, Calibration.load(options.calibration))
+    return MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
 
 
 def calibration_of(prices: CostModel) -> str:

@@ -327,7 +327,7 @@ class StageCosts:
 
     def _price(self, mesh: Mesh) -> CostModel:
         if mesh not in self._prices:
-            self._prices[mesh] = cost_model(mesh, self.options)
+            self._prices[mesh] = cost_model(mesh, replace(self.options, whole=self.mesh))
         return self._prices[mesh]
 
     def _candidate(

@@ -115,6 +115,7 @@ def plan_stages(
         InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
             see `make_plan`.
     """
+    options = replace(options, whole=mesh)
     made = schedule_of(schedule, len(groups), microbatches)
     if made.stages != len(ends) + 1:
         raise StageError(

@@ -7,7 +7,8 @@ noted on the task that is being recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autopar.cost.model import Work
@@ -69,6 +70,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.drafts: list[_Draft] = []
+        self.current = -1  # the task on which buffers come and go
         self.phase: Phase = "forward"
         self.barrier = -1  # the last task that everything after it waits for
         self.pending: set[int] = set()  # tasks that nobody has waited for
@@ -95,15 +97,9 @@ class Recorder:
         call: Collective,
         cause: Cause,
         needs: Iterable[int] = (),
-        behind: int | None = None,
     ) -> int:
-        """A collective for which only the readers of its result wait; returns its position.
-
-        `behind` is the task after which it may begin, by default the last one.
-        """
-        before, self.barrier = self.barrier, self.barrier if behind is None else behind
+        """A collective for which only the readers of its result wait; returns its position."""
         self._add(name, node, ",".join(call.axes), call, needs, cause)
-        self.barrier = before
         self.pending.add(len(self.drafts) - 1)
         return len(self.drafts) - 1
 
@@ -118,29 +114,37 @@ class Recorder:
     ) -> None:
         after = tuple(sorted({task for task in (self.barrier, *needs) if task >= 0}))
         self.pending.difference_update(after)
+        self.current = len(self.drafts)
         self.drafts.append(_Draft(name, node, self.phase, stream, what, after, cause))
 
     def allocate(self, kind: str, name: str, nbytes: float) -> Buffer:
         """A new buffer, from the start of the current task on; nobody holds it yet."""
         buffer = Buffer(kind, name, nbytes)
-        self.drafts[-1].allocates.append(buffer)
+        self.drafts[self.current].allocates.append(buffer)
         return buffer
 
     def scratch(self, kind: str, name: str, nbytes: float) -> None:
         """A buffer that lives as long as the current task."""
         if nbytes:
-            self.drafts[-1].frees.append(self.allocate(kind, name, nbytes))
+            self.drafts[self.current].frees.append(self.allocate(kind, name, nbytes))
 
     def hold(self, buffer: Buffer) -> Buffer:
         """One holder more."""
         buffer.holders += 1
         return buffer
 
-    def drop(self, buffer: Buffer) -> None:
-        """One holder less; the last one frees it at the end of the current task."""
+    def drop(self, buffer: Buffer, task: int = -1) -> None:
+        """One holder less; the last one frees it at the end of the current task, or of another."""
         buffer.holders -= 1
         if not buffer.holders:
-            self.drafts[-1].frees.append(buffer)
+            self.drafts[self.current if task < 0 else task].frees.append(buffer)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is launched inside has its own buffers; behind it the task before is current."""
+        before = self.current
+        yield
+        self.current = before
 
     def tasks(self) -> tuple[Task, ...]:
         """Everything recorded, buffers by names of their own."""

@@ -20,8 +20,7 @@ class Settings:
             default what those of CPUs do.
         overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
             parameter in the backward, which synchronises its gradient, and gathering parameters
-            one block ahead. On a CPU the emitted program waits for all, on accelerators it does
-            not wait for gradients.
+            one block ahead. On a CPU the emitted program waits for all, on accelerators for none.
     """
 
     state_bytes: float = 2.0
@@ -34,10 +33,10 @@ class Settings:
 def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
     """How a program runs on a kind of device, "cpu" or an accelerator's name.
 
-    On accelerators torch updates all parameters at once, and the program does not wait for
-    gradients; on the CPU it does one thing after another. The optimizer is AdamW or one whose
-    state is `state_bytes` times as large as the parameters.
+    On accelerators torch updates all parameters at once, and the program waits neither for
+    gradients nor for the parameters of the next block; on the CPU it does one thing after another.
+    The optimizer is AdamW or one whose state is `state_bytes` times as large as the parameters.
     """
     if name.lower() == "cpu":
         return Settings(state_bytes)
-    return Settings(state_bytes, 1.0, True, True, frozenset({"gradient"}))
+    return Settings(state_bytes, 1.0, True, True, frozenset(OVERLAPS))

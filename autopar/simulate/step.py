@@ -125,13 +125,24 @@ class _Player:
             bucket=plan.bucket,
             accelerator=settings.accelerator,
         )
+        # The block that a leaf is of, and where its first reader stands.
+        self.blocks = {
+            name: f"{run}:{number}"
+            for run, repeat in enumerate(graph.repeats)
+            for number, names in enumerate(repeat.iterations)
+            for name in names
+        }
+        places = {node.name: place for place, node in enumerate(graph.nodes)}
+        self.places = {
+            leaf.name: min((places[user] for user in graph.users[leaf.name]), default=0)
+            for leaf in graph.leaves("param")
+        }
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
         self.tape: list[Entry] = []
         self.operators: dict[str, Operator] = {}
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
         self.causes: dict[str, bool] = {}
-        self.began = self.before = -1  # the tasks with which this block and the last one began
         self.recomputed = of_runs(graph, plan.recompute)
         self.twice: _Twice | None = None  # the block that is being played, if it is played twice
 
@@ -180,7 +191,8 @@ class _Player:
             count = self.plan.microbatches
             hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
             value = self.leaves[node.name]
-            self.weights.add(Weight(node.name, node, storage, value, hops))
+            block, place = self.blocks.get(node.name, node.name), self.places[node.name]
+            self.weights.add(Weight(node.name, node, storage, value, hops, block, place))
         elif node.requires_grad and self.plan.microbatches > 1:
             # The sum of the gradients of earlier microbatches, which the last one adds to.
             nbytes = self.leaves[node.name].buffer.nbytes
@@ -201,7 +213,6 @@ class _Player:
         for variable, value in zip(function.arguments, arguments, strict=True):
             frame[variable] = value
             recorder.hold(value.buffer)
-        self.before, self.began = self.began, recorder.barrier
         for line in function.lines:
             if isinstance(line, Compute):
                 operands = [self._read(frame, names, o) for o in line.operands]
@@ -341,7 +352,7 @@ class _Player:
                 value.buffer.kind = "activation"
         elif node.requires_grad:
             read = ((value if place < 0 else operands[place]).buffer for place in made.saved)
-            saved = [buffer if buffer.kept is None else buffer.kept for buffer in read]
+            saved = [self._saved(buffer) for buffer in read]
             for buffer in saved:
                 recorder.hold(buffer)
                 buffer.kind = "activation" if buffer.kind == "temporary" else buffer.kind
@@ -355,13 +366,20 @@ class _Player:
             twice.played(node.name)
         return value
 
+    def _saved(self, read: Buffer) -> Buffer:
+        """What is kept of a value that an operator's backward reads."""
+        if read.kept is None:
+            return read
+        self.weights.save(read.kept)
+        return read.kept
+
     def _use(self, line: Use, names: dict[str, str]) -> Value:
         weight = self.weights.known[names.get(line.leaf.name, line.leaf.name)]
         source, twice = weight.value, self.twice
         if twice is not None and twice.over:
             target = Value(self._left(""), source.grad, ready=source.ready)
         else:
-            target = self.weights.use(weight, self.before, self._title(weight.name))
+            target = self.weights.use(weight)
             if twice is None:
                 self.weights.keep(weight, target)
         if source.grad and (twice is None or twice.second):
@@ -389,13 +407,8 @@ class _Player:
             target.buffer = self._left("")
         elif step.forward is not None:
             title = f"{step.forward.kind} of {self._title(value_of)}"
-            if parameter and "parameter" in self.settings.overlap:
-                target.ready = recorder.launch(
-                    title, value_of, step.forward, "parameter", [source.ready], self.before
-                )
-            else:
-                cause: Cause = "parameter" if parameter else "activation"
-                recorder.collective(title, value_of, step.forward, cause, [source.ready])
+            cause: Cause = "parameter" if parameter else "activation"
+            recorder.collective(title, value_of, step.forward, cause, [source.ready])
         elif forward.result is not None:
             recorder.compute(f"{step.op} of {value_of}", value_of, (), [source.ready])
         if forward.result is not None and not (twice is not None and twice.over):

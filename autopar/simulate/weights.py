@@ -30,6 +30,8 @@ class Weight:
         storage: where its states lie.
         value: what is held of it.
         hops: its collectives in a step.
+        block: those of one block are gathered together.
+        place: where in the program it is first used.
         total: the sum of earlier gradients.
     """
 
@@ -38,7 +40,13 @@ class Weight:
     storage: Storage
     value: Value
     hops: tuple[Hop, ...]
+    block: str = ""
+    place: int = 0
     total: Buffer | None = None
+
+    def path(self, when: str) -> tuple[Hop, ...]:
+        """Its collectives at one time of a step."""
+        return tuple(hop for hop in self.hops if hop.when == when)
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +55,40 @@ class Used:
 
     weight: Weight
     target: Value
+
+
+@dataclass(eq=False)
+class _Gather:
+    """Parameters that are gathered at one time of a step.
+
+    Attributes:
+        when: see `Hop`.
+        members: by block and name.
+        arrived: buffers that nobody has taken, with the task that makes them or -1.
+        coming: the same by block, of blocks that are on their way.
+        done: blocks that have come.
+    """
+
+    when: str
+    members: dict[str, dict[str, Weight]] = field(default_factory=dict)
+    arrived: dict[str, tuple[Buffer, int]] = field(default_factory=dict)
+    coming: dict[str, dict[str, tuple[Buffer, int]]] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+    def order(self) -> list[str]:
+        """The blocks in the order in which a forward uses them."""
+        return sorted(self.members, key=lambda b: min(w.place for w in self.members[b].values()))
+
+    def take(self, weight: Weight) -> tuple[Buffer, int]:
+        """A parameter that has arrived, for its reader to hold."""
+        buffer, ready = self.arrived.pop(weight.name)
+        buffer.holders -= 1
+        return buffer, ready
+
+    def drop(self, recorder: Recorder, but: str = "") -> None:
+        """Forget what nobody took, but for one block."""
+        for name in [name for name in self.arrived if name not in self.members.get(but, {})]:
+            recorder.drop(*self.arrived.pop(name))
 
 
 @dataclass
@@ -63,6 +105,7 @@ class Weights:
         accelerator: see `Settings`.
         waiting: gradients that do not go yet, by when and how.
         again: those that are gathered again for the backward, by the id of what is kept of them.
+        fetched, refetched: those that are gathered for operators, and for their backward.
     """
 
     mesh: Mesh
@@ -74,45 +117,33 @@ class Weights:
     bucket: int = 1
     accelerator: bool = False
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
+    fetched: _Gather = field(default_factory=lambda: _Gather("forward"))
+    refetched: _Gather = field(default_factory=lambda: _Gather("backward"))
 
     def add(self, weight: Weight) -> None:
         """One more; the sum of earlier gradients is there when the step begins."""
         self.known[weight.name] = weight
+        if weight.path("forward"):
+            self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
         if self.microbatches > 1 and weight.leaf.requires_grad:
             nbytes = self._bytes(weight, weight.storage.grads)
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
             weight.total = self.recorder.hold(buffer)
 
-    def use(self, weight: Weight, behind: int, name: str) -> Value:
-        """The parameter as operators use it.
-
-        Args:
-            weight: the parameter.
-            behind: the task behind which it may be fetched ahead.
-            name: what it is called.
-        """
-        source, recorder = weight.value, self.recorder
-        target = Value(source.buffer, source.grad, ready=source.ready)
-        for hop in _at(weight, "forward"):
-            title = f"{hop.call.kind} of {name}"
-            needs = [target.ready]
-            if "parameter" in self.overlap:
-                target.ready = recorder.launch(
-                    title, weight.name, hop.call, "parameter", needs, behind
-                )
-            else:
-                recorder.collective(title, weight.name, hop.call, "parameter", needs)
-            nbytes, before = self._bytes(weight, hop.dst), target.buffer
-            target.buffer = recorder.allocate("temporary", weight.name, nbytes)
-            recorder.scratch("communication", weight.name, nbytes if hop.dim else 0.0)
-            if before is not source.buffer:  # between two hops
-                recorder.drop(recorder.hold(before))
-        return target
+    def use(self, weight: Weight) -> Value:
+        """The parameter as operators use it; the first of a block brings the others."""
+        source = weight.value
+        if not weight.path("forward"):
+            return Value(source.buffer, source.grad, ready=source.ready)
+        if weight.name not in self.fetched.arrived:
+            self._arrive(self.fetched, weight, -1 if self.recorder.phase == "backward" else 1)
+        buffer, ready = self.fetched.take(weight)
+        return Value(buffer, source.grad, ready=ready)
 
     def keep(self, weight: Weight, target: Value) -> None:
         """Keep of a parameter for the backward what its storage says."""
         storage = weight.storage
-        if not any(_at(weight, "backward")):
+        if not any(weight.path("backward")):
             return
         if storage.kept.dims == storage.held.dims:
             part = weight.value.buffer
@@ -121,22 +152,75 @@ class Weights:
             part = self.recorder.allocate("activation", f"part of {weight.name}", nbytes)
         target.buffer.kept, self.again[id(part)] = part, weight
 
+    def save(self, kept: Buffer) -> None:
+        """An operator's backward needs a parameter of which only this is kept."""
+        weight = self.again[id(kept)]
+        self.refetched.members.setdefault(weight.block, {})[weight.name] = weight
+
     def fetch(self, saved: Iterable[Buffer]) -> list[Buffer]:
         """Gather again what an operator's backward finds in parts; the new buffers, held."""
         found = []
         for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
-            for hop in _at(weight, "backward"):
-                title = f"{hop.call.kind} of {weight.name} again"
-                self.recorder.collective(title, weight.name, hop.call, "parameter")
-                nbytes = self._bytes(weight, hop.dst)
-                self.recorder.scratch("communication", weight.name, nbytes if hop.dim else 0.0)
-                if hop.dst.dims != weight.storage.used.dims:
-                    self.recorder.scratch("temporary", weight.name, nbytes)
-            nbytes = self._bytes(weight, weight.storage.used)
-            found.append(
-                self.recorder.hold(self.recorder.allocate("temporary", weight.name, nbytes))
-            )
+            if weight.name not in self.refetched.arrived:
+                if weight.block in self.refetched.done:  # a second operator needs it
+                    self.refetched.members[f"{weight.name} again"] = {weight.name: weight}
+                    self._arrive(self.refetched, weight, 0, f"{weight.name} again")
+                else:
+                    self._arrive(self.refetched, weight, -1)
+            buffer, _ = self.refetched.take(weight)
+            found.append(self.recorder.hold(buffer))
         return found
+
+    def _arrive(self, gather: _Gather, weight: Weight, step: int, block: str = "") -> None:
+        """Wait for the parameters of a block; those of the next one begin to come."""
+        block = block or weight.block
+        gather.drop(self.recorder, but=block)
+        gather.done.add(block)
+        if block not in gather.coming:
+            self._depart(gather, block, False)
+        gather.arrived.update(gather.coming.pop(block))
+        order = gather.order()
+        place = order.index(block) + step if block in order else -1
+        ahead = "parameter" in self.overlap and step and 0 <= place < len(order)
+        if ahead and order[place] not in gather.coming:
+            with self.recorder.aside():
+                self._depart(gather, order[place], True)
+
+    def _depart(self, gather: _Gather, block: str, ahead: bool) -> None:
+        found: dict[str, tuple[Buffer, int]] = {}
+        for row in self._rows(gather, block):
+            buffers, ready = [weight.value.buffer for weight in row], -1
+            for number, hops in enumerate(zip(*(w.path(gather.when) for w in row), strict=True)):
+                call = _one(hops)
+                title = f"{call.kind} of {_titled('parameter', row)}"
+                if ahead:
+                    ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
+                else:
+                    self.recorder.collective(title, row[0].name, call, "parameter")
+                made = []
+                for weight, hop, before in zip(row, hops, buffers, strict=True):
+                    nbytes = self._bytes(weight, hop.dst)
+                    new = self.recorder.allocate("temporary", weight.name, nbytes)
+                    made.append(self.recorder.hold(new))
+                    # What came is joined where it is a part of a row or not alone.
+                    joined = bool(hop.dim) or len(row) > 1
+                    self.recorder.scratch("communication", weight.name, joined * nbytes)
+                    if number:  # between two hops
+                        self.recorder.drop(before)
+                buffers = made
+            found |= {w.name: (buffer, ready) for w, buffer in zip(row, buffers, strict=True)}
+        gather.coming[block] = found
+
+    def _rows(self, gather: _Gather, block: str) -> list[list[Weight]]:
+        """The parameters of a block that one collective gathers; see `codegen/fetch.py`."""
+        ways: dict[object, list[list[Weight]]] = {}
+        for weight in gather.members[block].values():
+            way = (weight.leaf.type.dtype, _way(weight, gather.when))
+            rows = ways.setdefault(way, [[]])
+            if sum(self._bytes(w, w.storage.used) for w in rows[-1]) >= self.bucket:
+                rows.append([])
+            rows[-1].append(weight)
+        return [row for rows in ways.values() for row in rows]
 
     def give(self, used: Used) -> None:
         """What becomes of the gradient of a parameter, when the backward has made it."""
@@ -150,12 +234,14 @@ class Weights:
 
     def finish(self) -> None:
         """Send what still waits when the backward has ended."""
+        self.fetched.drop(self.recorder)
+        self.refetched.drop(self.recorder)
         for when in ("accumulate", "reduce"):
             for key in [key for key in self.waiting if key[0] == when]:
                 self._flush(key)
 
     def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
-        path = tuple((hop.call.kind, hop.call.axes) for hop in _at(weight, when))
+        path = _way(weight, when)
         if not path:
             self._arrived(when, weight, gradient, ready)
             return
@@ -176,7 +262,7 @@ class Weights:
         recorder, together = self.recorder, self.waiting.pop(key)
         weights = [weight for weight, _, _ in together]
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
-        for hops in zip(*(_at(weight, key[0]) for weight in weights), strict=True):
+        for hops in zip(*(weight.path(key[0]) for weight in weights), strict=True):
             call = _one(hops)
             title = f"{call.kind} of {_titled('gradient', weights)}"
             cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
@@ -216,7 +302,7 @@ class Weights:
         """After the update: what other devices have updated."""
         waiting: dict[object, list[Weight]] = {}
         for weight in self.known.values():
-            path = tuple((hop.call.kind, hop.call.axes) for hop in _at(weight, "update"))
+            path = _way(weight, "update")
             if not path:
                 continue
             same = waiting.setdefault((weight.leaf.type.dtype, path), [])
@@ -229,16 +315,15 @@ class Weights:
                 self._put_together(same)
 
     def _put_together(self, weights: Sequence[Weight]) -> None:
-        for hops in zip(*(_at(weight, "update") for weight in weights), strict=True):
+        for place, hops in enumerate(zip(*(w.path("update") for w in weights), strict=True)):
             call = _one(hops)
             title = f"{call.kind} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
             for weight, hop in zip(weights, hops, strict=True):
                 nbytes = self._bytes(weight, hop.dst)
-                # What is sent is packed where it is a part of a row or not alone; what came is
-                # joined.
-                packed = bool(hop.dim) or len(hops) > 1
-                more = packed * (self._bytes(weight, hop.src) + nbytes)
+                # What came is joined where it is a part of a row or not alone.
+                more = (bool(hop.dim) or len(hops) > 1) * nbytes
+                more += (place > 0) * self._bytes(weight, hop.src)  # what came by the hop before
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
     def _bytes(self, weight: Weight, layout: Layout) -> float:
@@ -254,5 +339,6 @@ def _titled(what: str, weights: Sequence[Weight]) -> str:
     return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
 
 
-def _at(weight: Weight, when: str) -> Iterable[Hop]:
-    return (hop for hop in weight.hops if hop.when == when)
+def _way(weight: Weight, when: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What it has in common with those that go together with it."""
+    return tuple((hop.call.kind, hop.call.axes) for hop in weight.path(when))

@@ -16,9 +16,10 @@ What is assumed of the system, beside what those pages say of it:
   before it is gathered. Scaled by rows it is gathered in bf16, each linear casts all of it, and for
   the gradients along its other dimension once more. Attention and logits stay in bf16.
 - Tensor parallelism is with sequence parallelism; "async" cuts its collectives in as many chunks
-  as devices, beside the products.
-- Context parallelism splits sequences so that every device has as much attention to do; keys and
-  values come around a ring beside it, which costs too little to count.
+  as devices, beside the products. Of products scaled by rows only the reduce_scatters are cut, half
+  of the whole: the gathers before them were not recognised (pytorch#149990, found in traces and
+  still open when these rows were measured).
+- Context parallelism: see context.py.
 - AdamW moves 28 bytes for each of a device's parameters.
 - Memory: f32 parameters and moments (12 bytes) and gradients (4), split over the devices;
   parameters of two layers, the embedding and the logits in bf16; what checkpointing keeps of every
@@ -43,6 +44,7 @@ from autopar.intra_op.words import PinsLike
 from autopar.intra_op.works import base
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from benchmarks.published.context import ring, unbalanced
 from benchmarks.published.models import Llama, LlamaSizes
 from benchmarks.published.overlap import beside, chunked
 from benchmarks.published.pipeline import update
@@ -198,7 +200,11 @@ def step_seconds(run: Run) -> dict[str, float]:
     if run.float8 and not run.rowwise:
         calls *= 0.75  # of as many gathers as scatters, which cost alike, the gathers are in f8
     computed = block.forward.kernels + block.backward.kernels + again
-    each = chunked(computed, calls, run.tp) if run.asynchronous else computed + calls
+    if run.cp > 1:
+        layer_of = ring(_ring_prices(run), "cp", run.cp, run.tokens * SIZES[run.model].hidden)
+        computed = layer_of.layer(computed, 2 if run.full else 1)
+    waited = 1.0 if not run.asynchronous else 0.5 if run.rowwise else 0.0
+    each = chunked(computed, calls * (1 - waited), run.tp) + calls * waited
     worked = layers * each + first.seconds + last.seconds
     layer, whole = parameters(run)
     prices = AnalyticModel(Mesh.parse(f"{DEVICE}: dp={run.fsdp}, tp={run.tp}"))
@@ -222,6 +228,30 @@ def step_seconds(run: Run) -> dict[str, float]:
         "exposed": exposed,
         "updated": updated,
     }
+
+
+def _ring_prices(run: Run) -> AnalyticModel:
+    return AnalyticModel(Mesh.parse(f"{DEVICE}: dp={run.fsdp // run.cp}, cp={run.cp}"))
+
+
+def attention_seconds(run: Run) -> tuple[float, float]:
+    """Predicted seconds a step of attention to a device's own part, and to all it attends to."""
+    of, kernels, _ = _priced(replace(run, cp=1))
+    seconds = 0.0
+    for node in of.block:
+        if base(node.op) == "scaled_dot_product_attention":
+            made = kernels[node.name]
+            forward = sum(map(of.prices.compute, made.forward))
+            seconds += (2 if run.full else 1) * forward
+            seconds += sum(map(of.prices.compute, made.backward))
+    seconds *= SIZES[run.model].layers
+    return seconds, run.cp * seconds
+
+
+def unbalanced_seconds(run: Run) -> float:
+    """Predicted seconds of a step, were sequences cut in `cp` parts without regard to the mask."""
+    own, whole = attention_seconds(run)
+    return step_seconds(run)["seconds"] + unbalanced(run.cp) * own - whole
 
 
 def tokens_per_second(run: Run) -> float:

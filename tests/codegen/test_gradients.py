@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.runtime import stored
+from autopar.codegen.runtime import Runtime, stored
 from autopar.codegen.weights import Weights
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
@@ -34,13 +34,14 @@ def both_ways(rounds: int, bucket: int) -> list[tuple[Tensor, Tensor]]:
     """The gradients of two steps: moved within the backward, and beside it."""
     found = []
     for beside in (False, True):
-        comm = Communicator(MESH)
+        comm = Runtime(MESH, torch.device("cpu"))
         whole = nn.Parameter(torch.linspace(-1, 1, 8, dtype=torch.float64))
         part = nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3) + comm.rank)
         gradients = None
         if beside:
             weights = Weights(comm, TABLE, [whole, part], bucket)
             gradients = comm.gradients = Gradients(weights, torch.device("cpu"), rounds)
+            comm.fetch.add(weights.all, bucket)
         for step in range(2):  # the second adds to the first
             for number in range(rounds):
                 torch.autograd.backward(loss_of(comm, whole, part, 2 * step + number))

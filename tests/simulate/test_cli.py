@@ -25,10 +25,10 @@ class Head(nn.Module):
 
 def model():
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    return Head(nn.Sequential(*layers)), {"x": torch.zeros(256, 1024)}
+    return Head(nn.Sequential(*layers)), {"x": torch.zeros(16384, 1024)}
 
 def two():
-    return nn.Linear(1024, 1024), {"input": torch.zeros(256, 1024)}
+    return nn.Linear(1024, 1024), {"input": torch.zeros(16384, 1024)}
 """
 
 
@@ -71,7 +71,7 @@ def test_json_agrees_with_itself_and_waiting_takes_longer(plan: Path, source: st
         for view in found["communication"].values():
             exposed = sum(item["exposed_seconds"] for item in view.values())
             assert exposed == pytest.approx(found["exposed_seconds"])
-        # Nothing is computed twice, but the batch of 256 splits evenly: both are the same.
+        # Nothing is computed twice, but the batch splits evenly: both are the same.
         model, hardware = (found[f"{word}_flops_utilisation"] for word in ("model", "hardware"))
         assert 0 < model == pytest.approx(hardware)
     assert beside["step_seconds"] < waits["step_seconds"]

@@ -96,18 +96,25 @@ def measure(every: list[Case]) -> list[Measured]:
 
 
 def compare(every: list[Case], within: float) -> None:
-    """Peaks and ends of forward, backward and step, and the engine's peak, on every rank."""
+    """Peaks and ends of forward, backward and step, and the engine's peak.
+
+    A thread of gloo's may hold what it has sent a moment longer, so that of the ranks, which hold
+    as much each, the least counts.
+    """
     found = run_ranks(measure, every)
     for number, case in enumerate(every):
         made = case.simulated()
         peaks, ends = simulated_levels(made)
         model = AnalyticModel(case.plan.mesh)
         peak = run(made, model, model.device.slowdown).memory.peak
-        for rank in found:
-            measured = rank[number]
-            assert peak == pytest.approx(measured.peak, rel=within)
-            assert peaks == pytest.approx(measured.peaks(), rel=within)
-            assert ends == pytest.approx(measured.ends(), rel=within)
+        ranks = [rank[number] for rank in found]
+        assert peak == pytest.approx(min(one.peak for one in ranks), rel=within)
+        for simulated, measured in (
+            (peaks, [one.peaks() for one in ranks]),
+            (ends, [one.ends() for one in ranks]),
+        ):
+            least = tuple(map(min, zip(*measured, strict=True)))
+            assert simulated == pytest.approx(least, rel=within)
 
 
 # Each model and each plan once; the slow test takes every plan of every model.

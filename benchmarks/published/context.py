@@ -1,0 +1,74 @@
+"""What torch's context parallelism adds to attention.
+
+By torch/distributed/tensor/experimental/_attention.py, on torchtitan's keys and values, which stand
+once for every query head (`repeat_kv`) before attention sees them:
+
+- Sequences are balanced: a device has a part from the front and its mirror image from the back, so
+  that of every pair of parts it attends to half ("enable_load_balance", on by default;
+  pytorch#132442, #141429). Queries of a device meet keys of `cp` devices, half masked: `cp` times
+  the attention of one part alone.
+- Keys and values are gathered at once, forwards and again backwards, beside the attention to a
+  device's own; the gradients of both go around a ring in f32, beside the next part's attention.
+- What attention makes of each further part is merged in f32: 10 bytes an element forwards (the
+  result read and written, the part's read), and backwards as many for each of three gradients and
+  16 to put those of keys and values together for sending. One kernel each, as compiled.
+
+That explains torchtitan's row of two devices, not those of four and eight. From one to two devices
+the published step grows by 4.5 s for a share of attention (1.27 PFLOP: 283 TFLOP/s), from four to
+eight by 29.2 s for four shares (174 TFLOP/s). Without balance these would be eight shares (347
+TFLOP/s), but then the second device would bring two, in those 4.5 s (566 TFLOP/s, more than that
+attention reaches on any H100). No one law fits all four rows, so none is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.model import AnalyticModel, Work
+from autopar.ir.collective import Collective
+from benchmarks.published.overlap import beside
+
+MERGED, SENT = 10.0, 16.0  # bytes an element
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Seconds a layer, beside its attention.
+
+    Attributes:
+        forward, backward: kernels that merge.
+        gather: keys and values, each time they are needed.
+        gradients: of both, all the way around.
+    """
+
+    forward: float
+    backward: float
+    gather: float
+    gradients: float
+
+    def layer(self, kernels: float, forwards: int) -> float:
+        """Seconds of a layer whose kernels take `kernels` without this."""
+        merged = kernels + forwards * self.forward + self.backward
+        return beside(merged, (forwards + 1) * self.gather + self.gradients)
+
+
+def ring(prices: AnalyticModel, axis: str, cp: int, elements: int) -> Ring:
+    """What attention to keys of `elements` on each of `cp` devices adds; nothing on one device."""
+    if cp == 1:
+        return Ring(0.0, 0.0, 0.0, 0.0)
+
+    def merge(each: float) -> float:
+        return prices.compute(Work("merge", 0.0, each * elements, "f32"))
+
+    further = cp - 1
+    gather = prices.collective(Collective("all_gather", (axis,), 2 * 2 * elements))
+    message = prices.collective(Collective("send", (axis,), 2 * 4 * elements))
+    return Ring(further * merge(MERGED), cp * merge(3 * MERGED + SENT), gather, cp * message)
+
+
+def unbalanced(cp: int) -> int:
+    """How many times one part's attention the last device would have, were sequences not balanced.
+
+    Its own part, half masked, and all of those before: in halves 1 + 2 (cp - 1).
+    """
+    return 2 * cp - 1

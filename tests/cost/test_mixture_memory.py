@@ -1,0 +1,70 @@
+"""What a mixture of experts keeps and needs besides, against every storage that torch makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.cost.memory import recipe
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.interpret import annotate
+from autopar.ir.mesh import Mesh
+from autopar.ir.mixture import MIXTURE, mixture
+from autopar.ir.tensor import Layout, TensorType
+from tests.memory import Alive
+
+TOKENS, CHOICES, EXPERTS = 192, 2, 4
+ONE = Mesh.parse("cpu: gpu=1")
+
+
+def node_of(width: int, inner: int) -> tuple[Graph, Node]:
+    """A mixture and what it reads, annotated."""
+    shapes = {"gate": (EXPERTS, inner, width), "up": (EXPERTS, inner, width)}
+    shapes |= {"down": (EXPERTS, width, inner), "x": (TOKENS, width)}
+    kinds = {name: TensorType("f32", shape) for name, shape in shapes.items()}
+    kinds["ids"] = TensorType("i64", (TOKENS, CHOICES))
+    kinds["weights"] = TensorType("f32", (TOKENS, CHOICES))
+    leaves = tuple(
+        Node(name, "param" if kind.floating else "input", (name,), (), (kind,), requires_grad=True)
+        if kind.floating
+        else Node(name, "input", (name,), (), (kind,))
+        for name, kind in kinds.items()
+    )
+    args = (*(Ref(name) for name in kinds), "silu")
+    node = Node("y", MIXTURE, args, (), (kinds["x"],), requires_grad=True)
+    graph = annotate(Graph("g", (*leaves, node), (("y", "y"),)))
+    return graph, graph["y"]
+
+
+def given(graph: Graph, node: Node) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for kind in (graph[name].type for name in node.inputs):
+        if kind.floating:
+            values.append(torch.randn(kind.shape, generator=generator).requires_grad_())
+        else:  # every expert equally often
+            values.append((torch.arange(kind.numel) % EXPERTS).view(kind.shape))
+    return values
+
+
+@pytest.mark.parametrize(("width", "inner"), [(64, 224), (128, 128), (256, 32)])
+def test_predicted_bytes_are_measured_bytes(width: int, inner: int) -> None:
+    graph, node = node_of(width, inner)
+    values, gradient = given(graph, node), torch.ones(TOKENS, width)
+    with Alive([*values, gradient]) as alive:
+        before = alive.live
+        out = mixture(*values, "silu")
+        kept, forward = alive.live - before, max(live for _, live in alive.curve) - before
+        alive.curve.clear()
+        out.backward(gradient)
+        backward = max(live for _, live in alive.curve) - before
+    layouts = [Layout.replicated(len(graph[name].type.shape)) for name in node.inputs]
+    operands = tuple(graph[name] for name in node.inputs)
+    found = recipe(node, operands, tuple(layouts), (Layout.replicated(2),), ONE)
+    held = found.results[0] + sum(found.extra)
+    gradients = sum(size for size in found.gradients if size > 0)
+    assert held == pytest.approx(kept, rel=0.02)
+    assert held + found.scratch == pytest.approx(forward, rel=0.1)
+    # Gradients of parameters are counted from the start, though some come when rows have gone.
+    assert 0.95 < (held + gradients + found.backward_scratch) / backward < 1.2
