@@ -87,7 +87,7 @@ class StateChoice:
         again = _AGAIN.get(backward.strip()) if comma else None
         words = (str(said) if again is None else text).split(maxsplit=1)
         name, rest = (*words, "", "")[:2]
-        sharding = state(name)
+        sharding = state(name.rstrip(","))
         if not sharding.legal:
             raise StateError(
                 f"{said} cannot be trained",
