@@ -153,7 +153,7 @@ class Bench:
 def highest(events: Sequence[dict[str, Any]]) -> int:
     """Of the bytes allocated since a trace began, the most in its measured step."""
     step = next(e for e in events if e.get("name") == MEASURED and e["ph"] == "X")
-    counts = sorted(
+    counts: list[tuple[float, int, int]] = sorted(
         (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
         for event in events
         if event.get("name") == "[memory]"
