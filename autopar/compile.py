@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import pipelined
-from autopar.codegen import folder
+from autopar.codegen import folder, inductor
 from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
@@ -42,6 +42,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import Fuse, choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.state import StateSharding
@@ -49,7 +50,13 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Trace,
+    capture_graph,
+    cost_model,
+    make_plan,
+)
 
 _WHOLE = Request()  # one stage, one microbatch
 
@@ -73,6 +80,7 @@ def plan(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    fuse: Fuse = False,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -88,6 +96,7 @@ def plan(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        fuse=choose(fuse),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -121,6 +130,8 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    fuse: Fuse = False,
+    backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -158,12 +169,19 @@ def compile(
         state: how far parameters, gradients and optimizer state are split where devices hold
             replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
+        fuse: whether kernels take the place of operators that a model writes out: all or none of
+            the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
+            switches some off. On CPUs, where their references run, they are no faster. A
+            given plan says it by itself.
+        backend: "eager", or "inductor" to have torch.compile compile each block's function, with
+            collectives and kernels left as they are.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        ProgramError: there is no such pattern to fuse, or no such backend for this program.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
@@ -185,9 +203,10 @@ def compile(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        fuse=fused_by(plan) if plan is not None else choose(fuse),
     )
     request = Request(stages, microbatches, schedule)
-    program = Program(model, made, optimizer, plan, options, clip_norm, request)
+    program = Program(model, made, optimizer, plan, options, clip_norm, request, backend)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
@@ -209,14 +228,22 @@ class Program(Checkpointed):
         options: Options,
         clip_norm: float | None,
         request: Request = _WHOLE,
+        backend: str = "eager",
     ) -> None:
         check_processes(mesh)
+        inductor.check(backend)
+        if backend != "eager" and (isinstance(plan, PipelinePlan) or request != _WHOLE):
+            raise ProgramError(
+                "stages of a pipeline are not compiled",
+                why='backend="inductor" is for programs in one piece',
+                todo='pass backend="eager"',
+            )
         self._prices = cost_model(mesh, options)
         if clip_norm is not None and not clip_norm > 0:
             raise ProgramError(
                 f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
             )
-        self.mesh = mesh
+        self.mesh, self._backend = mesh, backend
         self._model, self._factory, self._options = model, optimizer, options
         self._plan, self._clip_norm, self._request = plan, clip_norm, request
         self._captured: Captured | None = None
@@ -261,7 +288,7 @@ class Program(Checkpointed):
         number = zlib.crc32(self._source.encode())
         name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
-            load(self._source, name),
+            inductor.compiled(load(self._source, name), self._source, self._backend),
             runtime,
             values_of(self._model, captured),
             self._factory,
@@ -408,6 +435,11 @@ class Program(Checkpointed):
             return folder.write(path, files, tensors)
 
         return from_first_rank(write)
+
+
+def fused_by(plan: Plan | PipelinePlan) -> tuple[str, ...]:
+    """The patterns in whose place a plan has kernels."""
+    return plan.fuse if isinstance(plan, Plan) else plan.stages[0].plan.fuse
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

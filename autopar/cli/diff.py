@@ -88,7 +88,7 @@ def _in_full(
         said = {"batch": None, "seq": None, "layers": None, **plan.model, "source": source}
         wanted = Wanted(**said)  # type: ignore[arg-type]
         try:
-            graph = capture_model(wanted, Options(table=known), Trace(None))
+            graph = capture_model(wanted, Options(table=known, fuse=plan.fuse), Trace(None))
         except AutoparError as error:
             return found, f"{_LEFT} {error}"
         if fingerprint(graph) != plan.graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -16,13 +16,20 @@ from autopar.cli.words import fixed_beforehand, words
 from autopar.codegen.processes import as_mesh
 from autopar.cost.device import device
 from autopar.errors import ProgramError
-from autopar.explain import Explanation, render_parameters, render_summary
+from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.table import table
+from autopar.ir.fusion import choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 from autopar.planning import frontier
-from autopar.planning.single import Options, Planner, Trace, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Planner,
+    Trace,
+    cost_model,
+    make_plan,
+)
 
 
 @click.command("plan")
@@ -73,6 +80,11 @@ from autopar.planning.single import Options, Planner, Trace, cost_model, make_pl
     help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
 )
 @click.option(
+    "--fuse/--no-fuse",
+    default=None,
+    help="Whether kernels take the place of what a model writes out.",
+)
+@click.option(
     "--frontier",
     "as_frontier",
     is_flag=True,
@@ -108,6 +120,7 @@ def command(
     solver: str,
     calibration: Path | None,
     recompute: str,
+    fuse: bool | None,
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
@@ -139,6 +152,7 @@ def command(
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
+        fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
@@ -161,6 +175,7 @@ def command(
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
+        print_out(*render_fused(made.fused))
         click.echo(_found(made))
         _warn_whole(explanation)
     if output is not None:
@@ -219,6 +234,8 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "predicted": made.predicted,
         "pins": made.pins,
         "recompute": {run: str(how) for run, how in made.recompute.items()},
+        "fuse": list(made.fuse),
+        "fused": {name: asdict(entry) for name, entry in made.fused.items()},
         "solver": made.solver,
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }

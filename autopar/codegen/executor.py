@@ -100,7 +100,7 @@ class Executor:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.gradients.drop()  # those of a step that failed
             with part(PHASE, "forward"), self.runtime.saving(self.weights):
-                loss: Tensor = self._forward(inputs)[self.program.LOSS]
+                loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss)
                 self.runtime.fetch.drop()
@@ -124,11 +124,13 @@ class Executor:
                 for name, value in outputs.items()
             }
 
-    def _forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
+        """The loss, and all other `outputs`; without these, those that cost nothing more."""
+        less = {} if outputs or not getattr(self.program, "ASIDE", False) else {"outputs": False}
         if not self.program.RANDOM:
-            return dict(self.program.forward(self.runtime, self.named, batch))
+            return dict(self.program.forward(self.runtime, self.named, batch, **less))
         with synchronised(self.runtime):
-            return dict(self.program.forward(self.runtime, self.named, batch))
+            return dict(self.program.forward(self.runtime, self.named, batch, **less))
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The batch on this device, after checks."""

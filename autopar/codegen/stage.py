@@ -95,7 +95,10 @@ class Stage:
             else:
                 inputs[name] = value
         with self.runtime.saving(self.weights):
-            results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs))
+            # Outputs that nothing else needs are for those who ask for them.
+            aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
+            less = {"outputs": False} if aside else {}
+            results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs, **less))
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value

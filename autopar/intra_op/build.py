@@ -78,8 +78,11 @@ class Builder:
         self.position: dict[str, int] = {}
         self.replicated: list[str] = []
         self.exchanged: dict[str, tuple[float, ...]] = {}
+        self.forward: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
+        self.fetched: dict[str, tuple[float, ...]] = {}
+        self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute)
@@ -118,6 +121,8 @@ class Builder:
         )
         if any(backward):
             self.backward[node.name] = backward
+        if any(forward for forward, _ in kernels):
+            self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
         cost = tuple(
             (count + again) * forward + after + self._loss_seconds(node, option) + inside
             for option, (forward, _), after, inside in zip(
@@ -135,8 +140,13 @@ class Builder:
         options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
-        if any(cost.beside for cost in costs):
-            self.beside[share.name] = tuple(count * cost.beside for cost in costs)
+        for found, seconds in (
+            (self.beside, [cost.beside for cost in costs]),
+            (self.fetched, [cost.fetched for cost in costs]),
+            (self.refetched, [cost.refetched for cost in costs]),
+        ):
+            if any(seconds):
+                found[share.name] = tuple(count * each for each in seconds)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
         again = self.again.get(share.name, 0)
         self.sums[share.name] = tuple(
@@ -178,16 +188,17 @@ class Builder:
         forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
         return forward, backward
 
-    def gradient_seconds(self, share: Node, plan: Plan) -> float:
-        """What a plan synchronises of a parameter's gradient beside the backward, in all blocks."""
+    def beside_seconds(self, share: Node, plan: Plan) -> tuple[float, float]:
+        """What a plan sends of a parameter beside forward and backward, in all blocks."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
-            return 0.0
+            return 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         cost = self._stored(
             leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
         )
-        return self.graph.multiplicity[share.name] * cost.beside
+        count = self.graph.multiplicity[share.name]
+        return count * cost.fetched, count * (cost.beside + cost.refetched)
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
@@ -248,7 +259,8 @@ class Builder:
                 layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
-                rows.setdefault(key, []).append(nbytes)
+                aside = node.name in self.graph.aside  # no step computes it
+                rows.setdefault(key, []).append(0.0 if aside else nbytes)
         count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
@@ -437,4 +449,7 @@ def build(
         builder.alive.points,
         again=builder.again,
         once=builder.once,
+        forward=builder.forward,
+        fetched=builder.fetched,
+        refetched=builder.refetched,
     )

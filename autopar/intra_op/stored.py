@@ -25,6 +25,8 @@ class StoredCost:
     Attributes:
         seconds: of its collectives for one microbatch, with its part of what a step does once.
         beside: of those for which only the optimizer waits: its gradient's; in `seconds`.
+        fetched, refetched: of gathering it for the forward and in the backward, which the block
+            before hides; in `seconds`.
         reduced: of what is done with its gradient once a step, and
         gathered: of gathering it once the optimizer has run; of a whole step.
         nbytes: what it holds; see `lifetimes.Role`.
@@ -32,6 +34,8 @@ class StoredCost:
 
     seconds: float
     beside: float
+    fetched: float
+    refetched: float
     reduced: float
     gathered: float
     nbytes: dict[Role, float]
@@ -43,11 +47,16 @@ class StoredCost:
 
     def dominates(self, other: StoredCost) -> bool:
         """Whether it is at least as good in everything."""
-        return (
-            self.seconds - self.beside <= (other.seconds - other.beside) * (1 + 1e-12)
-            and self.beside <= other.beside * (1 + 1e-12)
-            and all(self.nbytes[role] <= other.nbytes[role] for role in self.nbytes)
+        pairs = zip(self._parts, other._parts, strict=True)
+        return all(mine <= its * (1 + 1e-12) for mine, its in pairs) and all(
+            self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
         )
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        """Seconds by what they are hidden behind: nothing, the backward, the forward."""
+        behind = self.beside + self.refetched
+        return self.seconds - behind - self.fetched, behind, self.fetched
 
 
 def stored_cost(
@@ -69,7 +78,7 @@ def stored_cost(
         mesh, model: the devices and their prices.
         state_bytes: optimizer state in units of the parameter's own bytes.
         microbatches: in a step.
-        waits: whether the backward waits for gradients.
+        waits: whether the program waits for each collective.
         again: which part of its blocks is computed again in the backward, and fetches it again.
         bucket: bytes of gradients, or of parameters, that go together.
     """
@@ -78,9 +87,10 @@ def stored_cost(
     for hop in storage.hops(node.type, mesh, microbatches, trained):
         totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
     # A block that is computed again gathers it for that, and has it for the backward then.
-    totals["forward"] *= 1 + again
-    totals["backward"] *= 1 - again
-    beside = 0.0 if waits else (totals["accumulate"] + totals["reduce"]) / microbatches
+    totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
+    shown = 0.0 if waits else 1 / microbatches
+    beside = shown * (totals["accumulate"] + totals["reduce"])
+    fetched, refetched = shown * totals["forward"], shown * totals["backward"]
     held, grads, updated, used, kept = (
         float(layout.local_bytes(node.type, mesh))
         for layout in (storage.held, storage.grads, storage.updated, storage.used, storage.kept)
@@ -98,7 +108,13 @@ def stored_cost(
         "update": updated,
     }
     return StoredCost(
-        sum(totals.values()) / microbatches, beside, totals["reduce"], totals["update"], nbytes
+        sum(totals.values()) / microbatches,
+        beside,
+        fetched,
+        refetched,
+        totals["reduce"],
+        totals["update"],
+        nbytes,
     )
 
 

@@ -32,15 +32,17 @@ from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
+from autopar.ir.fusion import fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.passes import PASSES, Pass, prepare
+from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
 from autopar.ir.recompute import Recompute
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning.fitting import EXACT, Made, fitting, solved
+from autopar.planning.fused import fused
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
 from autopar.simulate import run, settings_on, tasks
@@ -51,7 +53,8 @@ class Options:
     """What a user may say beyond model and mesh; see `compile`.
 
     `elementwise` is whether the optimizer can update parts of a parameter; `whole` is the mesh of
-    which the one to plan for is a part, which a calibration is of.
+    which the one to plan for is a part, which a calibration is of; `fuse` names the patterns in
+    whose place kernels go (see `autopar.ir.fusion.choose`).
     """
 
     loss_fn: Callable[..., Tensor] | None = None
@@ -67,6 +70,7 @@ class Options:
     state: str | StateSharding | None = None
     elementwise: bool = True
     whole: Mesh | None = None
+    fuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
@@ -125,7 +129,8 @@ def capture_graph(
 ) -> Captured:
     """The model's forward on a batch, normalised, annotated and with its repeated blocks.
 
-    With other `passes` it is what these make of it.
+    With other `passes`, which begin with all of `NORMALISING`, it is what these make of it. Kernels
+    are placed after those.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -135,10 +140,16 @@ def capture_graph(
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = verify(decompose_unknown(captured.graph, options.table))
     trace("decompose_unknown.txt", lambda: format_graph(graph))
-    graph = prepare(
-        graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)), passes
-    )
-    return replace(captured, graph=graph)
+
+    def keep(name: str, graph: Graph) -> None:
+        trace(f"{name}.txt", lambda: format_graph(graph))
+
+    graph = prepare(graph, keep, NORMALISING)
+    if options.fuse:
+        graph = verify(fuse(graph, options.fuse))
+        keep("fuse", graph)
+    finding = tuple(step for step in passes if step not in NORMALISING)
+    return replace(captured, graph=prepare(graph, keep, finding))
 
 
 def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
@@ -274,7 +285,9 @@ class Planner:
                 step=self._step,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
+                fuse=options.fuse,
             )
+            found = replace(found, fused=fused(self.graph, found, options.table, self.prices))
             counted = found.predicted["peak_bytes"]
             others = counted - evaluate(single, choice).peak  # other microbatches
             alone = replace(found, predicted=found.predicted | {"peak_bytes": counted - others})

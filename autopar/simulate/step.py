@@ -80,6 +80,7 @@ def tasks(
             why=f"what may overlap is {', '.join(OVERLAPS)}",
         )
     resharder = Resharder(plan.mesh, model.collective)
+    graph = graph.trained
     player = _Player(graph, plan, works, settings)
     return player.play(program(graph, plan, resharder))
 
