@@ -234,7 +234,7 @@ class Jobs:
         pipelined = importlib.import_module("autopar.pipelined")
         with (
             patch.object(pipelined, "capture_microbatch", lambda *_: captured),
-            patch.object(runtime, "Fetch", lambda comm, _: Fetch(comm, case.ahead)),
+            patch.object(runtime, "Fetch", lambda comm, ahead: Fetch(comm, case.ahead)),
         ):
             program = autopar.compile(
                 model,
