@@ -252,7 +252,9 @@ class Planner:
     ) -> None:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.state_bytes, self.repeated = state_bytes, repeated
-        self.pins = spell_out(options.pins, graph, mesh, options.table)
+        self.pins = spell_out(
+            options.pins, graph, mesh, options.table, stored=options.state is None
+        )
         self.prices = cost_model(mesh, options)
         self._branches: dict[Key, Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches

@@ -101,7 +101,7 @@ def _model() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _timed(step: Step) -> float:
     """Median milliseconds of a step."""
-    times = []
+    times: list[float] = []
     for number in range(WARM + STEPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -35,18 +35,19 @@ def choose(fuse: Fuse) -> tuple[str, ...]:
     Raises:
         ProgramError: there is no pattern of such a name.
     """
-    said = dict(fuse) if isinstance(fuse, Mapping) else {}
-    listed = () if isinstance(fuse, bool | Mapping) else tuple(fuse)
-    unknown = [name for name in (*said, *listed) if name not in names()]
+    if isinstance(fuse, bool):
+        return names() if fuse else ()
+    listed = (fuse,) if isinstance(fuse, str) else tuple(fuse)
+    unknown = [name for name in listed if name not in names()]
     if isinstance(fuse, str) or unknown:
         raise ProgramError(
-            f"there is no pattern {(unknown or [fuse])[0]!r} to fuse",
+            f"there is no pattern {(unknown or listed)[0]!r} to fuse",
             why=f"there are {', '.join(names())}",
             todo="pass True, False, a list of these, or a mapping of them to True or False",
         )
-    if isinstance(fuse, bool):
-        return names() if fuse else ()
-    return tuple(name for name in names() if name in listed or said.get(name, bool(said)))
+    if isinstance(fuse, Mapping):
+        return tuple(name for name in names() if fuse.get(name, True))
+    return tuple(name for name in names() if name in listed)
 
 
 def matches(graph: Graph, chosen: tuple[str, ...]) -> tuple[tuple[Pattern, Match], ...]:
