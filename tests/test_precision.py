@@ -13,7 +13,6 @@ from torch import Tensor
 
 import autopar
 from autopar.ir.precision import Precision
-from autopar.pins import megatron
 from tests.mixed import ADAMW, GROUPS, MESH, PAIR, Batch, Judged, error, judge, net, no_decay
 from tests.ranks import run_ranks
 from tests.state_sharding import UsedWhole
@@ -200,8 +199,6 @@ def thoroughly(folder: str) -> dict[str, Any]:
     found = [masters(state, count) for state, count in CASES]
     # Tied weights in two stages, and backwards in halves.
     found += [masters("zero1", 4, pins=None, stages=2, schedule=name) for name in STAGED]
-    tensor = [UsedWhole(("node",)), megatron("gpu")]
-    found.append(masters("zero3", 1, pins=tensor))
     return {**quickly(folder), "masters": found}
 
 
@@ -214,7 +211,7 @@ def gone_on(folder: str) -> dict[str, Any]:
 
 CASES = [("ddp", 1), ("zero1", 2), ("paro-iig over node", 2), ("zero++ over node", 2)]
 STAGED = ["1f1b", "zb_h1"]
-COUNTS = [*(count for _, count in CASES), *(4 for _ in STAGED), 1]
+COUNTS = [*(count for _, count in CASES), *(4 for _ in STAGED)]
 
 
 @pytest.mark.slow
