@@ -131,6 +131,12 @@ class Storage:
         """In the notation of a pin, "held", "held | grads | updated" or with "| kept"."""
         return " | ".join(layout.format(shape) for layout in self.layouts)
 
+    def describe(self, shape: tuple[int, ...]) -> str:
+        """As `format`, but in words where all states lie alike and nothing else is kept."""
+        if self.held == self.grads == self.updated == self.kept != Layout(self.used.dims):
+            return f"{self.held.format(shape)}, gathered twice"
+        return self.format(shape)
+
     def hops(
         self,
         tensor: TensorType,
