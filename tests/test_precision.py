@@ -13,9 +13,20 @@ from torch import Tensor
 
 import autopar
 from autopar.ir.precision import Precision
-from tests.mixed import ADAMW, GROUPS, MESH, PAIR, Batch, Judged, error, judge, net, no_decay
+from tests.mixed import (
+    ADAMW,
+    GROUPS,
+    MESH,
+    PAIR,
+    Batch,
+    Judged,
+    error,
+    judge,
+    net,
+    no_decay,
+    used_whole,
+)
 from tests.ranks import run_ranks
-from tests.state_sharding import UsedWhole
 
 EXACT = Precision("f32", master="f64", communication="f64")
 SLOWLY = partial(torch.optim.SGD, lr=1e-9)  # of weights of 1: a float32 would not move
@@ -26,7 +37,7 @@ def made(dtype: torch.dtype = torch.float32, adapted: bool = False, **how: Any) 
     """A program of data parallelism over all ranks, and a batch."""
     model, batch = net(dtype, adapted)
     mesh = MESH if torch.distributed.get_world_size() == 4 else PAIR
-    how = {"optimizer": ADAMW, "pins": [UsedWhole()], **how}
+    how = {"optimizer": ADAMW, "pins": [used_whole], **how}
     return autopar.compile(model, mesh, example_inputs=batch, **how), batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+# Of parameters, or of groups of them.
+OptimizerFactory = Callable[[Any], Optimizer]
 _SIDE = 4
 
 
