@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import pipelined
-from autopar.codegen import folder
+from autopar.codegen import folder, inductor
 from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
+from autopar.codegen.groups import GroupsLike, options_of
 from autopar.codegen.load import load
-from autopar.codegen.optimizer import OptimizerFactory, elementwise, state_bytes
+from autopar.codegen.optimizer import OptimizerFactory, elementwise
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
@@ -36,20 +37,30 @@ from autopar.codegen.processes import (
 )
 from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
+from autopar.codegen.trained import Trained
+from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import Fuse, choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Trace,
+    capture_graph,
+    cost_model,
+    make_plan,
+)
 
 _WHOLE = Request()  # one stage, one microbatch
 
@@ -73,6 +84,9 @@ def plan(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    precision: str | Precision | None = None,
+    ema: float | None = None,
+    fuse: Fuse = False,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -88,10 +102,12 @@ def plan(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        precision=Precision.read(precision),
+        fuse=choose(fuse),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
-    made, nbytes = as_mesh(mesh), state_bytes(optimizer)
+    made, nbytes = as_mesh(mesh), state_bytes_of(Training(optimizer, ema=ema))
     request = Request(stages, microbatches, schedule)
     if request != _WHOLE:
         captured = pipelined.capture_microbatch(model, args, kwargs, microbatches, options, tracer)
@@ -121,6 +137,11 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    precision: str | Precision | None = None,
+    groups: GroupsLike | None = None,
+    ema: float | None = None,
+    fuse: Fuse = False,
+    backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -158,13 +179,30 @@ def compile(
         state: how far parameters, gradients and optimizer state are split where devices hold
             replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
+        precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer updates
+            a master in float32 where its state lies; gradients are sent and added up in float32.
+            "fp32" leaves the model as it is, and None does what the plan says. For others see
+            `autopar.Precision`. With "fp16" the loss is scaled; see `Program.scaler`.
+        groups: options of the optimizer by parameter: `autopar.groups({"*.bias": {"weight_decay":
+            0.0}})`, or a function of a name and a parameter that returns them.
+        ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
+            `Program.ema_state_dict`.
+        fuse: whether kernels take the place of operators that a model writes out: all or none of
+            the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
+            switches some off. On CPUs, where their references run, they are no faster. A
+            given plan says it by itself.
+        backend: "eager", or "inductor" to have torch.compile compile each block's function, with
+            collectives and kernels left as they are.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
+        ProgramError: there is no such pattern to fuse, or no such backend for this program.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
+        PrecisionError: there is no such precision, or the device does not compute in it.
+        ProgramError: the optimizer, its groups or the average are nonsense.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
@@ -185,15 +223,18 @@ def compile(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        precision=precision_of(plan, precision),
+        fuse=fused_by(plan) if plan is not None else choose(fuse),
     )
     request = Request(stages, microbatches, schedule)
-    program = Program(model, made, optimizer, plan, options, clip_norm, request)
+    training = Training(optimizer, clip_norm, options_of(model, groups), ema)
+    program = Program(model, made, training, plan, options, request, backend)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
 
 
-class Program(Checkpointed):
+class Program(Trained, Checkpointed):
     """A model that trains in parallel; made by `compile`.
 
     Attributes:
@@ -204,21 +245,24 @@ class Program(Checkpointed):
         self,
         model: nn.Module,
         mesh: Mesh,
-        optimizer: OptimizerFactory,
+        training: Training,
         plan: Plan | PipelinePlan | None,
         options: Options,
-        clip_norm: float | None,
         request: Request = _WHOLE,
+        backend: str = "eager",
     ) -> None:
         check_processes(mesh)
-        self._prices = cost_model(mesh, options)
-        if clip_norm is not None and not clip_norm > 0:
+        inductor.check(backend)
+        if backend != "eager" and (isinstance(plan, PipelinePlan) or request != _WHOLE):
             raise ProgramError(
-                f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
+                "stages of a pipeline are not compiled",
+                why='backend="inductor" is for programs in one piece',
+                todo='pass backend="eager"',
             )
-        self.mesh = mesh
-        self._model, self._factory, self._options = model, optimizer, options
-        self._plan, self._clip_norm, self._request = plan, clip_norm, request
+        self._prices = cost_model(mesh, options)
+        self.mesh, self._backend = mesh, backend
+        self._model, self._training, self._options = model, training, options
+        self._plan, self._request = plan, request
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
@@ -244,7 +288,7 @@ class Program(Checkpointed):
                 todo="build one model on every rank, and give every rank the same whole batch",
             )
         if self._plan is None:
-            state = state_bytes(self._factory)
+            state = state_bytes_of(self._training)
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
             self._plan = from_first_rank(
                 lambda: make_plan(graph, self.mesh, self._options, trace, state)
@@ -261,12 +305,11 @@ class Program(Checkpointed):
         number = zlib.crc32(self._source.encode())
         name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
-            load(self._source, name),
+            inductor.compiled(load(self._source, name), self._source, self._backend),
             runtime,
             values_of(self._model, captured),
-            self._factory,
+            self._training,
             tied={k: v for k, v in captured.parameter_names.items() if k != v},
-            clip_norm=self._clip_norm,
         )
         self._captured = captured
         self._example = captured.inputs.flatten(args, kwargs)
@@ -292,8 +335,7 @@ class Program(Checkpointed):
             self._request,
             self._options,
             trace,
-            self._factory,
-            self._clip_norm,
+            self._training,
         )
         self._plan, self._sources = made.plan, made.sources
         self._source = "\n\n".join(made.sources)
@@ -354,29 +396,6 @@ class Program(Checkpointed):
         self._ready()
         return self._source
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's shards, for learning-rate schedules."""
-        return self._ready()[1].optimizer
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
-        return self._ready()[1].grad_norm
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state_dict, whole tensors on every rank."""
-        full = self._ready()[1].state_dict()
-        return {name: full[name] for name in self._model.state_dict() if name in full}
-
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
-        captured, executor = self._ready()
-        # Constants are no part of a state_dict; they stay as they are.
-        names = set(self._model.state_dict())
-        constants = {k: v for k, v in captured.buffers.items() if k not in names}
-        executor.load_state_dict({**constants, **values})
-
     def _checkpoints(self) -> Checkpoints:
         captured, executor = self._ready()
         if self._saved is None:
@@ -402,12 +421,35 @@ class Program(Checkpointed):
                     "plan.toml": self.plan.to_toml(),
                     "graph.txt": format_graph(captured.graph),
                 }
-            files["program.toml"] = folder.settings(tied, self._factory, self._clip_norm)
+            files["program.toml"] = folder.settings(tied, self._training)
             weights = {name: value for name, value in full.items() if name not in tied}
             tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
             return folder.write(path, files, tensors)
 
         return from_first_rank(write)
+
+
+def precision_of(plan: Plan | PipelinePlan | None, wanted: str | Precision | None) -> Precision:
+    """The precision of a plan, or what is wanted without one.
+
+    Raises:
+        PlanMismatchError: the two differ.
+        PrecisionError: there is no such precision.
+    """
+    if plan is None or wanted is None:
+        return Precision.read(wanted) if plan is None else plan.precision
+    if Precision.read(wanted) != plan.precision:
+        raise PlanMismatchError(
+            f"the plan computes in {plan.precision or 'the dtypes of the model'}",
+            why=f"precision={str(wanted)!r} is asked for",
+            todo="leave out the precision, or plan again",
+        )
+    return plan.precision
+
+
+def fused_by(plan: Plan | PipelinePlan) -> tuple[str, ...]:
+    """The patterns in whose place a plan has kernels."""
+    return plan.fuse if isinstance(plan, Plan) else plan.stages[0].plan.fuse
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

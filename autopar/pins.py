@@ -35,7 +35,10 @@ __all__ = [
 
 
 def data_parallel(*axes: str) -> DataParallel:
-    """The batch split along `axes`, by default along all; parameters stored and used whole."""
+    """The batch split along `axes`, by default along all; parameters used whole.
+
+    They are stored whole too, unless `state=` says how.
+    """
     return DataParallel(axes)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tomlkit
@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
@@ -58,6 +59,23 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """What one kernel has taken the place of.
+
+    Attributes:
+        count: how often it stands in the model.
+        first: the user's line of the first one.
+        nbytes: bytes that a device moves less in a step than where it is written out.
+        seconds: predicted seconds that this takes less.
+    """
+
+    count: int
+    first: str
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole plan.
 
@@ -79,6 +97,9 @@ class Plan:
         step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
             parameters that go together, in bytes.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
+        fuse: the patterns in whose place kernels stand wherever they are found.
+        fused: kernel -> where it was placed, and what it saves.
+        precision: in which dtypes it computes, updates and sends gradients.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -99,6 +120,9 @@ class Plan:
     calibration: str = field(default="", compare=False)
     step: dict[str, float] = field(default_factory=dict)
     state: str = ""
+    fuse: tuple[str, ...] = ()
+    fused: dict[str, Fused] = field(default_factory=dict)
+    precision: Precision = AS_IS
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -143,12 +167,18 @@ class Plan:
             document["pins"] = dict(self.pins)
         if self.state:
             document["state"] = self.state
+        if self.precision != AS_IS:
+            document["precision"] = str(self.precision)
+        if self.fuse:
+            document["fuse"] = list(self.fuse)
         if self.step:
             document["step"] = dict(self.step)
         if self.memory:
             document["memory"] = dict(self.memory)
         if self.recompute:
             document["recompute"] = {run: str(how) for run, how in self.recompute.items()}
+        if self.fused:
+            document["fused"] = {name: asdict(entry) for name, entry in self.fused.items()}
         if self.solver:
             document["solver"] = dict(self.solver)
         document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
@@ -201,7 +231,14 @@ class Plan:
             }
             made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
             step = {name: _figure(value) for name, value in table.get("step", {}).items()}
-            told = (_text(table, "calibration"), step, _text(table, "state"))
+            told = (
+                _text(table, "calibration"),
+                step,
+                _text(table, "state"),
+                tuple(map(str, table.get("fuse", ()))),
+                {name: _fused(entry) for name, entry in table.get("fused", {}).items()},
+                Precision.read(_text(table, "precision")),
+            )
             return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
@@ -239,6 +276,16 @@ def _figure(value: object) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"a prediction of {value}")
     return float(value)
+
+
+def _fused(entry: dict[str, object]) -> Fused:
+    """An entry of `fused`; ValueError unless it is one."""
+    count, first, *saved = (entry[name] for name in ("count", "first", "nbytes", "seconds"))
+    if type(count) is not int or not isinstance(first, str):
+        raise ValueError(f"fused = {entry!r} is no entry")
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in saved):
+        raise ValueError(f"fused saves {saved!r}")
+    return Fused(count, first, *(float(str(value)) for value in saved))
 
 
 def _text(table: dict[str, object], name: str) -> str:

@@ -150,14 +150,26 @@ class Replicated(_OwnSamples):
 
 
 class FullySharded(_OwnSamples):
-    """fully_shard (FSDP2) of every block and of the rest."""
+    """fully_shard (FSDP2) of every block and of the rest.
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    Args:
+        model: on the CPU.
+        setting: see there.
+        reshard: whether parameters are gathered again for the backward; None is torch's own choice.
+        replicas: of what is split, hybrid sharding.
+    """
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, reshard: bool | None = None, replicas: int = 1
+    ) -> None:
         mesh = setting.mesh(setting.world, names=("data",))
+        if replicas > 1:
+            parts = setting.world // replicas
+            mesh = setting.mesh(replicas, parts, names=("replica", "part"))
         model.to(setting.device)
         for block in _blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         super().__init__(model, setting)
 
 

@@ -4,7 +4,8 @@ Every row says how many bytes a kernel moves and how long that takes at the band
 H200 copies memory. On a GPU they also hold what was measured there, in the same process: copying
 and a product of bf16 matrices as ceilings; then each kernel's error against its reference in
 float64, from outputs that held NaN, its bits twice, and the time of ours, of torch, of
-torch.compile and of Liger where it is installed, in turns. Without a GPU those columns stay empty.
+torch.compile and of Liger where it is installed, in turns; then steps of a whole model with and
+without kernels (`benchmarks/gpu/model.py`). Without a GPU those columns stay empty.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from autopar_kernels.registry import operators
 from autopar_kernels.registry.draw import Draw
 from autopar_kernels.registry.operator import Operator, listed
+from benchmarks.gpu import model
 from benchmarks.gpu.cases import CASES, Args, Case
 from benchmarks.gpu.timing import CACHE, Call, ceilings, interleaved
 from benchmarks.harness import write
@@ -156,6 +158,7 @@ def main() -> None:
     else:
         print("no GPU: bytes and predictions only")
     print(write("kernels", rows))
+    print(write("kernels_model", model.rows()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
@@ -89,6 +90,12 @@ class Case:
     plan: str = "free"
     dtype: torch.dtype = torch.float64
     dropout: float = 0.0
+    fuse: bool = False
+
+    @property
+    def key(self) -> tuple[torch.dtype, float, bool]:
+        """What cases with one captured graph have in common."""
+        return self.dtype, self.dropout, self.fuse
 
     @property
     def text(self) -> str:
@@ -182,38 +189,40 @@ class Sharded:
 
     def __init__(self, name: str, cases: list[Case]) -> None:
         self.name, self.cases = name, cases
-        self.captured: dict[tuple[torch.dtype, float], Captured] = {}
+        self.captured: dict[tuple[torch.dtype, float, bool], Captured] = {}
         self.plans = [self._plan(case) for case in cases]
 
     def _plan(self, case: Case) -> autopar.Plan | None:
-        key, nothing = (case.dtype, case.dropout), Trace(None)
+        key, nothing = case.key, Trace(None)
+        patterns = choose(case.fuse)
         if key not in self.captured:
-            model, batch = make(self.name, *key)
-            captured = capture_graph(model, (), batch, Options(), nothing)
+            model, batch = make(self.name, case.dtype, case.dropout)
+            captured = capture_graph(model, (), batch, Options(fuse=patterns), nothing)
             self.captured[key] = captured
         if case.plan == "free":
             return None
         graph, mesh = self.captured[key].graph, autopar.Mesh.parse(case.text)
-        options = Options(pins=case.pins, state="ddp" if case.plan == "data" else None)
+        state = "ddp" if case.plan == "data" else None
+        options = Options(pins=case.pins, state=state, fuse=patterns)
         plan = make_plan(graph, mesh, options, nothing)
         assert isinstance(plan, autopar.Plan)
         return plan
 
     def graph(self, case: Case) -> Graph:
-        return self.captured[case.dtype, case.dropout].graph
+        return self.captured[case.key].graph
 
     def train(self) -> list[Run]:
         """The runs of this rank."""
         compiler = importlib.import_module("autopar.compile")
-        models = {key: make(self.name, *key) for key in self.captured}
+        models = {key: make(self.name, *key[:2]) for key in self.captured}
         runs = []
         for case, plan in zip(self.cases, self.plans, strict=True):
-            key = (case.dtype, case.dropout)
+            key = case.key
             captured = self.captured[key]
             with patch.object(compiler, "capture_graph", lambda *_, found=captured: found):
                 runs.append(_train(case, plan, *models[key]))
         for key, (model, _) in models.items():
-            untouched = make(self.name, *key)[0].state_dict()
+            untouched = make(self.name, *key[:2])[0].state_dict()
             assert all(torch.equal(untouched[k], v) for k, v in model.state_dict().items())
         return runs
 
@@ -225,6 +234,7 @@ def _train(case: Case, plan: autopar.Plan | None, model: nn.Module, batch: Batch
         optimizer=partial(optimizer, dtype=case.dtype),
         example_inputs=batch,
         plan=plan,
+        fuse=case.fuse,
     )
     torch.manual_seed(1)
     losses = [program.step(**batch).item() for _ in range(STEPS)]

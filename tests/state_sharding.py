@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 import autopar
 from autopar.codegen import runtime, torch_private
 from autopar.codegen.fetch import Fetch
+from autopar.codegen.optimizer import elementwise
 from autopar.ir.mesh import Mesh
-from autopar.pins import Subject, Word, data_parallel, megatron
-from autopar.plan import NodePlan, Plan
+from autopar.pins import Word, data_parallel, megatron
 from autopar.planning.single import Trace
+from tests import parity
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
-STEPS = 3
 Calls = list[tuple[str, tuple[str, ...], int]]  # kind, axes, and the bytes that a rank brings
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -64,16 +64,19 @@ def tiny() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"tokens": tokens, "labels": (tokens + 1) % 12}
 
 
-@dataclass(frozen=True)
-class UsedWhole:
-    """Data parallelism over some axes, by default all, that leaves open how parameters lie."""
+def gpt2(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, dict[str, Tensor]]:
+    """GPT-2 with tied embeddings, and 16 samples."""
+    return _family("gpt2", dtype)
 
-    axes: tuple[str, ...] = ()
 
-    def __call__(self, subject: Subject) -> dict[str, str]:
-        """Its pins."""
-        pins = data_parallel(*self.axes)(subject)
-        return {key: text.rpartition("=> ")[2] for key, text in pins.items()}
+def llama(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Llama with shared keys and values, and 16 samples."""
+    return _family("llama", dtype)
+
+
+def _family(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = parity.make(name, dtype, 0.0)
+    return model, {name: torch.cat([value, value.flip(1)]) for name, value in batch.items()}
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Case:
         make: makes model and batch.
         stages: of a pipeline.
         again: whether parameters that are held in parts are gathered again for the backward.
+        recompute: as users write it.
+        steps: of training.
         ahead: whether parameters are on their way while the block before computes.
     """
 
@@ -98,12 +103,14 @@ class Case:
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]] = tiny
     stages: int = 1
     again: bool = False
+    recompute: str = "none"
+    steps: int = 3
     ahead: bool = False
 
     @property
     def pins(self) -> list[Word]:
         """Data parallelism, with Megatron's beside it if that is asked for."""
-        return [UsedWhole(("node",)), megatron("gpu")] if self.tensor else [UsedWhole()]
+        return [data_parallel("node"), megatron("gpu")] if self.tensor else [data_parallel()]
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def unsharded(case: Case) -> Run:
     """Plain torch, with gradient accumulation and clipping."""
     model, batch = case.make()
     optimizer, losses, norms = case.optimizer(model.parameters()), [], []
-    for _ in range(STEPS):
+    for _ in range(case.steps):
         optimizer.zero_grad()
         parts = zip(*(value.chunk(case.microbatches) for value in batch.values()), strict=True)
         found = []
@@ -195,47 +202,57 @@ class Jobs:
 
     def __init__(self, cases: Sequence[Case], mesh: str = MESH) -> None:
         self.cases, self.mesh = list(cases), mesh
-        self.plans = [self._plan(case) for case in cases]
         self.captured: dict[Any, Any] = {}
+        self.plans = [self._plan(case) for case in cases]
 
     def _plan(self, case: Case) -> Any:
-        key = (case.make, case.microbatches)
         pipelined = importlib.import_module("autopar.pipelined")
         single = importlib.import_module("autopar.planning.single")
-        options = single.Options(pins=case.pins, state=case.state)
-        captured = _captures.get(key)
-        model, batch = case.make()
-        if captured is None:
-            captured = _captures[key] = pipelined.capture_microbatch(
+        options = single.Options(
+            pins=case.pins,
+            state=f"{case.state}, gathered again" if case.again else case.state,
+            recompute=case.recompute,
+            elementwise=elementwise(case.optimizer),
+        )
+        key = (case.make, case.microbatches)
+        if key not in _captures:
+            model, batch = case.make()
+            _captures[key] = pipelined.capture_microbatch(
                 model, (), batch, case.microbatches, options, Trace(None)
             )
+        captured = self.captured[key] = _captures[key]
         request = pipelined.Request(case.stages, case.microbatches)
-        made = pipelined.plan_evenly(
+        return pipelined.plan_evenly(
             captured, Mesh.parse(self.mesh), request, options, Trace(None), 2.0
         )
-        if not case.again:
-            return made
-        stages = tuple(replace(s, plan=gathered_again(s.plan)) for s in made.stages)
-        return replace(made, stages=stages)
+
+    def program(self, number: int) -> tuple[autopar.Program, dict[str, Tensor]]:
+        """The program of a case on this rank, and its batch."""
+        case, plan = self.cases[number], self.plans[number]
+        captured = self.captured[case.make, case.microbatches]
+        model, batch = case.make()
+        pipelined = importlib.import_module("autopar.pipelined")
+        with (
+            patch.object(pipelined, "capture_microbatch", lambda *_: captured),
+            patch.object(runtime, "Fetch", lambda comm, ahead: Fetch(comm, case.ahead)),
+        ):
+            program = autopar.compile(
+                model,
+                self.mesh,
+                optimizer=case.optimizer,
+                plan=plan,
+                example_inputs=batch,
+                clip_norm=0.5,
+            )
+        return program, batch
 
     def train(self) -> list[tuple[Run, Calls]]:
         """Each case's run on this rank, and what the last step sends."""
         found = []
-        for case, plan in zip(self.cases, self.plans, strict=True):
-            model, batch = case.make()
-            with patch.object(
-                runtime, "Fetch", lambda comm, ahead, case=case: Fetch(comm, case.ahead)
-            ):
-                program = autopar.compile(
-                    model,
-                    self.mesh,
-                    optimizer=case.optimizer,
-                    plan=plan,
-                    example_inputs=batch,
-                    clip_norm=0.5,
-                )
+        for number, case in enumerate(self.cases):
+            program, batch = self.program(number)
             losses, norms = [], []
-            for _ in range(STEPS):
+            for _ in range(case.steps):
                 with recorded(Mesh.parse(self.mesh)) as calls:
                     losses.append(program.step(**batch).item())
                 assert program.grad_norm is not None
@@ -245,17 +262,3 @@ class Jobs:
 
 
 _captures: dict[Any, Any] = {}
-
-
-def gathered_again(plan: Plan) -> Plan:
-    """A plan that keeps of parameters for the backward what is held of them."""
-    nodes = dict(plan.nodes)
-    for share in plan.nodes:
-        leaf = share.removesuffix("_share")
-        if leaf == share or leaf not in nodes or nodes[leaf].operands:
-            continue  # no parameter's share
-        storage = plan.storage(leaf, share)
-        shape = nodes[leaf].results[0][0]
-        kept = replace(storage, kept=storage.held)
-        nodes[leaf] = NodePlan((), tuple((shape, layout) for layout in kept.layouts))
-    return replace(plan, nodes=nodes)

@@ -128,7 +128,7 @@ def same(found: list[float], expected: list[float]) -> None:
 
 def die_while_saving(rank: int, folder: Path) -> None:
     """ZeRO-3 on 2x2 devices: save, go on, and save again, which rank WHO does not survive."""
-    trained = Run(GRID, 0.1, seed=0, pins=[fsdp("data", "tensor")])
+    trained = Run(GRID, 0.1, seed=0, pins=[data_parallel()], state="zero3")
     torch.manual_seed(1 + rank)  # the first rank's numbers count
     losses = trained.steps(SAVED)
     trained.save(folder / "saved")
@@ -150,8 +150,9 @@ def die_while_saving(rank: int, folder: Path) -> None:
         (folder / f"{rank}.error").write_text(str(error))
 
 
-def resume(folder: str, mesh: str, pins: list[Any]) -> list[float]:
-    resumed = Run(mesh, 0.1, pins=pins)
+def resume(folder: str, mesh: str) -> list[float]:
+    """ZeRO-1, from any weights."""
+    resumed = Run(mesh, 0.1, pins=[data_parallel()], state="zero1")
     resumed.load(Path(folder) / "saved")
     return resumed.steps(STEPS - SAVED)
 
@@ -166,14 +167,14 @@ def test_a_run_goes_on_elsewhere_after_a_rank_died_in_a_save(tmp_path: Path) -> 
         same(json.loads((tmp_path / f"{rank}.json").read_text()), alone(0.1)[0][: SAVED + 1])
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         autopar.load_checkpoint(tmp_path / ".saved.saving")
-    for losses in run_ranks(resume, str(tmp_path), PAIR, [data_parallel("data")], count=2):
+    for losses in run_ranks(resume, str(tmp_path), PAIR, count=2):
         same(losses, alone(0.1)[0][SAVED:])
 
 
 # From plan to plan --------------------------------------------------------------------------------
 
 PLANS: list[dict[str, Any]] = [
-    {"pins": [fsdp("data", "tensor")]},
+    {"pins": [data_parallel()], "state": "paro-iig", "microbatches": 2},
     {"stages": 2, "microbatches": 2},
     {"pins": [data_parallel("data"), megatron("tensor")]},
     {"stages": 4, "microbatches": 4, "schedule": "gpipe"},

@@ -13,8 +13,18 @@ from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.cost.overlap import side_by_side
-from autopar.explain import PARTS, VIEWS, Cost, Explanation, explain, moves, render, view
+from autopar.cost.overlap import saved
+from autopar.explain import (
+    PARTS,
+    VIEWS,
+    Cost,
+    Explanation,
+    explain,
+    moves,
+    render,
+    render_fused,
+    view,
+)
 from autopar.intra_op.build import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
@@ -103,6 +113,7 @@ def command(
         print_json(_json(explanation, by))
     else:
         print_out(render(explanation, by=by, everything=everything))
+        print_out(*(render_fused(chosen.fused) if by is None else ()))
 
 
 def _refuse(
@@ -151,7 +162,8 @@ def explained(
     pins = Pins(graph, {})
     builder = Builder(
         graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown,
-        recompute=chosen.recompute,
+        recompute=chosen.recompute, microbatches=chosen.microbatches, bucket=chosen.bucket,
+        precision=chosen.precision,
     )  # fmt: skip
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
@@ -160,7 +172,7 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs, kernels = {}, 0.0
+    costs, kernels = {}, [0.0, 0.0]
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
         fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
@@ -170,10 +182,11 @@ def explained(
             seconds -= builder.exchanged[choices.name][index]
         kept = builder.sums[choices.name][index] if choices.name in builder.sums else 0.0
         costs[choices.name] = Cost(seconds, kept)
-        if choices.name in builder.backward:
-            kernels += builder.backward[choices.name][index]
-    collectives = sum(builder.gradient_seconds(node, chosen) for node in graph.folded)
-    saved = kernels + collectives - side_by_side(kernels, collectives, slowdown)
+        for side, seconds_of in enumerate((builder.forward, builder.backward)):
+            kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
+    sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
+    pairs = zip(kernels, map(sum, sent), strict=True)
+    hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     state, peak = chosen.memory.get("state", 2.0), None
     if graph.loss is not None:
         peak = simulated_peak(graph, chosen, known or table(), price, state)
@@ -185,7 +198,7 @@ def explained(
         limit=limit,
         state_bytes=state,
         whole=builder.replicated,
-        hidden=max(saved, 0.0),
+        hidden=hidden,
         peak=peak,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -16,13 +16,21 @@ from autopar.cli.words import fixed_beforehand, words
 from autopar.codegen.processes import as_mesh
 from autopar.cost.device import device
 from autopar.errors import ProgramError
-from autopar.explain import Explanation, render_parameters, render_summary
+from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.table import table
+from autopar.ir.fusion import choose
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.precision import Precision
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 from autopar.planning import frontier
-from autopar.planning.single import Options, Planner, Trace, cost_model, make_plan
+from autopar.planning.single import (
+    Options,
+    Planner,
+    Trace,
+    cost_model,
+    make_plan,
+)
 
 
 @click.command("plan")
@@ -54,6 +62,12 @@ from autopar.planning.single import Options, Planner, Trace, cost_model, make_pl
     help='How far states of replicas are split: zero3, "paro-iig over node", NIG; else chosen.',
 )
 @click.option(
+    "--precision",
+    metavar="NAME",
+    help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
+    '"bf16 communication=bf16" sends gradients so; else as the model is.',
+)
+@click.option(
     "--solver",
     default="ilp",
     show_default=True,
@@ -71,6 +85,11 @@ from autopar.planning.single import Options, Planner, Trace, cost_model, make_pl
     show_default=True,
     metavar="WHAT",
     help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
+)
+@click.option(
+    "--fuse/--no-fuse",
+    default=None,
+    help="Whether kernels take the place of what a model writes out.",
 )
 @click.option(
     "--frontier",
@@ -105,9 +124,11 @@ def command(
     layouts: tuple[str, ...],
     source: Path | None,
     state: str | None,
+    precision: str | None,
     solver: str,
     calibration: Path | None,
     recompute: str,
+    fuse: bool | None,
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
@@ -125,6 +146,7 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --state "paro-iig over node"
+    autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
@@ -139,6 +161,8 @@ def command(
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
+        precision=before.precision if before and precision is None else Precision.read(precision),
+        fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
@@ -161,6 +185,7 @@ def command(
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
+        print_out(*render_fused(made.fused))
         click.echo(_found(made))
         _warn_whole(explanation)
     if output is not None:
@@ -218,7 +243,10 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "model": made.model,
         "predicted": made.predicted,
         "pins": made.pins,
+        "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},
+        "fuse": list(made.fuse),
+        "fused": {name: asdict(entry) for name, entry in made.fused.items()},
         "solver": made.solver,
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }

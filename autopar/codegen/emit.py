@@ -19,6 +19,7 @@ from autopar.codegen.printer import Printer
 from autopar.codegen.scope import WIDTH, Held, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import Recompute, common_module, of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
@@ -75,6 +76,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         imports += ["from torch.utils.checkpoint import checkpoint"]
     if "=keep_products" in bare:
         imports += ["from autopar.codegen.recompute import keep_products"]
+    imports += ["from autopar.ir import kernels"] if re.search(r"\bkernels\.", bare) else []
     words = ["received"] if received else []
     words += ["stored", "together"] if "together(" in code else ["stored"]
     imports += [f"from autopar.codegen.runtime import {', '.join(words)}"]
@@ -88,9 +90,14 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
+        + (f'PRECISION = "{plan.precision}"\n' if plan.precision != AS_IS else "")
+        + (_ASIDE if graph.aside else "")
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
+
+
+_ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
 
 
 def _is_stage(graph: Graph) -> bool:
@@ -241,7 +248,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     planned = of_runs(graph, printer.plan.recompute)
     again = {block.function: how for block, how in zip(blocks, planned, strict=True)}
     for node in graph.nodes:
-        if node.is_leaf:
+        if node.is_leaf or node.name in graph.aside:
             continue
         block = inside.get(node.name)
         if block is None:
@@ -249,14 +256,24 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
         elif block.function not in called:
             called.add(block.function)
             _call(printer, scope, block, again[block.function])
-    results = {
-        name: scope.operand(node, _output_layout(printer, node)) for name, node in graph.outputs
-    }
-    returned = ", ".join(f"{quoted(name)}: {variable}" for name, variable in results.items())
-    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines]
-    return "\n".join(
-        ["def forward(mesh, p, batch):", *_indented([*lines, f"return {{{returned}}}"])]
-    )
+    results: dict[str, str] = {}
+
+    def returned(aside: bool) -> str:
+        """Of the outputs so far."""
+        for name, node in graph.outputs:
+            if (node in graph.aside) == aside:
+                results[name] = scope.operand(node, _output_layout(printer, node))
+        texts = (f"{quoted(n)}: {results[n]}" for n, _ in graph.outputs if n in results)
+        return f"return {{{', '.join(texts)}}}"
+
+    last, more = returned(aside=False), ""
+    if graph.aside:
+        scope.lines += ["if not outputs:", f"    {last}"]
+        for name in (node.name for node in graph.nodes if node.name in graph.aside):
+            scope.add(graph[name])
+        last, more = returned(aside=True), ", outputs=True"
+    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines, last]
+    return "\n".join([f"def forward(mesh, p, batch{more}):", *_indented(lines)])
 
 
 def _call(printer: Printer, scope: Scope, block: _Block, how: Recompute | None) -> None:

@@ -110,6 +110,14 @@ class Group:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
         return largest
 
+    def stack(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of equal shapes, along a new first dimension."""
+        found = x.new_empty((self.size, *x.shape))
+        torch_private.all_gather_single(
+            found.view(-1), x.contiguous().view(-1), group=self.process_group
+        )
+        return found
+
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What the ranks with the blocks before and after this one's sent here, None at the ends.
 

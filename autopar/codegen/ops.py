@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Arg, Name, Node, Ref
+from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.mixture import MIXTURE
 
@@ -49,12 +49,13 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     Args:
         node: an operator, localised.
         operands: variable names of the values it reads, in the order of `node.inputs`. The names
-            `torch`, `F`, `aten` and `mesh` (which knows the device) must be bound beside them.
+            `torch`, `F`, `aten`, `kernels` and `mesh` (which knows the device) must be bound
+            beside them.
     """
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]
     keywords = {key: _text(value, names) for key, value in node.kwargs}
-    if node.op.startswith("mesh."):
+    if node.op.startswith(("mesh.", PREFIX)):
         return f"{node.op}({_call(args, keywords)})"
     base = node.op.removeprefix("aten.")
     if node.op == "getitem":

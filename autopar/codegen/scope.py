@@ -12,7 +12,7 @@ from itertools import zip_longest
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer, axes_text
 from autopar.ir.collective import Step
-from autopar.ir.graph import Node, Source
+from autopar.ir.graph import PREFIX, Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan
@@ -24,6 +24,7 @@ RESERVED = (
     "F",
     "aten",
     "mesh",
+    "kernels",
     "p",
     "batch",
     "i",
@@ -46,6 +47,8 @@ _WORDS = {
 _NAMED_AFTER_MODULE = (
     "aten.linear", "aten.layer_norm", "aten.rms_norm", "aten.embedding", "aten.gelu", "aten.silu",
     "aten.relu", "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.batch_norm", "aten.dropout",
+    "kernels.rms_norm", "kernels.add_rms_norm", "kernels.add_layer_norm", "kernels.swiglu",
+    "kernels.geglu", "kernels.gelu",
 )  # fmt: skip
 
 
@@ -175,10 +178,11 @@ class Scope:
             self._share(node)
             return
         planned = self.printer.planned(node.name)
-        self._cite(node.source)
         if node.op == "getitem":
             self._getitem(node)
             return
+        self._cite(node.source)
+        parts = self._parts(node)
         operands = [
             self.operand(value, layout)
             for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
@@ -192,6 +196,9 @@ class Scope:
         note += self.printer.exchange_note(node, planned)
         if not self._uses.get(node.name):
             self.line(code, note)  # run for what it writes
+            return
+        if parts:
+            self._unpack(parts, code, note, layouts)
             return
         variable = self.fresh(self.wish(node))
         self.hold(node.name, variable, layouts[0])
@@ -248,15 +255,37 @@ class Scope:
         self.hold(node.name, target, storage.used)
         return True
 
+    def _parts(self, node: Node) -> list[Node | None]:
+        """Of a kernel with several results the node that takes each, empty for other operators."""
+        if not node.op.startswith(PREFIX) or len(node.types) < 2:
+            return []
+        readers = map(self.printer.graph.__getitem__, self.printer.graph.users[node.name])
+        takers = {reader.args[1]: reader for reader in readers}
+        return [takers.get(index) for index in range(len(node.types))]
+
+    def _unpack(
+        self, parts: list[Node | None], code: str, note: str, layouts: tuple[Layout, ...]
+    ) -> None:
+        """`a, b = code`."""
+        variables = [self.fresh("_" if part is None else self.wish(part)) for part in parts]
+        self.line(f"{', '.join(variables)} = {code}", note)
+        for part, variable, layout in zip(parts, variables, layouts, strict=True):
+            if part is not None:
+                self.hold(part.name, variable, layout)
+
     def _getitem(self, node: Node) -> None:
         """One of several results; it cannot be resharded before it is taken."""
         value, index = node.inputs[0], node.args[1]
         assert isinstance(index, int)
         given = self.printer.result(value, index)
         self._uses[value] -= 1
-        variable = self.fresh(self.wish(node))
-        code = expression(node, [self._look_up(value).variable])
-        self.line(f"{variable} = {code}", f"{node.type.dtype}{given.format(node.type.shape)}")
+        if node.name in self.held:  # it has been unpacked
+            variable = self.held[node.name].variable
+        else:
+            self._cite(node.source)
+            variable = self.fresh(self.wish(node))
+            code = expression(node, [self._look_up(value).variable])
+            self.line(f"{variable} = {code}", f"{node.type.dtype}{given.format(node.type.shape)}")
         steps = self._steps(node.name, node.type, given, self.printer.result(node.name))
         self.reshard(variable, variable, steps, node.type)
         self.hold(node.name, variable, self.printer.result(node.name))
@@ -292,7 +321,10 @@ class Scope:
         if node.op in IDENTITIES:
             return self.wish(self.printer.graph[node.inputs[0]])
         module = node.source.module.rpartition(".")[2]
-        if node.op in _NAMED_AFTER_MODULE and module.isidentifier():
+        op = node.op
+        if op == "getitem" and node.args[1] == 0:  # a kernel's first result is its own
+            op = self.printer.graph[node.inputs[0]].op
+        if op in _NAMED_AFTER_MODULE and module.isidentifier():
             return module
         if node.name in self._assigned:
             return self._assigned[node.name]

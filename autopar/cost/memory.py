@@ -8,9 +8,11 @@ several steps its temporaries are counted here, after torch's tools/autograd/der
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.ir.across import CHUNK
 from autopar.ir.collective import Step
 from autopar.ir.exchange import across
 from autopar.ir.graph import Node
@@ -26,6 +28,9 @@ _PASSED_ON = {
     "aten.contiguous": (0,),
     "aten.reshape": (0,),
     "aten.view": (0,),
+    # The gradient of both terms is one tensor.
+    "kernels.add_rms_norm": (1,),
+    "kernels.add_layer_norm": (1,),
 }
 # The gradient of every operand is a view of that of the result.
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
@@ -127,6 +132,8 @@ def recipe(
     scratch, backward = 0.0, _backward_scratch(node, taken, given[0], gradients)
     if into and across(node, types, into):
         scratch = given[0] if node.op in _LOOK_UPS else taken[0]
+    if node.op == "kernels.linear_cross_entropy":
+        scratch = _chunk_of_logits(node, types, into, mesh)
     saved, rows = kept(node, accelerator), rows_near(node, types, into)
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
@@ -149,6 +156,18 @@ def recipe(
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
     alias = node.inputs.index(node.alias) if node.alias in node.inputs else -1
     return Recipe(given, alias, saved, extra, scratch, gradients, backward)
+
+
+def _chunk_of_logits(
+    node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh
+) -> float:
+    """Logits of a chunk, and the weight's gradient twice in float32: so far, and of the chunk."""
+    (*rows, _), (words, features) = (
+        layout.local_shape(tensor.shape, mesh)
+        for tensor, layout in zip(types[:2], into[:2], strict=True)
+    )
+    logits = float(min(CHUNK, math.prod(rows)) * words * DTYPE_BYTES[types[0].dtype])
+    return logits + (2.0 * 4 * words * features if node.requires_grad else 0.0)
 
 
 def _mixture_scratch(

@@ -14,6 +14,7 @@ from autopar.explain.difference import (
     repriced,
     traffic,
 )
+from autopar.explain.fused import render_fused
 from autopar.explain.moves import Call, Move, moves
 from autopar.explain.summary import (
     Cost,
@@ -58,6 +59,7 @@ __all__ = [
     "render_changes",
     "render_difference",
     "render_figures",
+    "render_fused",
     "render_parameters",
     "render_summary",
     "repriced",

@@ -38,6 +38,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
 from autopar.plan import Plan
@@ -66,7 +67,9 @@ class Builder:
         microbatches: int = 1,
         lies: Lies | None = None,
         bucket: int = 1,
+        precision: Precision = AS_IS,
     ) -> None:
+        self.precision = precision
         self.slowdown, self.limited = slowdown, limited
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
@@ -78,8 +81,11 @@ class Builder:
         self.position: dict[str, int] = {}
         self.replicated: list[str] = []
         self.exchanged: dict[str, tuple[float, ...]] = {}
+        self.forward: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}
         self.beside: dict[str, tuple[float, ...]] = {}
+        self.fetched: dict[str, tuple[float, ...]] = {}
+        self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute)
@@ -118,6 +124,8 @@ class Builder:
         )
         if any(backward):
             self.backward[node.name] = backward
+        if any(forward for forward, _ in kernels):
+            self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
         cost = tuple(
             (count + again) * forward + after + self._loss_seconds(node, option) + inside
             for option, (forward, _), after, inside in zip(
@@ -135,8 +143,13 @@ class Builder:
         options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
-        if any(cost.beside for cost in costs):
-            self.beside[share.name] = tuple(count * cost.beside for cost in costs)
+        for found, seconds in (
+            (self.beside, [cost.beside for cost in costs]),
+            (self.fetched, [cost.fetched for cost in costs]),
+            (self.refetched, [cost.refetched for cost in costs]),
+        ):
+            if any(seconds):
+                found[share.name] = tuple(count * each for each in seconds)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
         again = self.again.get(share.name, 0)
         self.sums[share.name] = tuple(
@@ -152,7 +165,7 @@ class Builder:
         again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
         return stored_cost(
             node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
-            again, self.bucket,
+            again, self.bucket, self.precision,
         )  # fmt: skip
 
     def _append(
@@ -178,16 +191,17 @@ class Builder:
         forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
         return forward, backward
 
-    def gradient_seconds(self, share: Node, plan: Plan) -> float:
-        """What a plan synchronises of a parameter's gradient beside the backward, in all blocks."""
+    def beside_seconds(self, share: Node, plan: Plan) -> tuple[float, float]:
+        """What a plan sends of a parameter beside forward and backward, in all blocks."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
-            return 0.0
+            return 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         cost = self._stored(
             leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
         )
-        return self.graph.multiplicity[share.name] * cost.beside
+        count = self.graph.multiplicity[share.name]
+        return count * cost.fetched, count * (cost.beside + cost.refetched)
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
         """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
@@ -248,7 +262,8 @@ class Builder:
                 layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
                 amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
             for key, nbytes in amounts.items():
-                rows.setdefault(key, []).append(nbytes)
+                aside = node.name in self.graph.aside  # no step computes it
+                rows.setdefault(key, []).append(0.0 if aside else nbytes)
         count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
         saved = count * np.array(rows["extra", -1], dtype=np.float64)
         for place in kept(node, self.accelerator):
@@ -330,7 +345,8 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
-        if self.lies is not None and self.options[self.position[root.name]][0].storage is not None:
+        has_gradient = self.lies is not None and root.requires_grad
+        if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # Where a gradient is reduced is said; so it is not reduced behind the share.
             given = [set(option.results[0].varying) for option in self.options[a]]
             asked = [set(option.operands[index].varying) for option in self.options[b]]
@@ -368,6 +384,7 @@ def build(
     microbatches: int = 1,
     lies: Lies | None = None,
     bucket: int = 1,
+    precision: Precision = AS_IS,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -379,7 +396,7 @@ def build(
         table: rules by operator.
         memory_limit: bytes per device, infinite for one that is set later. With None, memory does
             not matter, and parameters may be gathered where it is not counted.
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
         unknown_ops: "replicate" or "error".
         pins: layouts that are fixed; see pins.py.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
@@ -389,6 +406,7 @@ def build(
         microbatches: in a step; costs are those of one, with its part of what a step does once.
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
+        precision: in which dtypes parameters are updated and gradients sent.
         progress: told of each stage as it begins.
 
     Raises:
@@ -406,7 +424,7 @@ def build(
     limited = memory_limit is not None
     builder = Builder(
         graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
-        microbatches, lies, bucket,
+        microbatches, lies, bucket, precision,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
@@ -437,4 +455,7 @@ def build(
         builder.alive.points,
         again=builder.again,
         once=builder.once,
+        forward=builder.forward,
+        fetched=builder.fetched,
+        refetched=builder.refetched,
     )

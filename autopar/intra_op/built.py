@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.overlap import side_by_side
+from autopar.cost.overlap import saved
 from autopar.intra_op.options import Option
 from autopar.intra_op.problem import Problem, evaluate
 from autopar.ir.graph import Graph
 from autopar.plan import NodePlan
+
+Figures = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Built:
             the gradient, and for gathering the parameter when it is updated.
         again: node -> how many of its blocks compute it again in the backward.
         slowdown: how many times as long kernels and collectives take side by side.
+        forward: node -> seconds of each choice for the kernels of the forward.
+        fetched, refetched: parameter's share -> seconds of each choice for gathering it in the
+            forward and in the backward, while the block before computes.
     """
 
     problem: Problem
@@ -47,20 +52,34 @@ class Built:
     points: tuple[str, ...] = ()
     once: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     again: Mapping[str, int] = field(default_factory=dict)
+    forward: Figures = field(default_factory=dict)
+    fetched: Figures = field(default_factory=dict)
+    refetched: Figures = field(default_factory=dict)
 
-    def side_by_side(self, choice: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds of the backward's kernels, and of the gradients synchronised beside them."""
-        chosen = dict(zip(self.names, choice, strict=True))
-        return tuple(  # type: ignore[return-value]
-            math.fsum(seconds[chosen[name]] for name, seconds in part.items())
-            for part in (self.backward, self.beside)
+    @property
+    def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
+        """Kernels, and the collectives that run beside them: of the forward, of the backward."""
+        found = (
+            (self.forward, (self.fetched,)),
+            (self.backward, (self.beside, self.refetched)),
         )
+        return tuple(side for side in found if any(side[1]))
+
+    def side_by_side(self, choice: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+        """Of each of `sides` the seconds of its kernels and of its collectives."""
+        chosen = dict(zip(self.names, choice, strict=True))
+
+        def total(*parts: Figures) -> float:
+            return math.fsum(each[chosen[name]] for part in parts for name, each in part.items())
+
+        return tuple((total(kernels), total(*beside)) for kernels, beside in self.sides)
 
     def hidden(self, choice: tuple[int, ...]) -> float:
-        """Seconds saved by not waiting for gradients."""
-        kernels, collectives = self.side_by_side(choice)
-        together = side_by_side(kernels, collectives, self.slowdown)
-        return max(kernels + collectives - together, 0.0)
+        """Seconds saved by not waiting for gradients and parameters."""
+        return math.fsum(
+            saved(kernels, collectives, self.slowdown)
+            for kernels, collectives in self.side_by_side(choice)
+        )
 
     def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
         """Seconds and bytes per device of a choice, by cause.
@@ -70,8 +89,8 @@ class Built:
         `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
         `activation_bytes` saved for the backward. `peak_bytes` is the most that the problem counts
         at any of its times, less than their sum, since no step holds all of them at once;
-        `step_seconds` is the sum of the seconds less `hidden_seconds`, in which gradients are
-        synchronised beside the backward.
+        `step_seconds` is the sum of the seconds less `hidden_seconds`, in which parameters are
+        gathered and gradients reduced beside kernels.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)

@@ -25,8 +25,9 @@ from autopar.ir.tensor import Layout
 class DataParallel:
     """The batch split along axes, by default along all; parameters stored and used whole.
 
-    Each parameter's gradient is summed along the axes (arXiv:2006.15704). Raises PinError if no
-    operator that reads a parameter can split the batch so often.
+    Where a state sharding is asked for, that says how they are stored. Each parameter's gradient is
+    summed along the axes (arXiv:2006.15704). Raises PinError if no operator that reads a parameter
+    can split the batch so often.
     """
 
     axes: Axes = ()
@@ -37,7 +38,7 @@ class DataParallel:
         if not axes:
             return {}
         pins = {
-            subject.key(node): write(node.type.shape, {}, axes, stored=True)
+            subject.key(node): write(node.type.shape, {}, axes, stored=subject.stored)
             for node in subject.parameters()
         }
         return {**pins, **_batch(subject, axes, str(self))}
@@ -114,7 +115,7 @@ class Megatron:
             inner = [dim for dim, cls in enumerate(outer) if cls in between]
             if inner or (node.name in scope and streams.intersection(outer)):
                 split = dict.fromkeys(inner[:1], axes)
-                pins[subject.key(node)] = write(node.type.shape, split, axes, stored=True)
+                pins[subject.key(node)] = write(node.type.shape, split, axes, stored=subject.stored)
         return {**pins, **self._stream(subject, axes)}
 
     def _vocabulary(self, subject: Subject) -> list[int]:

@@ -1,6 +1,7 @@
-"""The cheapest plan where gradients are synchronised beside the backward, by linear objectives.
+"""The cheapest plan where collectives run beside kernels, by linear objectives.
 
-A step with kernels of c seconds in its backward and m seconds of collectives beside them takes
+Gradients are reduced beside the backward, and parameters gathered a block ahead beside forward and
+backward. A step with kernels of c seconds and m seconds of collectives beside them takes
 
     rest + max(c + (s - 1) m, m + (s - 1) c)
 
@@ -14,14 +15,14 @@ weight w between 0 and 1, though,
 and the right-hand side is an ordinary problem again: c counts 1 - w (2 - s) times and m counts
 (s - 1) + w (2 - s) times. If its optimum has the same f and g, or w is 0 and f the larger, or w is
 1 and g the larger, it is the optimum; otherwise w is halved towards the term that was larger, and
-of the choices met the one of the least true time is taken, with the largest of the bounds. That the
-collectives of the last gradients have little left to run beside is not seen; `autopar simulate`
-sees it.
+of the choices met the one of the least true time is taken, with the largest of the bounds. Forward
+and backward have a weight each. That the collectives of the last gradients have little left to run
+beside is not seen; `autopar simulate` sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,41 +38,49 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
     """The choice of the least time that was found, with that time and a bound of it.
 
     Args:
-        built: the problem; its own costs are those of a program that waits for all gradients.
+        built: the problem; its own costs are those of a program that waits for all collectives.
         solve: solves one problem.
     """
-    if not built.beside:
+    if not built.sides:
         return solve(built.problem)
     best: Solution | None = None
-    bound, seconds, low, high = -np.inf, 0.0, 0.0, 1.0
+    bound, seconds = -np.inf, 0.0
+    low, high = np.zeros(len(built.sides)), np.ones(len(built.sides))
     for number in range(ROUNDS):
-        weight = ENDS[number] if number < len(ENDS) else (low + high) / 2
-        found = solve(weighted(built, weight))
+        ends = np.full(len(low), ENDS[number]) if number < len(ENDS) else None
+        weights = (low + high) / 2 if ends is None else ends
+        found = solve(weighted(built, tuple(weights.tolist())))
         seconds += found.seconds
         bound = max(bound, found.bound)
-        kernels, collectives = built.side_by_side(found.choice)
+        totals = np.array(built.side_by_side(found.choice))
         time = evaluate(built.problem, found).cost - built.hidden(found.choice)
         if best is None or time < best.objective:
             best = replace(found, objective=time)
         bound = min(bound, best.objective)
         if best.objective - bound <= 1e-9 * abs(best.objective):
             break
-        low, high = (weight, high) if collectives > kernels else (low, weight)
+        exposed = totals[:, 1] > totals[:, 0]
+        low, high = np.where(exposed, weights, low), np.where(exposed, high, weights)
     assert best is not None
     return replace(best, bound=bound, seconds=seconds)
 
 
-def weighted(built: Built, weight: float) -> Problem:
+def weighted(built: Built, weights: Sequence[float]) -> Problem:
     """The problem whose objective weighs both bounds of the exposed time.
 
-    With `weight` 0 the kernels hide all collectives, with 1 the collectives all kernels.
+    Args:
+        built: the problem.
+        weights: of each of its sides; with 0 the kernels hide all collectives, with 1 the
+            collectives all kernels.
     """
     spare = 2.0 - built.slowdown
-    less_kernels, less_collectives = weight * spare, (1 - weight) * spare
     nodes = []
     for node, name in zip(built.problem.nodes, built.names, strict=True):
-        kernels, moved = built.backward.get(name), built.beside.get(name)
-        nodes.append(_cheaper(_cheaper(node, kernels, less_kernels), moved, less_collectives))
+        for (kernels, beside), weight in zip(built.sides, weights, strict=True):
+            node = _cheaper(node, kernels.get(name), weight * spare)
+            for moved in beside:
+                node = _cheaper(node, moved.get(name), (1 - weight) * spare)
+        nodes.append(node)
     return replace(built.problem, nodes=tuple(nodes))
 
 

@@ -56,6 +56,9 @@ class _ThreadPeers:
     def maximum(self, x: Tensor) -> Tensor:
         return torch.stack(self.table.swap(self.index, x.detach().clone())).amax(0)
 
+    def stack(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.swap(self.index, x.detach().clone()))
+
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         sent = self.table.swap(self.index, (before.detach().clone(), after.detach().clone()))
         head = sent[self.index - 1][1] if self.index else None

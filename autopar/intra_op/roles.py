@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.intra_op.dims import Dims
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import PREFIX, Graph, Node
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ class Roles:
         return {name: classes for name, classes in found.items() if classes}
 
     def _carried_on(self, node: Node) -> Iterator[int]:
-        inputs = tuple(dict.fromkeys(self._value(name) for name in node.inputs))
-        if not node.op.startswith("aten.add") or len(inputs) != 2:
+        terms = node.inputs[:2] if node.op.startswith(f"{PREFIX}add_") else node.inputs
+        inputs = tuple(dict.fromkeys(self._value(name) for name in terms))
+        if not node.op.startswith(("aten.add", f"{PREFIX}add_")) or len(inputs) != 2:
             return
         linears = {item.node: item for item in self.linears}
         for before, branch in (inputs, inputs[::-1]):
@@ -154,9 +155,9 @@ class Roles:
         return tuple(dict.fromkeys(cls for found in self.residuals.values() for cls in found))
 
     def _value(self, name: str) -> str:
-        """What a share stands for."""
+        """What a share stands for, or one of several results."""
         name = self.graph.template[name]
-        while self.graph[name].op == "autopar.share":
+        while self.graph[name].op in ("autopar.share", "getitem"):
             name = self.graph.template[self.graph[name].inputs[0]]
         return name
 

@@ -3,7 +3,9 @@
     "zero2"  "paro-iig"  "NIG"  "GGG+I"  "paro-iig over node"  "mics in groups of 8"
 
 Behind `over` stand the mesh axes that lead from group to group, by default all but the last one;
-"over none" makes one group of all devices.
+"over none" makes one group of all devices. Parameters that are held in parts are kept whole for the
+backward or gathered again for it, what is better for each, unless "zero3, kept" or "zero3, gathered
+again" says so.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ STATES: dict[str, StateSharding] = {
 }
 
 
+_AGAIN = {"kept": False, "gathered again": True}
+
+
 def state(name: str) -> StateSharding:
     """The state sharding of that name, or the one that its letters tell ("NIG").
 
@@ -63,10 +68,12 @@ class StateChoice:
     Attributes:
         sharding: what is split how far.
         inter: the mesh axes that lead from group to group.
+        again: whether parameters are gathered again for the backward, None if that is left open.
     """
 
     sharding: StateSharding
     inter: tuple[str, ...]
+    again: bool | None = None
 
     @classmethod
     def read(cls, said: str | StateSharding, mesh: Mesh) -> StateChoice:
@@ -76,10 +83,11 @@ class StateChoice:
             StateError: there is no such sharding or axis, the sharding is not legal, or the mesh
                 has no groups of such a size.
         """
-        name, rest = str(said), ""
-        if isinstance(said, str):
-            name, rest = re.fullmatch(r"\s*(\S*)\s*(.*)", said).groups()  # type: ignore[union-attr]
-        sharding = state(name)
+        text, comma, backward = str(said).rpartition(",")
+        again = _AGAIN.get(backward.strip()) if comma else None
+        words = (str(said) if again is None else text).split(maxsplit=1)
+        name, rest = (*words, "", "")[:2]
+        sharding = state(name.rstrip(","))
         if not sharding.legal:
             raise StateError(
                 f"{said} cannot be trained",
@@ -91,24 +99,25 @@ class StateChoice:
         size = re.fullmatch(r"in groups of (\d+)", rest)
         if over:
             names = [] if over[1] == "none" else re.split(r"\s*,\s*", over[1])
-            return cls(sharding, _axes(names, mesh))
+            return cls(sharding, _axes(names, mesh), again)
         if size:
-            return cls(sharding, _leading(int(size[1]), mesh))
+            return cls(sharding, _leading(int(size[1]), mesh), again)
         if rest:
             raise StateError(
                 f"cannot read {rest!r} of the state sharding {said!r}",
-                todo='write e.g. "paro-iig over node" or "paro-iig in groups of 8"',
+                todo='write e.g. "paro-iig over node", "paro-iig in groups of 8" or "zero3, kept"',
             )
-        return cls(sharding, mesh.names[:-1])
+        return cls(sharding, mesh.names[:-1], again)
 
     def __str__(self) -> str:
-        return f"{self.sharding} over {', '.join(self.inter) or 'none'}"
+        backward = next((f", {word}" for word, again in _AGAIN.items() if again is self.again), "")
+        return f"{self.sharding} over {', '.join(self.inter) or 'none'}{backward}"
 
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
         """Where the states of a parameter lie that is used as `used`.
 
-        One that has no dimension for so many parts stays whole. Whether it is gathered again for
-        the backward is left open, unless groups keep a second copy.
+        One that has no dimension for so many parts stays whole. Groups that keep a second copy
+        gather from that for the backward.
         """
         whole = Layout(used.dims)
         inside = tuple(axis for axis in used.varying if axis not in self.inter)
@@ -120,8 +129,8 @@ class StateChoice:
         for dim in range(len(used.dims)):
             held, grads, updated = (behind(whole, dim, axes[level]) for level in levels)
             if fits(updated, tensor, mesh):
-                second = behind(whole, dim, inside)
-                for kept in (second,) if self.sharding.secondary else (whole, held):
+                copies = {None: (whole, held), False: (whole,), True: (held,)}[self.again]
+                for kept in (behind(whole, dim, inside),) if self.sharding.secondary else copies:
                     found.append(Storage(used, held, grads, updated, kept))
         return tuple(dict.fromkeys(found)) or (Storage(used, whole, whole, whole, whole),)
 

@@ -15,6 +15,7 @@ from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, Storage
 
 
@@ -25,6 +26,8 @@ class StoredCost:
     Attributes:
         seconds: of its collectives for one microbatch, with its part of what a step does once.
         beside: of those for which only the optimizer waits: its gradient's; in `seconds`.
+        fetched, refetched: of gathering it for the forward and in the backward, which the block
+            before hides; in `seconds`.
         reduced: of what is done with its gradient once a step, and
         gathered: of gathering it once the optimizer has run; of a whole step.
         nbytes: what it holds; see `lifetimes.Role`.
@@ -32,6 +35,8 @@ class StoredCost:
 
     seconds: float
     beside: float
+    fetched: float
+    refetched: float
     reduced: float
     gathered: float
     nbytes: dict[Role, float]
@@ -43,11 +48,16 @@ class StoredCost:
 
     def dominates(self, other: StoredCost) -> bool:
         """Whether it is at least as good in everything."""
-        return (
-            self.seconds - self.beside <= (other.seconds - other.beside) * (1 + 1e-12)
-            and self.beside <= other.beside * (1 + 1e-12)
-            and all(self.nbytes[role] <= other.nbytes[role] for role in self.nbytes)
+        pairs = zip(self._parts, other._parts, strict=True)
+        return all(mine <= its * (1 + 1e-12) for mine, its in pairs) and all(
+            self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
         )
+
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        """Seconds by what they are hidden behind: nothing, the backward, the forward."""
+        behind = self.beside + self.refetched
+        return self.seconds - behind - self.fetched, behind, self.fetched
 
 
 def stored_cost(
@@ -60,6 +70,7 @@ def stored_cost(
     waits: bool,
     again: float = 0.0,
     bucket: int = 1,
+    precision: Precision = AS_IS,
 ) -> StoredCost:
     """The price of one choice.
 
@@ -67,38 +78,52 @@ def stored_cost(
         node: the parameter.
         storage: where its states lie.
         mesh, model: the devices and their prices.
-        state_bytes: optimizer state in units of the parameter's own bytes.
+        state_bytes: optimizer state in units of the bytes of what it updates.
         microbatches: in a step.
-        waits: whether the backward waits for gradients.
+        waits: whether the program waits for each collective.
         again: which part of its blocks is computed again in the backward, and fetches it again.
         bucket: bytes of gradients, or of parameters, that go together.
+        precision: in which dtypes it is updated and its gradient sent.
     """
     trained = node.requires_grad
     totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
-    for hop in storage.hops(node.type, mesh, microbatches, trained):
+    for hop in storage.hops(node.type, mesh, microbatches, trained, precision):
         totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
     # A block that is computed again gathers it for that, and has it for the backward then.
-    totals["forward"] *= 1 + again
-    totals["backward"] *= 1 - again
-    beside = 0.0 if waits else (totals["accumulate"] + totals["reduce"]) / microbatches
-    held, grads, updated, used, kept = (
+    totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
+    shown = 0.0 if waits else 1 / microbatches
+    beside = shown * (totals["accumulate"] + totals["reduce"])
+    fetched, refetched = shown * totals["forward"], shown * totals["backward"]
+    own, sent = precision.updated(node.type, trained), precision.sent(node.type, trained)
+    held, used, kept = (
         float(layout.local_bytes(node.type, mesh))
-        for layout in (storage.held, storage.grads, storage.updated, storage.used, storage.kept)
+        for layout in (storage.held, storage.used, storage.kept)
     )
+    grads, updated = (
+        float(layout.local_bytes(own, mesh)) for layout in (storage.grads, storage.updated)
+    )
+    master = updated if own != node.type else 0.0
     again_fetched = storage.kept.dims != storage.used.dims
     moved = storage.updated.dims != storage.used.dims
     nbytes: dict[Role, float] = {
-        "leaf": held + (state_bytes * updated if trained else 0.0),
+        "leaf": held + (master + state_bytes * updated if trained else 0.0),
         "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
         "fetched": used if again_fetched else 0.0,
         "waiting": used,
-        "backward": used if moved else 0.0,
+        "backward": used * (moved or own != node.type)
+        + float(storage.used.local_bytes(sent, mesh)) * (moved and sent != node.type),
         "gradient": updated,
         "accumulated": grads if microbatches > 1 else 0.0,
         "update": updated,
     }
     return StoredCost(
-        sum(totals.values()) / microbatches, beside, totals["reduce"], totals["update"], nbytes
+        sum(totals.values()) / microbatches,
+        beside,
+        fetched,
+        refetched,
+        totals["reduce"],
+        totals["update"],
+        nbytes,
     )
 
 

@@ -33,11 +33,13 @@ class Subject:
         graph: normalised, with its repeats; nodes of the first block stand for those of all.
         mesh: the devices.
         rules: by operator.
+        stored: whether words say where the states of parameters lie; not if a user said it.
     """
 
     graph: Graph
     mesh: Mesh
     rules: Mapping[str, OpRule]
+    stored: bool = True
     _options: dict[str, tuple[Option, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -115,9 +117,13 @@ def write(
 
 
 def spell_out(
-    pins: PinsLike | None, graph: Graph, mesh: Mesh, rules: Mapping[str, OpRule]
+    pins: PinsLike | None,
+    graph: Graph,
+    mesh: Mesh,
+    rules: Mapping[str, OpRule],
+    stored: bool = True,
 ) -> dict[str, str]:
-    """Everything that was said, as pins by name.
+    """Everything that was said, as pins by name; arguments as of `Subject`.
 
     Raises:
         PinError: a word does not apply to this model, or is none.
@@ -126,7 +132,7 @@ def spell_out(
     if pins is None:
         return {}
     said = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
-    subject = Subject(graph, mesh, rules)
+    subject = Subject(graph, mesh, rules, stored)
     groups = []
     for word in said:
         if not isinstance(word, Mapping) and not callable(word):

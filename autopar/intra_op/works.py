@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from autopar.cost.model import Gemm, NodeWork, Work
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
-from autopar.ir.graph import Graph, Node
+from autopar.ir.across import CHUNK
+from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import MIXTURE
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
@@ -135,13 +136,15 @@ def node_work(
         Kernels with local FLOPs and bytes. Empty for leaves and for views forwards; without
         `backward` where no gradient flows.
     """
-    if node.is_leaf or not node.types:
+    if node.is_leaf or not node.types or node.name in graph.aside:
         return NodeWork()
     local = _Local(graph, node, operands, results, signature, mesh)
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
     if node.alias is not None or node.op.startswith("autopar."):
         return NodeWork((), _view_gradient(local) if node.requires_grad else ())
+    if node.op.startswith(PREFIX):
+        return _kernel(local, node.op.removeprefix(PREFIX))
     name = base(node.op)
     if name in _PRODUCTS and signature is not None and len(local.operands) > 1:
         return _product(local, signature, *_PRODUCTS[name])
@@ -243,6 +246,43 @@ def _attention(local: _Local) -> NodeWork:
     back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
     moved = 2 * (local.read + local.written)  # each with its gradient
     return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
+
+
+def _kernel(local: _Local, name: str) -> NodeWork:
+    """A kernel in the place of several operators: each operand crosses the memory bus once."""
+    if name == "linear_cross_entropy":
+        return _chunked_loss(local)
+    forward = local.work(local.flops, local.read + local.written + local.extra)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    made = sum(
+        tensor.nbytes for tensor, needs in zip(local.operands, local.wanted, strict=True) if needs
+    )
+    if name.startswith("add_"):  # both terms have one gradient
+        made -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
+    moved = local.written + local.saved + local.extra + made
+    return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
+
+
+def _chunked_loss(local: _Local) -> NodeWork:
+    """`kernels.linear_cross_entropy`: three products and three passes over the logits at once.
+
+    The gradient of the weight is added up in float32, a chunk of rows at a time.
+    """
+    x, weight, labels = local.operands
+    rows, (words, features) = labels.numel, weight.shape
+    logits = rows * words * DTYPE_BYTES[x.dtype]
+    passes = local.work(10.0 * rows * words, 3.0 * logits + 2 * labels.nbytes)
+    gemm = Gemm(1, rows, words, features)
+    product = local.work(gemm.flops, x.nbytes + weight.nbytes + logits, gemm)
+    if not local.node.requires_grad:
+        return NodeWork((product, passes))
+    backward = Gemm(1, rows, features, words), Gemm(1, words, features, rows)
+    chunks = -(-rows // CHUNK)
+    added = local.work(weight.numel * chunks, 3.0 * 4 * weight.numel * chunks)
+    both = tuple(local.work(g.flops, x.nbytes + weight.nbytes + logits, g) for g in backward)
+    scaled = tuple(local.gradient(t.numel, 2.0 * t.nbytes) for t in (x, weight))
+    return NodeWork((product, passes, *both, added), scaled)
 
 
 def _mixture(local: _Local, signature: Signature) -> NodeWork:
@@ -364,6 +404,11 @@ def _view_gradient(local: _Local) -> tuple[Work, ...]:
     return ()
 
 
+# FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them.
+_BACKWARD_FLOPS = {
+    "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
+    "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,
+}  # fmt: skip
 _KERNELS: dict[str, Callable[[_Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,
     **{f"conv{space}d": _convolution for space in (1, 2, 3)},

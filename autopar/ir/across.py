@@ -22,6 +22,7 @@ from torch import Tensor
 from autopar.ir.mixture import mixture
 
 Axes = str | tuple[str, ...]
+CHUNK = 2048  # rows of logits that exist at a time: as many as keep a GPU busy
 
 
 class Peers(Protocol):
@@ -42,6 +43,10 @@ class Peers(Protocol):
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest over all devices, on each."""
+        ...
+
+    def stack(self, x: Tensor) -> Tensor:
+        """What each device has, all of equal shapes, side by side along a new first dimension."""
         ...
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -118,6 +123,29 @@ class Across(ABC):
         )
         total: Tensor = losses if reduction == "none" else losses.sum()
         return total
+
+    def linear_cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, ignored: int, *, axis: Axes, size: int
+    ) -> Tensor:
+        """The sum of the losses of logits x weightᵀ, of which this device has a part of the words.
+
+        The gradient of x is this device's part of a sum.
+        """
+        # Not at the top: it brings Triton, which takes a second.
+        from autopar_kernels.linear_cross_entropy import parallel_linear_cross_entropy
+
+        peers = self.group(axis)
+        found: Tensor = parallel_linear_cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            start=peers.own(size)[0],
+            vocabulary=size,
+            gather=peers.stack,
+            ignored=ignored,
+            chunk=CHUNK,
+        )
+        return found
 
     def softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
         """softmax over a split dimension, which stays split."""

@@ -8,9 +8,11 @@ neighbour (a convolution). Their form on one device calls a method of `autopar/i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autopar.ir.across import CHUNK
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Arg, Node, Ref
 from autopar.ir.mesh import Mesh
@@ -27,13 +29,14 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class _Form:
-    """An operator's form on parts of dimensions of its first operand.
+    """An operator's form on parts of dimensions of one operand, mostly the first.
 
     Attributes:
         method: of `Across`.
         dims: which dimensions it looks into, by node and operand types.
         write: the arguments of the method, but for `axis` and `size`.
         sized: whether the method is told the whole extent of the dimension.
+        operand: which one it looks into.
         forward, backward: the all_reduces it makes; of how many values for each row, and their
             dtype, "" for that of the operand, "wide" if that is at least f32. A row is all that
             differs in the looked-into dimensions only.
@@ -45,6 +48,7 @@ class _Form:
     sized: bool = False
     forward: tuple[tuple[int, str], ...] = ()
     backward: tuple[tuple[int, str], ...] = ()
+    operand: int = 0
 
 
 def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
@@ -68,7 +72,7 @@ def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
     more: Kwargs = (("axis", _one(axes)),)
     if form.sized:
         (dim,) = form.dims(node, types)
-        more += (("size", types[0].shape[dim]),)
+        more += (("size", types[form.operand].shape[dim]),)
     return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
 
 
@@ -82,6 +86,8 @@ def exchanged(
     axes = _axes(form, node, types, operands) if form is not None else ()
     if form is None or not axes:
         return (), ()
+    if form.method == "linear_cross_entropy":
+        return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
     looked = form.dims(node, types)
     shape = operands[0].local_shape(types[0].shape, mesh)
     rows = 1
@@ -102,6 +108,13 @@ def exchanged(
     return calls[0], calls[1] if node.requires_grad else ()
 
 
+def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:
+    """Three float32 numbers of every row, gathered a chunk of rows at a time."""
+    count, ways = math.prod(rows), 3 * DTYPE_BYTES["f32"]
+    sizes = (min(CHUNK, count - start) for start in range(0, count, CHUNK))
+    return tuple(Collective("all_gather", axes, size * ways) for size in sizes)
+
+
 def _one(axes: tuple[str, ...]) -> Arg:
     """A single axis by its name."""
     return axes[0] if len(axes) == 1 else axes
@@ -109,7 +122,9 @@ def _one(axes: tuple[str, ...]) -> Arg:
 
 def _axes(form: _Form, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
     """The mesh axes that split what the operator looks into."""
-    return tuple(axis for dim in form.dims(node, types) for axis in operands[0].dims[dim])
+    return tuple(
+        axis for dim in form.dims(node, types) for axis in operands[form.operand].dims[dim]
+    )
 
 
 def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
@@ -211,6 +226,9 @@ _FORMS = {
     "aten.nll_loss_nd": _Form("nll_loss", _classes, _loss, True),
     "aten.cross_entropy_loss": _Form(
         "cross_entropy", _classes, _loss, True, forward=(_WIDE, (2, "wide"))
+    ),
+    "kernels.linear_cross_entropy": _Form(
+        "linear_cross_entropy", lambda node, types: (0,), _as_is, True, operand=1
     ),
     "aten.softmax.int": _Form("softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
     "aten.log_softmax.int": _Form("log_softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),

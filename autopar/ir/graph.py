@@ -7,7 +7,8 @@ one dimension (`dim=1, start=0, length=768`), so that the parts of a fused proje
 their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
 (the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
-annotation.py) and `autopar.detach`.
+annotation.py), `autopar.detach`, and the kernels that stand for several operators
+("kernels.rms_norm", see fusion/).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from autopar.errors import GraphError
 from autopar.ir.tensor import TensorType
 
 LEAVES = ("input", "param", "buffer", "received")
+PREFIX = "kernels."  # of operators that are functions of `autopar.ir.kernels`
+# Kernels in whose place outputs of the graph are computed again, should somebody ask for them.
+RECOMPUTED = ("kernels.linear_cross_entropy",)
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,30 @@ class Graph:
     def folded(self) -> tuple[Node, ...]:
         """The nodes that stand for all: everything outside runs and the first block of each."""
         return tuple(node for node in self.nodes if self.template[node.name] == node.name)
+
+    @cached_property
+    def aside(self) -> frozenset[str]:
+        """Operators outside of blocks that outputs need but the loss does not.
+
+        They run only where somebody asks for these outputs: no step of training does. That is so
+        where a kernel has taken the place of operators on the way to the loss, and nowhere else.
+        """
+        if self.loss is None or not any(node.op in RECOMPUTED for node in self.nodes):
+            return frozenset()
+        wanted = {self.loss}
+        for node in reversed(self.nodes):
+            wanted.update(node.inputs if node.name in wanted else ())
+        wanted.update(name for repeat in self.repeats for it in repeat.iterations for name in it)
+        return frozenset(n.name for n in self.nodes if not n.is_leaf and n.name not in wanted)
+
+    @cached_property
+    def trained(self) -> Graph:
+        """What a step of training runs: all but what stands `aside`."""
+        if not self.aside:
+            return self
+        nodes = tuple(node for node in self.nodes if node.name not in self.aside)
+        outputs = tuple((user, name) for user, name in self.outputs if name not in self.aside)
+        return replace(self, nodes=nodes, outputs=outputs)
 
     def leaves(self, kind: str) -> tuple[Node, ...]:
         """All nodes of one leaf kind, in order."""

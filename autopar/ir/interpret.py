@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import GraphError
 from autopar.ir.across import Across
-from autopar.ir.graph import Arg, Graph, Name, Node, Ref
+from autopar.ir.graph import PREFIX, Arg, Graph, Name, Node, Ref
 from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import TensorType
 
@@ -216,6 +217,10 @@ def execute(
         return args[0][args[1]]
     if node.op.startswith("mesh."):
         return getattr(mesh, node.op.removeprefix("mesh."))(*args, **kwargs)
+    if node.op.startswith(PREFIX):
+        # Importing them makes torch operators of them, which most graphs have no use for.
+        kernels = importlib.import_module("autopar.ir.kernels")
+        return getattr(kernels, node.op.removeprefix(PREFIX))(*args, **kwargs)
     if node.op in ("autopar.share", "autopar.shard"):
         return args[0]
     if node.op == "autopar.detach":

@@ -18,7 +18,7 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import ProgramError, StateError
+from autopar.errors import PrecisionError, ProgramError, StateError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies, in_one_piece
@@ -32,15 +32,18 @@ from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
+from autopar.ir.fusion import fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.passes import PASSES, Pass, prepare
+from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning.fitting import EXACT, Made, fitting, solved
+from autopar.planning.fused import fused
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
 from autopar.simulate import run, settings_on, tasks
@@ -51,7 +54,8 @@ class Options:
     """What a user may say beyond model and mesh; see `compile`.
 
     `elementwise` is whether the optimizer can update parts of a parameter; `whole` is the mesh of
-    which the one to plan for is a part, which a calibration is of.
+    which the one to plan for is a part, which a calibration is of; `fuse` names the patterns in
+    whose place kernels go (see `autopar.ir.fusion.choose`).
     """
 
     loss_fn: Callable[..., Tensor] | None = None
@@ -67,6 +71,8 @@ class Options:
     state: str | StateSharding | None = None
     elementwise: bool = True
     whole: Mesh | None = None
+    precision: Precision = AS_IS
+    fuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
@@ -125,20 +131,34 @@ def capture_graph(
 ) -> Captured:
     """The model's forward on a batch, normalised, annotated and with its repeated blocks.
 
-    With other `passes` it is what these make of it.
+    With other `passes`, which begin with all of `NORMALISING`, it is what these make of it. Kernels
+    are placed after those.
 
     Raises:
         CaptureError: the model cannot be traced.
         BatchError: the model does not take the batch.
     """
-    captured = capture(model, args, kwargs, loss_fn=options.loss_fn, known=options.table)
+    captured = capture(
+        model,
+        args,
+        kwargs,
+        loss_fn=options.loss_fn,
+        known=options.table,
+        precision=options.precision,
+    )
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = verify(decompose_unknown(captured.graph, options.table))
     trace("decompose_unknown.txt", lambda: format_graph(graph))
-    graph = prepare(
-        graph, lambda name, graph: trace(f"{name}.txt", lambda: format_graph(graph)), passes
-    )
-    return replace(captured, graph=graph)
+
+    def keep(name: str, graph: Graph) -> None:
+        trace(f"{name}.txt", lambda: format_graph(graph))
+
+    graph = prepare(graph, keep, NORMALISING)
+    if options.fuse:
+        graph = verify(fuse(graph, options.fuse))
+        keep("fuse", graph)
+    finding = tuple(step for step in passes if step not in NORMALISING)
+    return replace(captured, graph=prepare(graph, keep, finding))
 
 
 def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
@@ -149,10 +169,28 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     Raises:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
+        PrecisionError: the device has no such arithmetic.
     """
+    refuse_what_device_lacks(mesh, options.precision)
     if options.calibration is None:
         return AnalyticModel(mesh)
     return MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
+
+
+def refuse_what_device_lacks(mesh: Mesh, precision: Precision) -> None:
+    """PrecisionError if a mesh's devices do not compute in the precision faster than in f32.
+
+    Where the hardware lacks a format, devices.toml has the rate of the one that stands in for it.
+    """
+    known, compute = device(mesh), precision.compute
+    if not compute or known.name.lower() == "cpu":
+        return
+    if compute in ("bf16", "f16") and known.rate(compute, True) <= known.rate("f32", True):
+        raise PrecisionError(
+            f"{known.name} does not compute in {compute}",
+            why="it has no such arithmetic, so f32 stands in for it",
+            todo='pass precision="fp16"' if compute == "bf16" else 'pass precision="fp32"',
+        )
 
 
 def calibration_of(prices: CostModel) -> str:
@@ -214,7 +252,9 @@ class Planner:
     ) -> None:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.state_bytes, self.repeated = state_bytes, repeated
-        self.pins = spell_out(options.pins, graph, mesh, options.table)
+        self.pins = spell_out(
+            options.pins, graph, mesh, options.table, stored=options.state is None
+        )
         self.prices = cost_model(mesh, options)
         self._branches: dict[Key, Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches
@@ -250,6 +290,7 @@ class Planner:
             microbatches=int(self._step.get("microbatches", 1)),
             lies=options.lies(self.mesh),
             bucket=bucket_of(self.graph),
+            precision=options.precision,
         )
         single = built.problem
         if self.repeated is not None:
@@ -272,7 +313,10 @@ class Planner:
                 step=self._step,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
+                precision=options.precision,
+                fuse=options.fuse,
             )
+            found = replace(found, fused=fused(self.graph, found, options.table, self.prices))
             counted = found.predicted["peak_bytes"]
             others = counted - evaluate(single, choice).peak  # other microbatches
             alone = replace(found, predicted=found.predicted | {"peak_bytes": counted - others})

@@ -42,7 +42,7 @@ def stage_pins(
     found = []
     for part, mesh in zip(parts, meshes, strict=True):
         if mesh not in spoken:
-            spoken[mesh] = spell_out(words, whole, mesh, options.table)
+            spoken[mesh] = spell_out(words, whole, mesh, options.table, options.state is None)
         told = _told(spoken[mesh], whole, part)
         found.append(joined([naming(part, plain), told]))
     missing = set(plain) - {key for pins in found for key in pins}
@@ -59,7 +59,8 @@ def pins_of(graph: Graph, part: Graph, mesh: Mesh, options: Options) -> dict[str
     """The pins of one stage, whatever names nothing in it; arguments as of `stage_pins`."""
     plain, words = _said(options)
     whole = prepare(graph, passes=FINDING) if words else graph
-    told = _told(spell_out(words, whole, mesh, options.table), whole, part) if words else {}
+    said = spell_out(words, whole, mesh, options.table, options.state is None) if words else {}
+    told = _told(said, whole, part) if words else {}
     return joined([naming(part, plain), told])
 
 

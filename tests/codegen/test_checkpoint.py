@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import resource
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from tests import models
 from tests.models import Mlp
 
 SINGLE = "cpu: x=1"
+NOBODY = 65534
 BATCH = torch.arange(32.0).reshape(4, 8).sin()
 
 
@@ -243,6 +245,39 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"one", "mine"}
     program.load_checkpoint(path)
     assert trained(program) == losses
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Inside, this process may not write into a folder; root becomes nobody, bound by modes."""
+    user = os.geteuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_folder_that_is_read_only_is_named_and_keeps_what_it_holds() -> None:
+    program = small()
+    trained(program)
+    with tempfile.TemporaryDirectory() as name:  # not below a folder that only root may enter
+        folder = Path(name)
+        path = program.save_checkpoint(folder / "one").result()
+        before, losses = contents(path), trained(program)
+        with read_only(folder):
+            for target in (path, folder / "other"):
+                for asynchronous in (False, True):
+                    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+                        program.save_checkpoint(target, asynchronous=asynchronous).result()
+                    assert "Permission denied" in caught.value.why
+        assert contents(path) == before
+        assert [file.name for file in folder.iterdir()] == ["one"]
+        program.load_checkpoint(path)
+        assert trained(program) == losses
 
 
 def test_an_interrupted_replacement_is_made_good(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from autopar.ir.passes import prepare
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
 from autopar.simulate import Settings, run, tasks
+from autopar.simulate.settings import OVERLAPS
 from autopar.simulate.task import Task
 
 OPTION = Option("any", (), (), 1.0)
@@ -65,13 +66,16 @@ def drawn(draw: st.DrawFn) -> Built:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     heavy = draw(st.sampled_from([0.2, 1.0, 5.0]))
     nodes: list[Choices] = []
-    backward: dict[str, tuple[float, ...]] = {}
-    beside: dict[str, tuple[float, ...]] = {}
+    parts: list[dict[str, tuple[float, ...]]] = [{} for _ in range(5)]
+    forward, backward, beside, fetched, refetched = parts
+    both = draw(st.booleans())  # whether parameters are gathered, too
     for i, size in enumerate(rng.integers(2, 5, 6)):
-        part = rng.uniform(0, 10, size) * (heavy if i % 2 else 1.0)
-        (beside if i % 2 else backward)[f"n{i}"] = tuple(part)
-        cost = tuple(part + rng.uniform(0, 4, size))
-        nodes.append(Choices(f"n{i}", ("",) * size, cost, (0.0,) * size, (0, 1)))
+        cost = rng.uniform(0, 4, size)
+        for part in (beside, fetched, refetched)[: 3 if both else 1] if i % 2 else parts[:2]:
+            seconds = rng.uniform(0, 10, size) * (heavy if i % 2 else 1.0)
+            part[f"n{i}"] = tuple(seconds)
+            cost += seconds
+        nodes.append(Choices(f"n{i}", ("",) * size, tuple(cost), (0.0,) * size, (0, 1)))
     edges = [
         Edge(a, a + 1, rng.uniform(0, 6, (len(nodes[a].cost), len(nodes[a + 1].cost))))
         for a in range(5)
@@ -85,6 +89,9 @@ def drawn(draw: st.DrawFn) -> Built:
         backward,
         beside,
         draw(st.sampled_from([1.0, 1.189, 1.6])),
+        forward=forward,
+        fetched=fetched,
+        refetched=refetched,
     )
 
 
@@ -123,7 +130,7 @@ def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, b
     )
     model, slowdown = AnalyticModel(mesh), device(mesh).slowdown
     built = build(graph, mesh, model, rules(), slowdown=slowdown)
-    settings = Settings(at_once=True, overlap=frozenset({"gradient"}))
+    settings = Settings(at_once=True, overlap=frozenset(OVERLAPS))
 
     def simulated(choice: tuple[int, ...]) -> float:
         plan = Plan(fingerprint(graph), mesh, layouts(built, graph, choice))

@@ -11,9 +11,9 @@ from autopar.cli.model import Wanted, capture_model
 from autopar.codegen.optimizer import elementwise
 from autopar.errors import InfeasibleError, StateError
 from autopar.ir.mesh import Mesh
+from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, make_plan
-from tests.state_sharding import UsedWhole
 
 # PaRO (arXiv:2310.06003), section 5: LLaMA-65B on 32 A100-80, mixed precision, 4 samples of 512
 # tokens a device, checkpointing; the others run out of memory.
@@ -28,7 +28,7 @@ def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
     found = {}
     for name in FITS:
         options = Options(
-            pins=[UsedWhole()], state=name, recompute="full", microbatches=10, memory="80GB"
+            pins=[data_parallel()], state=name, recompute="full", microbatches=10, memory="80GB"
         )
         try:
             # Six times two bytes of a bf16 parameter: master, momentum and variance in float32.
@@ -46,17 +46,31 @@ def small(**more: object) -> Plan:
 
 
 def test_a_state_is_kept_by_the_plan_and_its_file() -> None:
-    plan = small(state="NIG over node", pins=[UsedWhole()], microbatches=4)
+    plan = small(state="NIG over node", pins=[data_parallel()], microbatches=4)
     assert plan.state == "NIG over node"
     assert Plan.from_toml(plan.to_toml()) == plan
-    shares = [name for name in plan.nodes if f"{name}_share" in plan.nodes]
-    leaves = [name for name in shares if not plan.nodes[name].operands]
-    storages = [plan.storage(name, f"{name}_share") for name in leaves]
+    storages = [plan.storage(name, f"{name}_share") for name in _parameters(plan)]
     # The gradient of positions is summed before it reaches the table: that has no parts to reduce.
     reduced = [s for s in storages if s.used.varying]
     assert len(storages) - len(reduced) <= 1
     axes = {(s.axes("held"), s.axes("grads"), s.axes("updated")) for s in reduced}
     assert axes == {((), ("gpu",), ("gpu", "node"))}
+
+
+def test_whether_parameters_are_gathered_again_may_be_said() -> None:
+    for said, again in (("zero3, kept", False), ("zero3 over none, gathered again", True)):
+        plan = small(state=said, pins=[data_parallel()])
+        storages = [plan.storage(name, f"{name}_share") for name in _parameters(plan)]
+        reduced = [storage for storage in storages if storage.axes("held")]
+        assert reduced
+        assert all((s.kept.dims == s.held.dims) == again for s in reduced)
+    with pytest.raises(StateError, match="never"):
+        small(state="zero3, never")
+
+
+def _parameters(plan: Plan) -> list[str]:
+    shares = [name for name in plan.nodes if f"{name}_share" in plan.nodes]
+    return [name for name in shares if not plan.nodes[name].operands]
 
 
 def test_optimizers_that_mix_elements_keep_parameters_in_one_piece() -> None:

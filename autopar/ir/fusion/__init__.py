@@ -1,0 +1,125 @@
+"""A pass that puts kernels in the place of what models write out.
+
+Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
+does not reach over the border of a repeated block, so that all blocks stay alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.errors import GraphError, ProgramError
+from autopar.ir.fusion.match import find
+from autopar.ir.fusion.pattern import Match, Pattern, Writer
+from autopar.ir.fusion.patterns import names, patterns
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.repeats import find_repeats
+from autopar.ir.rewrite import Names, eliminate_dead
+
+__all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "matches", "names", "patterns"]
+
+Fuse = bool | Mapping[str, bool] | Sequence[str]
+
+Home = tuple[int, int] | None  # run and block
+Known = dict[tuple[str, tuple[Arg, ...]], Ref]
+
+
+def choose(fuse: Fuse) -> tuple[str, ...]:
+    """The names of the patterns that a user asks for.
+
+    Args:
+        fuse: all or none, those of a list, or all but those that a mapping switches off.
+
+    Raises:
+        ProgramError: there is no pattern of such a name.
+    """
+    if isinstance(fuse, bool):
+        return names() if fuse else ()
+    listed = (fuse,) if isinstance(fuse, str) else tuple(fuse)
+    unknown = [name for name in listed if name not in names()]
+    if isinstance(fuse, str) or unknown:
+        raise ProgramError(
+            f"there is no pattern {(unknown or listed)[0]!r} to fuse",
+            why=f"there are {', '.join(names())}",
+            todo="pass True, False, a list of these, or a mapping of them to True or False",
+        )
+    if isinstance(fuse, Mapping):
+        return tuple(name for name in names() if fuse.get(name, True))
+    return tuple(name for name in names() if name in listed)
+
+
+def matches(graph: Graph, chosen: tuple[str, ...]) -> tuple[tuple[Pattern, Match], ...]:
+    """Where the patterns called `chosen` are found, in execution order, none in two.
+
+    Args:
+        graph: normalised, without shares.
+        chosen: of `names()`.
+    """
+    wanted = [pattern for pattern in patterns() if pattern.name in chosen]
+    home = _blocks(graph) if wanted else {}
+    found: list[tuple[Pattern, Match]] = []
+    taken: set[str] = set()
+    # From the end: what a longer pattern holds inside is no match of its own.
+    for node in reversed(graph.nodes):
+        for pattern in wanted:
+            match = find(pattern, graph, node)
+            if match is None or taken & match.inside:
+                continue
+            if len({home.get(name) for name in match.inside}) == 1:
+                found.append((pattern, match))
+                taken |= match.inside
+                break
+    return tuple(reversed(found))
+
+
+def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
+    """`graph` with kernels in the place of the patterns called `chosen`; see `matches`."""
+    found = matches(graph, chosen)
+    if not found:
+        return graph
+    fresh = Names(node.name for node in graph.nodes)
+    nodes = {node.name: node for node in graph.nodes}
+    home, known = _blocks(graph), defaultdict[Home, Known](dict)
+    for pattern, match in found:
+        writer = Writer(match.found, fresh, known[home.get(match.found.name)])
+        pattern.replace(match, writer)
+        for node in writer.nodes:
+            nodes[node.name] = node
+    return eliminate_dead(replace(graph, nodes=_in_order(graph, nodes), repeats=()))
+
+
+def _in_order(graph: Graph, nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+    """The nodes in execution order: as they were, but each after what it reads."""
+    placed: dict[str, Node] = {}
+
+    def place(name: str) -> None:
+        stack = [name]
+        while stack:
+            if len(stack) > len(nodes):
+                raise GraphError(
+                    "kernels would read one another's results",
+                    where=str(nodes[name].source),
+                    todo="compile with fuse=False",
+                )
+            node = nodes[stack[-1]]
+            missing = [read for read in dict.fromkeys(node.inputs) if read not in placed]
+            if missing:
+                stack += reversed(missing)
+            else:
+                placed.setdefault(stack.pop(), node)
+
+    for node in graph.nodes:
+        place(node.name)
+    return tuple(placed.values())
+
+
+def _blocks(graph: Graph) -> dict[str, tuple[int, int]]:
+    """The run and the block to which each node belongs that is in one."""
+    return {
+        name: (run, number)
+        for run, repeat in enumerate(find_repeats(graph).repeats)
+        for number, iteration in enumerate(repeat.iterations)
+        for name in iteration
+    }

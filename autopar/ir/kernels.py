@@ -1,0 +1,72 @@
+"""The kernels as graphs and generated programs call them.
+
+What a kernel keeps for its own backward is no result here. Importing this module makes torch
+operators of them; on a GPU Triton's kernels run, elsewhere their references.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ir.across import CHUNK
+from autopar_kernels.registry import register
+
+_LIBRARY = register()  # holds the operators
+_OPS = torch.ops.autopar_kernels
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over the root of its mean square, times the weight."""
+    y: Tensor = _OPS.rms_norm(x, weight, eps)[0]
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum."""
+    y, h, _ = _OPS.add_rms_norm(x, residual, weight, eps)
+    return y, h
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The layer norm of x + residual, and that sum."""
+    y, h, *_ = _OPS.add_layer_norm(x, residual, weight, bias, eps)
+    return y, h
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up."""
+    y: Tensor = _OPS.swiglu(gate, up)
+    return y
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) up, in the tanh form."""
+    y: Tensor = _OPS.geglu(gate, up)
+    return y
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form, which torch has in one kernel."""
+    return F.gelu(x, approximate="tanh")
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x, (batch, row, head, width), rotated by angles (row, width) whose halves are alike."""
+    y: Tensor = _OPS.rotary(x, cos, sin)
+    return y
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """The sum of the losses of logits x weightᵀ, a chunk of rows at a time.
+
+    x is (..., features), labels are (...); those that are `ignored` do not count.
+    """
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    arguments = (ignored, 0.0, CHUNK, gradients)
+    loss: Tensor = _OPS.linear_cross_entropy(rows, weight, flat, *arguments)[0]
+    return loss

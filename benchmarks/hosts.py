@@ -1,0 +1,99 @@
+"""Two hosts on one machine: network namespaces that a slow link joins. Needs root, ip and tc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PORT = 29577
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace.
+
+    Attributes:
+        name: of the namespace.
+        address: of its end of the link.
+        interface: that end.
+    """
+
+    name: str
+    address: str
+    interface: str
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
+    """Two namespaces and the link between them, `rate` in each direction ("1gbit"); removed after.
+
+    Leaves the program if they cannot be made, with the command that failed.
+    """
+    tag = f"ap{os.getpid()}"
+    hosts = tuple(Host(f"{tag}-{n}", f"10.213.77.{n + 1}", f"{tag}v{n}") for n in range(2))
+    first, second = hosts
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # past `finally`
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.name)
+        ends = (first.interface, "type", "veth", "peer", "name", second.interface)
+        _run("ip", "link", "add", *ends)
+        for host in hosts:
+            _run("ip", "link", "set", host.interface, "netns", host.name)
+            inside = ("ip", "-n", host.name)
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*inside, "link", "set", "lo", "up")
+            _run(*inside, "link", "set", host.interface, "up")
+            shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+            _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
+        yield first, second
+    finally:
+        for host in hosts:  # the link goes with them
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+        subprocess.run(["ip", "link", "del", first.interface], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def launch(hosts: Sequence[Host], each: int, command: Sequence[str]) -> int:
+    """Run a command as `each` ranks on every host; the first exit status that is not 0."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, host in enumerate(hosts):
+            for local in range(each):
+                rank = {"RANK": number * each + local, "LOCAL_RANK": local}
+                shared = {"WORLD_SIZE": len(hosts) * each, "LOCAL_WORLD_SIZE": each}
+                there = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT}
+                given: Mapping[str, object] = {**rank, **shared, **there}
+                environment = os.environ | {key: str(value) for key, value in given.items()}
+                environment |= {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+                inside = ["ip", "netns", "exec", host.name]
+                running.append(subprocess.Popen([*inside, *command], env=environment))
+        return _end(running)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+        for process in running:
+            process.wait()
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all are done or one has failed."""
+    while True:
+        codes = [process.poll() for process in running]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            return failed[0] if failed else 0
+        time.sleep(0.2)

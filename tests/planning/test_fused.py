@@ -1,0 +1,92 @@
+"""A kernel's price is below that of what it stands for, in the plan and in the simulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.emit import emit
+from autopar.cost.model import AnalyticModel
+from autopar.intra_op.works import works
+from autopar.ir.fusion import names
+from autopar.ir.graph import PREFIX, Graph
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.simulate import run, settings_on, tasks
+
+GPUS = Mesh.parse("H100: gpu=4")
+WIDTH, WORDS, ROWS = 256, 4096, (8, 512)
+
+
+class Model(nn.Module):
+    """A norm, a gate, and the loss of a last linear, of which the model gives the logits too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.down, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.table(ids)
+        h = x + self.mix(x)
+        y = self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+        h = h + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        logits = self.head(h)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss, logits
+
+
+def planned(fuse: tuple[str, ...]) -> tuple[Graph, Plan, float, float]:
+    """The graph and its plan, and the seconds and bytes of the simulated step."""
+    with torch.device("meta"):
+        model = Model()
+    ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+    options = Options(fuse=fuse)
+    graph = capture_graph(model, (ids, ids), {}, options, Trace(None)).graph
+    plan = make_plan(graph, GPUS, options, Trace(None))
+    prices = AnalyticModel(GPUS)
+    done = tasks(graph, plan, works(graph, plan, options.table), prices, settings_on("H100", 2.0))
+    played = run(done, prices, 1.0)
+    return graph, plan, played.seconds, played.memory.peak
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Graph, Plan]:
+    plain, _, seconds, peak = planned(())
+    graph, plan, fused_seconds, fused_peak = planned(names())
+    assert not any(node.op.startswith(PREFIX) for node in plain.nodes)
+    assert fused_seconds < seconds
+    assert fused_peak < peak  # neither logits nor their gradients are there at once
+    return graph, plan
+
+
+def test_a_plan_says_what_was_fused_and_what_it_saves(
+    both: tuple[Graph, Plan],
+) -> None:
+    _, plan = both
+    assert set(plan.fused) == {"add_rms_norm", "swiglu", "linear_cross_entropy"}
+    for name in ("add_rms_norm", "swiglu"):
+        entry = plan.fused[name]
+        assert entry.count == 1
+        assert entry.nbytes > 0
+        assert entry.seconds > 0
+        assert "test_fused.py:" in entry.first
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_programs_leave_out_what_nobody_asks_for(
+    both: tuple[Graph, Plan],
+) -> None:
+    graph, plan = both
+    source = emit(graph, plan, AnalyticModel(GPUS).collective)
+    body = source.partition("def forward(mesh, p, batch, outputs=True):")[2]
+    step, _, aside = body.partition("if not outputs:")
+    assert "kernels.linear_cross_entropy(" in step
+    assert "head" in aside
+    assert "ASIDE = True" in source
+    assert "from autopar.ir import kernels" in source

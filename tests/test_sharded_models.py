@@ -1,0 +1,116 @@
+"""State shardings of GPT-2 and Llama, beside tensor parallelism, stages and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ir.state import shardings
+from tests.ranks import run_ranks
+from tests.state_sharding import Case, Jobs, Run, gpt2, llama, unsharded
+
+STATES = [str(one) for one in shardings()]
+MODELS = {"gpt2": gpt2, "llama": llama}
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAFACTOR = partial(torch.optim.Adafactor, lr=1e-2)
+
+
+def train(cases: list[Case], tolerance: float = 1e-9) -> None:
+    """Train all cases in one process group, and compare each with one device."""
+    ranks = run_ranks(Jobs(cases).train)
+    known: dict[tuple[Any, ...], Run] = {}
+    wrong = {}
+    for number, case in enumerate(cases):
+        key = (case.make, case.optimizer, case.microbatches, case.steps)
+        whole = known.setdefault(key, known.get(key) or unsharded(case))
+        error = max(rank[number][0].error(whole) for rank in ranks)
+        if not error <= tolerance:
+            wrong[case] = error
+    assert not wrong
+
+
+def test_states_train_beside_tensor_parallelism_stages_recomputation_and_other_optimizers() -> None:
+    train(
+        [
+            Case("zero2", 2, tensor=True),
+            Case("zero3", 2, stages=2, again=True),
+            Case("zero3", recompute="full", again=True),
+            Case("paro-iig", 2, optimizer=MOMENTUM),
+            Case("ddp", 2, optimizer=ADAFACTOR),
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_train_as_one_device_does(name: str, microbatches: int) -> None:
+    """Under all fourteen, with ZeRO++'s second copy, and where blocks are gathered again."""
+    case = Case("", microbatches, make=MODELS[name], steps=5)
+    cases = [replace(case, state=state) for state in [*STATES, "zero++"]]
+    cases += [replace(case, state=state, again=True) for state in ("zero3", "hsdp", "paro-igg")]
+    train(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_momentum_is_split_like_any_state(name: str) -> None:
+    case = Case("", 4, make=MODELS[name], steps=5, optimizer=MOMENTUM)
+    train([replace(case, state=state) for state in [*STATES, "zero++"]])
+
+
+@pytest.mark.slow
+def test_adafactor_updates_whole_parameters() -> None:
+    case = Case("ddp", make=gpt2, steps=5, optimizer=ADAFACTOR)
+    train([replace(case, make=make, microbatches=n) for make, n in product((gpt2, llama), (1, 4))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_split_beside_tensor_parallelism(name: str) -> None:
+    case = Case("", 4, make=MODELS[name], steps=5, tensor=True)
+    states = ["NNN", "NNG", "NGG", "GGG", "III over none", "NIG over none", "IIG over none"]
+    cases = [replace(case, state=state) for state in states]
+    train(
+        [
+            *cases,
+            replace(case, state="GGG", again=True),
+            replace(case, state="ddp", optimizer=ADAFACTOR),
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_split_in_stages(name: str) -> None:
+    """Each on two devices; what two stages share is added up before it is updated."""
+    case = Case("", 4, make=MODELS[name], steps=5, stages=2)
+    states = [
+        "NNN",
+        "NNG",
+        "NGG",
+        "GGG",
+        "III",
+        "NIG over none",
+        "IIG over none",
+        "zero++ over none",
+    ]
+    cases = [replace(case, state=state) for state in states]
+    train([*cases, replace(case, state="GGG", again=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_that_are_computed_again_gather_again(name: str) -> None:
+    case = Case("", 2, make=MODELS[name], steps=5)
+    cases = [
+        replace(case, state=state, recompute=how)
+        for how, state in product(("full", "selective", "full 1"), ("NGG", "GGG", "zero++", "IIG"))
+    ]
+    cases += [replace(one, again=True) for one in cases if one.state == "GGG"]
+    train(cases)
