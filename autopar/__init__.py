@@ -2,11 +2,13 @@
 
 from autopar import pins
 from autopar.codegen.checkpoint.plain import load_checkpoint
+from autopar.codegen.groups import groups
 from autopar.compile import Program, compile, plan
 from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.annotation import shard
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
@@ -15,8 +17,10 @@ __all__ = [
     "OpRule",
     "PipelinePlan",
     "Plan",
+    "Precision",
     "Program",
     "compile",
+    "groups",
     "layout",
     "load_checkpoint",
     "pins",

@@ -22,8 +22,9 @@ from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
+from autopar.codegen.groups import GroupsLike, options_of
 from autopar.codegen.load import load
-from autopar.codegen.optimizer import OptimizerFactory, elementwise, state_bytes
+from autopar.codegen.optimizer import OptimizerFactory, elementwise
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
@@ -36,6 +37,8 @@ from autopar.codegen.processes import (
 )
 from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
+from autopar.codegen.trained import Trained
+from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
 from autopar.intra_op.rule import OpRule
@@ -45,6 +48,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.pipeline_plan import PipelinePlan
@@ -80,6 +84,8 @@ def plan(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    precision: str | Precision | None = None,
+    ema: float | None = None,
     fuse: Fuse = False,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
@@ -96,11 +102,12 @@ def plan(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        precision=Precision.read(precision),
         fuse=choose(fuse),
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
-    made, nbytes = as_mesh(mesh), state_bytes(optimizer)
+    made, nbytes = as_mesh(mesh), state_bytes_of(Training(optimizer, ema=ema))
     request = Request(stages, microbatches, schedule)
     if request != _WHOLE:
         captured = pipelined.capture_microbatch(model, args, kwargs, microbatches, options, tracer)
@@ -130,6 +137,9 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     state: str | StateSharding | None = None,
+    precision: str | Precision | None = None,
+    groups: GroupsLike | None = None,
+    ema: float | None = None,
     fuse: Fuse = False,
     backend: str = "eager",
 ) -> Program:
@@ -169,6 +179,14 @@ def compile(
         state: how far parameters, gradients and optimizer state are split where devices hold
             replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
+        precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer updates
+            a master in float32 where its state lies; gradients are sent and added up in float32.
+            "fp32" leaves the model as it is, and None does what the plan says. For others see
+            `autopar.Precision`. With "fp16" the loss is scaled; see `Program.scaler`.
+        groups: options of the optimizer by parameter: `autopar.groups({"*.bias": {"weight_decay":
+            0.0}})`, or a function of a name and a parameter that returns them.
+        ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
+            `Program.ema_state_dict`.
         fuse: whether kernels take the place of operators that a model writes out: all or none of
             the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
             switches some off. On CPUs, where their references run, they are no faster. A
@@ -183,6 +201,8 @@ def compile(
         ProblemError: there is no such solver.
         ProgramError: there is no such pattern to fuse, or no such backend for this program.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
+        PrecisionError: there is no such precision, or the device does not compute in it.
+        ProgramError: the optimizer, its groups or the average are nonsense.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
@@ -203,16 +223,18 @@ def compile(
         recompute,
         state=state,
         elementwise=elementwise(optimizer),
+        precision=precision_of(plan, precision),
         fuse=fused_by(plan) if plan is not None else choose(fuse),
     )
     request = Request(stages, microbatches, schedule)
-    program = Program(model, made, optimizer, plan, options, clip_norm, request, backend)
+    training = Training(optimizer, clip_norm, options_of(model, groups), ema)
+    program = Program(model, made, training, plan, options, request, backend)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))
     return program
 
 
-class Program(Checkpointed):
+class Program(Trained, Checkpointed):
     """A model that trains in parallel; made by `compile`.
 
     Attributes:
@@ -223,10 +245,9 @@ class Program(Checkpointed):
         self,
         model: nn.Module,
         mesh: Mesh,
-        optimizer: OptimizerFactory,
+        training: Training,
         plan: Plan | PipelinePlan | None,
         options: Options,
-        clip_norm: float | None,
         request: Request = _WHOLE,
         backend: str = "eager",
     ) -> None:
@@ -239,13 +260,9 @@ class Program(Checkpointed):
                 todo='pass backend="eager"',
             )
         self._prices = cost_model(mesh, options)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ProgramError(
-                f"clip_norm is {clip_norm}", why="a norm is bounded by a positive number"
-            )
         self.mesh, self._backend = mesh, backend
-        self._model, self._factory, self._options = model, optimizer, options
-        self._plan, self._clip_norm, self._request = plan, clip_norm, request
+        self._model, self._training, self._options = model, training, options
+        self._plan, self._request = plan, request
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
@@ -271,7 +288,7 @@ class Program(Checkpointed):
                 todo="build one model on every rank, and give every rank the same whole batch",
             )
         if self._plan is None:
-            state = state_bytes(self._factory)
+            state = state_bytes_of(self._training)
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
             self._plan = from_first_rank(
                 lambda: make_plan(graph, self.mesh, self._options, trace, state)
@@ -291,9 +308,8 @@ class Program(Checkpointed):
             inductor.compiled(load(self._source, name), self._source, self._backend),
             runtime,
             values_of(self._model, captured),
-            self._factory,
+            self._training,
             tied={k: v for k, v in captured.parameter_names.items() if k != v},
-            clip_norm=self._clip_norm,
         )
         self._captured = captured
         self._example = captured.inputs.flatten(args, kwargs)
@@ -319,8 +335,7 @@ class Program(Checkpointed):
             self._request,
             self._options,
             trace,
-            self._factory,
-            self._clip_norm,
+            self._training,
         )
         self._plan, self._sources = made.plan, made.sources
         self._source = "\n\n".join(made.sources)
@@ -381,29 +396,6 @@ class Program(Checkpointed):
         self._ready()
         return self._source
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's shards, for learning-rate schedules."""
-        return self._ready()[1].optimizer
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
-        return self._ready()[1].grad_norm
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The model's state_dict, whole tensors on every rank."""
-        full = self._ready()[1].state_dict()
-        return {name: full[name] for name in self._model.state_dict() if name in full}
-
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
-        captured, executor = self._ready()
-        # Constants are no part of a state_dict; they stay as they are.
-        names = set(self._model.state_dict())
-        constants = {k: v for k, v in captured.buffers.items() if k not in names}
-        executor.load_state_dict({**constants, **values})
-
     def _checkpoints(self) -> Checkpoints:
         captured, executor = self._ready()
         if self._saved is None:
@@ -429,12 +421,30 @@ class Program(Checkpointed):
                     "plan.toml": self.plan.to_toml(),
                     "graph.txt": format_graph(captured.graph),
                 }
-            files["program.toml"] = folder.settings(tied, self._factory, self._clip_norm)
+            files["program.toml"] = folder.settings(tied, self._training)
             weights = {name: value for name, value in full.items() if name not in tied}
             tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
             return folder.write(path, files, tensors)
 
         return from_first_rank(write)
+
+
+def precision_of(plan: Plan | PipelinePlan | None, wanted: str | Precision | None) -> Precision:
+    """The precision of a plan, or what is wanted without one.
+
+    Raises:
+        PlanMismatchError: the two differ.
+        PrecisionError: there is no such precision.
+    """
+    if plan is None or wanted is None:
+        return Precision.read(wanted) if plan is None else plan.precision
+    if Precision.read(wanted) != plan.precision:
+        raise PlanMismatchError(
+            f"the plan computes in {plan.precision or 'the dtypes of the model'}",
+            why=f"precision={str(wanted)!r} is asked for",
+            todo="leave out the precision, or plan again",
+        )
+    return plan.precision
 
 
 def fused_by(plan: Plan | PipelinePlan) -> tuple[str, ...]:

@@ -125,6 +125,10 @@ class RankFailedError(AutoparError):
     """Another rank failed in a step; carries that rank's own error."""
 
 
+class PrecisionError(AutoparError):
+    """A precision that is none, or that the device cannot compute in."""
+
+
 class ProgramError(AutoparError):
     """A generated program that cannot be loaded or written."""
 

@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.plan import Plan, read_plan, write_plan
 
 VERSION = 1
@@ -77,6 +78,11 @@ class PipelinePlan:
     def ends(self) -> tuple[str, ...]:
         """The last node of every stage but the last."""
         return tuple(stage.end for stage in self.stages[:-1])
+
+    @property
+    def precision(self) -> Precision:
+        """In which dtypes all stages compute, update and send gradients."""
+        return self.stages[0].plan.precision
 
     def to_toml(self) -> str:
         """The file's text; `PipelinePlan.from_toml` reads it back to an equal plan."""
@@ -166,6 +172,8 @@ class PipelinePlan:
             last = max(stage.starts, default=0) + stage.plan.mesh.size
             if not stage.starts or min(stage.starts) < 0 or last > self.mesh.size:
                 faults.append(f"stage {number} runs on ranks that {self.mesh} does not have")
+        if len({stage.plan.precision for stage in self.stages}) > 1:
+            faults.append("the stages differ in their precision")
         spans = {(start, stage.plan.mesh.size) for stage in self.stages for start in stage.starts}
         held = [rank for start, size in spans for rank in range(start, start + size)]
         if not faults and sorted(held) != list(range(self.mesh.size)):

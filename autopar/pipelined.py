@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from autopar.codegen.emit import emit
 from autopar.codegen.load import load
-from autopar.codegen.optimizer import OptimizerFactory, state_bytes
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.pipeline_folder import program_source, stage_files
 from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
 from autopar.codegen.routes import Placement
+from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanError
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.simulate import StageCost, simulate
@@ -192,8 +192,7 @@ def make(
     request: Request,
     options: Options,
     trace: Trace,
-    factory: OptimizerFactory,
-    clip_norm: float | None,
+    training: Training,
 ) -> Made:
     """Everything up to a pipeline that can train; raises what `compile` raises."""
     count = request.microbatches if plan is None else plan.microbatches
@@ -205,7 +204,7 @@ def make(
             todo="build one model on every rank, and give every rank the same whole batch",
         )
     if plan is None:
-        state = state_bytes(factory)
+        state = state_bytes_of(training)
         plan = from_first_rank(lambda: plan_evenly(captured, mesh, request, options, trace, state))
     else:
         plan.check(fingerprint(captured.graph), mesh)
@@ -222,9 +221,8 @@ def make(
         inputs_of(captured),
         local_device(),
         values_of(model, captured),
-        factory,
+        training,
         tied={k: v for k, v in captured.parameter_names.items() if k != v},
-        clip_norm=clip_norm,
     )
     return Made(plan, sources, captured, pipeline)
 

@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
@@ -98,6 +99,7 @@ class Plan:
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
         fuse: the patterns in whose place kernels stand wherever they are found.
         fused: kernel -> where it was placed, and what it saves.
+        precision: in which dtypes it computes, updates and sends gradients.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
             reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
             part of what the plan says, so plans that differ in it only are equal.
@@ -120,6 +122,7 @@ class Plan:
     state: str = ""
     fuse: tuple[str, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
+    precision: Precision = AS_IS
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -164,6 +167,8 @@ class Plan:
             document["pins"] = dict(self.pins)
         if self.state:
             document["state"] = self.state
+        if self.precision != AS_IS:
+            document["precision"] = str(self.precision)
         if self.fuse:
             document["fuse"] = list(self.fuse)
         if self.step:
@@ -232,6 +237,7 @@ class Plan:
                 _text(table, "state"),
                 tuple(map(str, table.get("fuse", ()))),
                 {name: _fused(entry) for name, entry in table.get("fused", {}).items()},
+                Precision.read(_text(table, "precision")),
             )
             return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:

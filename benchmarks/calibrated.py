@@ -38,6 +38,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
 from autopar.codegen.runtime import Runtime
+from autopar.codegen.update import Training
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -143,12 +144,12 @@ def _train(rank: int, folder: str, count: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
-    factory = partial(torch.optim.AdamW, lr=1e-4)
+    training = Training(partial(torch.optim.AdamW, lr=1e-4))
     programs = list[tuple[Executor, dict[str, Tensor]]]()
     for number in range(count):
         made = torch.load(Path(folder, f"{number}.pt"))
         module = load(made["source"], f"<{number}>")
-        executor = Executor(module, runtime, made["values"], factory, tied=made["tied"])
+        executor = Executor(module, runtime, made["values"], training, tied=made["tied"])
         programs.append((executor, made["batch"]))
     # In turns: what disturbs the machine for a while disturbs all plans alike.
     rounds = [[_step(*program) for program in programs] for _ in range(WARMUP + STEPS)]

@@ -99,9 +99,9 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
     executor.step(batch)
     forward = executor._forward
 
-    def marked(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def marked(inputs: Mapping[str, Tensor], **more: Any) -> dict[str, Tensor]:
         found.begin = len(alive.curve)
-        outputs = forward(inputs)
+        outputs = forward(inputs, **more)
         # The executor goes on with the loss alone.
         loss = {executor.program.LOSS: outputs[executor.program.LOSS]}
         del outputs
@@ -123,9 +123,9 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
 
 
 def _held(executor: Executor, batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Parameters, gradients, optimizer state and the batch."""
+    """Parameters, masters, gradients, optimizer state and the batch."""
     yield from batch.values()
-    for tensor in executor.tensors:
+    for tensor in (*executor.tensors, *executor.weights.updated):
         yield tensor
         if tensor.grad is not None:
             yield tensor.grad

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.routes import Placement
+from autopar.codegen.update import Training
 from autopar.ir.capture import Captured
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
@@ -201,9 +202,8 @@ class Jobs:
             {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
             torch.device("cpu"),
             values_of(model, captured),
-            optimizer,
+            Training(optimizer, job.case.clip),
             tied={k: v for k, v in captured.parameter_names.items() if k != v},
-            clip_norm=job.case.clip,
         )
         torch.manual_seed(1)
         inputs = captured.inputs.flatten((), batch)

@@ -33,7 +33,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
 from autopar.ir.text import fingerprint
 from autopar.plan import Plan
-from tests.codegen.test_emit import Ledger, priced
+from tests.codegen.test_sent import Ledger, priced
 from tests.models import mlp, squared_error
 
 NODE = Mesh.parse("H100: gpu=8")

@@ -88,7 +88,8 @@ def _in_full(
         said = {"batch": None, "seq": None, "layers": None, **plan.model, "source": source}
         wanted = Wanted(**said)  # type: ignore[arg-type]
         try:
-            graph = capture_model(wanted, Options(table=known, fuse=plan.fuse), Trace(None))
+            options = Options(table=known, precision=plan.precision, fuse=plan.fuse)
+            graph = capture_model(wanted, options, Trace(None))
         except AutoparError as error:
             return found, f"{_LEFT} {error}"
         if fingerprint(graph) != plan.graph:

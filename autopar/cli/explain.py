@@ -163,6 +163,7 @@ def explained(
     builder = Builder(
         graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown,
         recompute=chosen.recompute, microbatches=chosen.microbatches, bucket=chosen.bucket,
+        precision=chosen.precision,
     )  # fmt: skip
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"

@@ -106,7 +106,8 @@ def open_plan(
         PlanMismatchError: it is for another model.
     """
     chosen, wanted = _read(file, model, given)
-    graph = capture_model(wanted, Options(table=known, fuse=chosen.fuse), Stages(None, stage))
+    said = Options(table=known, precision=chosen.precision, fuse=chosen.fuse)
+    graph = capture_model(wanted, said, Stages(None, stage))
     _check(chosen, graph, known, stage)
     return chosen, graph
 
@@ -120,7 +121,8 @@ def open_whole(
 ) -> tuple[Plan, Captured]:
     """A plan and the captured model that it is for; raises what `open_plan` does."""
     chosen, wanted = _read(file, model, given)
-    captured = capture_whole(wanted, Options(table=known, fuse=chosen.fuse), Stages(None, stage))
+    said = Options(table=known, precision=chosen.precision, fuse=chosen.fuse)
+    captured = capture_whole(wanted, said, Stages(None, stage))
     _check(chosen, captured.graph, known, stage)
     return chosen, captured
 

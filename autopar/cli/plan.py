@@ -20,6 +20,7 @@ from autopar.explain import Explanation, render_fused, render_parameters, render
 from autopar.intra_op.table import table
 from autopar.ir.fusion import choose
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.precision import Precision
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 from autopar.planning import frontier
@@ -59,6 +60,12 @@ from autopar.planning.single import (
     "--state",
     metavar="NAME",
     help='How far states of replicas are split: zero3, "paro-iig over node", NIG; else chosen.',
+)
+@click.option(
+    "--precision",
+    metavar="NAME",
+    help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
+    '"bf16 communication=bf16" sends gradients so; else as the model is.',
 )
 @click.option(
     "--solver",
@@ -117,6 +124,7 @@ def command(
     layouts: tuple[str, ...],
     source: Path | None,
     state: str | None,
+    precision: str | None,
     solver: str,
     calibration: Path | None,
     recompute: str,
@@ -138,6 +146,7 @@ def command(
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --layout batch=node --layout heads=gpu
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --from plan.toml
     autopar plan gpt2 --mesh "H100: node=2, gpu=8" --state "paro-iig over node"
+    autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
@@ -152,6 +161,7 @@ def command(
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
+        precision=before.precision if before and precision is None else Precision.read(precision),
         fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
@@ -233,6 +243,7 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "model": made.model,
         "predicted": made.predicted,
         "pins": made.pins,
+        "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},
         "fuse": list(made.fuse),
         "fused": {name: asdict(entry) for name, entry in made.fused.items()},

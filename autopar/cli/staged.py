@@ -86,8 +86,12 @@ def open_pipeline(
 def _priced(plan: PipelinePlan, known: dict[str, OpRule], calibration: Path | None) -> Options:
     """Rules and prices; who asks is told, as of a model in one piece, where these are others."""
     prices(plan.stages[0].plan, calibration, plan.mesh)
-    fuse = plan.stages[0].plan.fuse
-    return Options(table=known, calibration=calibration, fuse=fuse)
+    return Options(
+        table=known,
+        calibration=calibration,
+        precision=plan.precision,
+        fuse=plan.stages[0].plan.fuse,
+    )
 
 
 def _captured(

@@ -86,6 +86,7 @@ class Case:
             calibration=self.calibration,
             microbatches=self.plan.microbatches,
             state=self.plan.state or None,
+            precision=self.plan.precision,
             fuse=self.plan.fuse,
         )
         state = self.plan.memory.get("state", 2.0)

@@ -84,7 +84,9 @@ class _Used(torch.autograd.Function):
         if weight.path("forward"):
             assert comm.fetch is not None
             used = comm.fetch.take(weight)
-        if ctx.needs_input_grad[0] and comm.refetch is not None and weight.path("backward"):
+        # What is frozen has no gradient, and is gathered again all the same.
+        kept = ctx.needs_input_grad[0] or not weight.held.requires_grad
+        if kept and comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
         return used
 
@@ -181,11 +183,15 @@ class Communicator(Groups, Across):
     fetch: Fetch | None = None
     refetch: Refetch | None = None
 
+    def use(self, held: Tensor, weight: Weight) -> Tensor:
+        """A parameter as operators use it, whose gradient goes to `gradients`."""
+        used: Tensor = _Used.apply(held, weight, self)  # type: ignore[no-untyped-call]
+        return used
+
     def _move(self, x: Tensor, group: Group, forward: _Move, backward: _Move) -> Tensor:
         weight = None if self.gradients is None else self.gradients.weights.get(id(x))
         if weight is not None:
-            used: Tensor = _Used.apply(x, weight, self)  # type: ignore[no-untyped-call]
-            return used
+            return self.use(x, weight)
         if group.size == 1:
             return x
         moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]

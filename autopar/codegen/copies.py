@@ -52,7 +52,7 @@ class Copies:
                 for b in held:
                     if a != b:
                         self._numbers[name, a, b] = len(self._ways)
-                        tensor = TensorType(held[a].dtype, held[a].shape)
+                        tensor = TensorType(held[a].master.dtype, held[a].shape)
                         sides = (self._side(key, held[key]) for key in (a, b))
                         self._ways.append(Way(tensor, crossing(tensor, *sides)))
 

@@ -19,6 +19,7 @@ from autopar.codegen.printer import Printer
 from autopar.codegen.scope import WIDTH, Held, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import Recompute, common_module, of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
@@ -89,6 +90,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
+        + (f'PRECISION = "{plan.precision}"\n' if plan.precision != AS_IS else "")
         + (_ASIDE if graph.aside else "")
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"

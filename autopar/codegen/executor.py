@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State
+from autopar.codegen.state import State, parameters_of, precision_of
+from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
 
@@ -31,9 +34,8 @@ class Executor:
         program: the loaded module.
         runtime: the mesh.
         values: every parameter and buffer by name, whole; the first rank's count.
-        optimizer: makes an optimizer of the local parameters.
+        training: how the local parameters are updated.
         tied: further names of parameters.
-        clip_norm: bound of the gradients' global norm, None for no bound.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -45,18 +47,14 @@ class Executor:
         program: ModuleType,
         runtime: Runtime,
         values: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
+        training: Training,
         *,
         tied: Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
     ) -> None:
-        self.program, self.runtime, self.clip_norm = program, runtime, clip_norm
-        self.state = State(runtime, program.parameters(), tied)
+        self.program, self.runtime = program, runtime
+        self.state = State(runtime, parameters_of(program), tied)
         self.loaded = not any(value.is_meta for value in values.values())
-        if self.loaded:
-            shards = self.state.load(values, runtime.device, broadcast=True)
-        else:
-            shards = self.state.empty(runtime.device)
+        shards = self.state.empty(runtime.device)
         self.tensors = [
             nn.Parameter(shard) if parameter.trainable else shard
             for parameter, shard in zip(self.state.parameters, shards, strict=True)
@@ -68,14 +66,22 @@ class Executor:
         self.weights = Weights(
             runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
         )
-        self.optimizer = optimizer(self.weights.trained)
-        refuse_what_shards_break(optimizer, self.state.parameters)
+        if self.loaded:
+            self._load(values, broadcast=True)
+        named = self.weights.named
+        self.update = Update(training, precision_of(program), named, runtime.device)
+        refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
         runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
-        everyone = runtime.group(runtime.mesh.names)
+        self._everyone = everyone = runtime.group(runtime.mesh.names)
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of what this device updates."""
+        return self.update.optimizer
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward and optimizer step on a batch that all ranks hold whole.
@@ -102,14 +108,13 @@ class Executor:
             with part(PHASE, "forward"), self.runtime.saving(self.weights):
                 loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
             with part(PHASE, "backward"):
-                torch.autograd.backward(loss)
+                torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
                 self.runtime.fetch.drop()
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
-                if self.clip_norm is not None:
-                    gradients = self.weights.gradients
-                    self.grad_norm = self.state.clip_grad_norm_(gradients, self.clip_norm)
-                self.optimizer.step()
+                gradients = self.weights.gradients
+                clip = partial(self.state.clip_grad_norm_, gradients)
+                self.grad_norm = self.update.step(gradients, self._everyone.maximum, clip)
                 self.weights.gather()
         return loss.detach()
 
@@ -127,10 +132,11 @@ class Executor:
     def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
         """The loss, and all other `outputs`; without these, those that cost nothing more."""
         less = {} if outputs or not getattr(self.program, "ASIDE", False) else {"outputs": False}
+        given = self.runtime.given(self.named)
         if not self.program.RANDOM:
-            return dict(self.program.forward(self.runtime, self.named, batch, **less))
+            return dict(self.program.forward(self.runtime, given, batch, **less))
         with synchronised(self.runtime):
-            return dict(self.program.forward(self.runtime, self.named, batch, **less))
+            return dict(self.program.forward(self.runtime, given, batch, **less))
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The batch on this device, after checks."""
@@ -145,21 +151,37 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors, self.weights.updated)
+        return held_of(
+            self.state, self.tensors, self.weights.updated, averages=self.update.averages
+        )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes by name."""
         return self.state.shapes
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on every rank."""
-        return self.state.state_dict(self.tensors)
+    def state_dict(self, average: bool = False) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank; masters where there are.
 
-    @torch.no_grad()
+        With `average` the averages of what is trained.
+        """
+        trained, state = self.weights.trained, self.state
+        if average:
+            means = self.update.averages_of(trained)
+            return state.state_dict(self.tensors, means, state.trained.names)
+        return state.state_dict(self.tensors, trained, state.with_master)
+
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+        self.weights.gather()
+
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
-        shards = self.state.load(values, self.runtime.device)
-        for tensor, shard in zip(self.tensors, shards, strict=True):
-            tensor.copy_(shard)
+        self._load(values)
+        self.update.restart()
         self.loaded = True
+
+    def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:
+        device = self.runtime.device
+        for name, full in self.state.wholes(values, device, broadcast=broadcast):
+            self.weights.take(self.state, name, full)

@@ -28,6 +28,7 @@ from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory
 from autopar.codegen.runtime import Runtime
+from autopar.codegen.update import Training
 from autopar.errors import ProgramError
 from autopar.ir.mesh import Mesh
 
@@ -111,16 +112,21 @@ def write(
     return folder
 
 
-def settings(tied: Mapping[str, str], optimizer: OptimizerFactory, clip_norm: float | None) -> str:
+def settings(tied: Mapping[str, str], training: Training) -> str:
     """The text of program.toml."""
     document = tomlkit.document()
-    if clip_norm is not None:
-        document["clip_norm"] = clip_norm
-    described = describe_optimizer(optimizer)
+    for name in ("clip_norm", "ema"):
+        if getattr(training, name) is not None:
+            document[name] = getattr(training, name)
+    described = describe_optimizer(training.optimizer)
     if not described:
         document.add(tomlkit.comment("the optimizer was none of torch.optim with plain arguments"))
     document["optimizer"] = described or {"name": "AdamW", "keywords": {}}
     document["tied"] = dict(tied)
+    if all(_plain(value) for given in training.options.values() for value in given.values()):
+        document["options"] = {name: dict(given) for name, given in training.options.items()}
+    else:
+        document.add(tomlkit.comment("the options of groups of parameters were no plain values"))
     return tomlkit.dumps(document)
 
 
@@ -146,9 +152,8 @@ class OpenProgram:
             program,
             runtime,
             read(folder / "weights.safetensors", load_file),
-            optimizer_of(settings, folder),
+            training_of(settings, folder),
             tied=settings.get("tied", {}),
-            clip_norm=settings.get("clip_norm"),
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -163,6 +168,16 @@ def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
     return functools.partial(kind, **chosen.get("keywords", {}))
+
+
+def training_of(settings: Mapping[str, Any], folder: Path) -> Training:
+    """How program.toml says that a program trains; raises what `optimizer_of` does."""
+    return Training(
+        optimizer_of(settings, folder),
+        settings.get("clip_norm"),
+        settings.get("options", {}),
+        settings.get("ema"),
+    )
 
 
 def read(path: Path, reader: Callable[[Path], Content]) -> Content:

@@ -9,7 +9,8 @@ stream of its own while the backward goes on. Elsewhere it runs at once; but all
 no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
 
 A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
-takes the sums to where they are updated once.
+takes the sums to where they are updated once. In mixed precision a gradient is cast to the dtype in
+which it is sent as soon as it is made, and added up in that of the master.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Gradients:
         """
         with self._beside(gradient):
             if weight.path("accumulate"):
-                self._add(self._parts.add(weight, gradient), own=True)
+                self._add(self._parts.add(weight, gradient.to(weight.sent)), own=True)
             else:
                 self._add([(weight, gradient)], own=False)
 
@@ -89,8 +90,8 @@ class Gradients:
         for weight, gradient in self._done:
             if self._stream is not None:
                 gradient.record_stream(torch.cuda.current_stream(self._stream.device))
-            known = weight.updated.grad
-            weight.updated.grad = gradient if known is None else known + gradient
+            known, total = weight.updated.grad, gradient.to(weight.updated.dtype)
+            weight.updated.grad = total if known is None else known + total
         self._done.clear()
 
     def drop(self) -> None:
@@ -104,7 +105,10 @@ class Gradients:
         for weight, gradient in arrived:
             known = self._sums.get(id(weight))
             if known is None:
-                known = self._sums[id(weight)] = _Sum(weight, gradient, own)
+                # What is added up is added up in the dtype of the update.
+                total = gradient if self._rounds == 1 else gradient.to(weight.updated.dtype)
+                own = own or total is not gradient
+                known = self._sums[id(weight)] = _Sum(weight, total, own)
             else:
                 known.add(gradient)
             if known.count == self._rounds:
@@ -115,7 +119,9 @@ class Gradients:
         if not path:
             self._done.append((known.weight, total))
             return
-        if path[0].call.kind == "all_reduce" and not (known.own and total.is_contiguous()):
+        total = total.to(known.weight.sent)
+        own = known.own or total is not known.total
+        if path[0].call.kind == "all_reduce" and not (own and total.is_contiguous()):
             total = total.clone(memory_format=torch.contiguous_format)  # it is summed in place
         self._done += self._whole.add(known.weight, total)
 

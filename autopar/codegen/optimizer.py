@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,15 @@ from torch.optim import Optimizer
 from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+# Of parameters, or of groups of them.
+OptimizerFactory = Callable[[Any], Optimizer]
 _SIDE = 4
 
 
 def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[Parameter]) -> None:
     """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
-    cut = [p.name for p in parameters if p.storage.updated.sharded_axes or p.piece]
+    trained = [p for p in parameters if p.trainable]
+    cut = [p.name for p in trained if p.storage.updated.sharded_axes or p.piece]
     if cut and not elementwise(optimizer):
         raise ProgramError(
             f"{_name(optimizer)} cannot train a sharded parameter",

@@ -14,20 +14,21 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.codegen.batches import Intake
-from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
-from autopar.codegen.optimizer import OptimizerFactory, refuse_what_shards_break
+from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import ACTION, PHASE, part
+from autopar.codegen.pipeline_state import PipelineState
 from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
-from autopar.codegen.state import State, check_state_dict, scale, whole
+from autopar.codegen.state import State, parameters_of, precision_of, scale
+from autopar.codegen.update import Training, Update
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
 from autopar.ir.interpret import TORCH_DTYPES
@@ -37,7 +38,7 @@ from autopar.ir.tensor import TensorType
 Row = Sequence[Action]
 
 
-class Pipeline:
+class Pipeline(PipelineState):
     """One rank's part of a pipeline.
 
     Args:
@@ -46,9 +47,8 @@ class Pipeline:
         inputs: the inputs of one microbatch by name, "i64[8, 16]".
         device: where this process computes.
         values: every parameter and buffer by name, whole; the first rank's count.
-        optimizer: makes an optimizer of the local parameters.
+        training: how the local parameters are updated.
         tied: further names of parameters.
-        clip_norm: bound of the gradients' global norm, None for no bound.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -62,13 +62,12 @@ class Pipeline:
         inputs: Mapping[str, str],
         device: torch.device,
         values: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
+        training: Training,
         *,
         tied: Mapping[str, str] | None = None,
-        clip_norm: float | None = None,
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
-        self.clip_norm, self.tied = clip_norm, dict(tied or {})
+        self.tied = dict(tied or {})
         self.world, self.rank = 1, 0
         if dist.is_initialized():
             self.world, self.rank = dist.get_world_size(), dist.get_rank()
@@ -83,7 +82,7 @@ class Pipeline:
                 if key not in runtimes:
                     mesh = Mesh.parse(module.MESH)
                     runtimes[key] = Runtime(mesh, device, members, seed=number)
-                state = State(runtimes[key], module.parameters())
+                state = State(runtimes[key], parameters_of(module))
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
         self.stages = {
@@ -95,11 +94,14 @@ class Pipeline:
             for name in stage.state.names
         }
         self.loaded = not any(value.is_meta for value in values.values())
-        self._load(values if self.loaded else None, from_first=True)
-        trained = [t for stage in self.stages.values() for t in stage.weights.trained]
-        self.optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0, device=device))])
         for stage in self.stages.values():
-            refuse_what_shards_break(optimizer, stage.state.parameters)
+            stage.make_room(device)
+        if self.loaded:
+            self._load(values, from_first=True)
+        named = [pair for stage in self.stages.values() for pair in stage.weights.named]
+        self.update = Update(training, precision_of(modules[0]), named, device)
+        for stage in self.stages.values():
+            refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(
                 action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
                 for action in self.row
@@ -160,10 +162,9 @@ class Pipeline:
                     if stage.runtime.gradients is not None:
                         stage.runtime.gradients.collect()
                 self.copies.add_up()
-                if self.clip_norm is not None:
-                    self.grad_norm = self._clip(self.clip_norm)
             with part(PHASE, "optimizer"):
-                self.optimizer.step()
+                own = [g for stage in self.stages.values() for g in stage.weights.gradients]
+                self.grad_norm = self.update.step(own, self._largest, self._clip)
                 for stage in self.stages.values():
                     stage.weights.gather()
             with part(PHASE, "loss"):
@@ -217,7 +218,7 @@ class Pipeline:
         for name, gradient in arrived:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         run = stage.backward if action.kind == "B" else stage.backward_input
-        return run(action.microbatch, gradients, 1 / self.placement.microbatches)
+        return run(action.microbatch, gradients, self.update.scale / self.placement.microbatches)
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The mean of all microbatches' losses, on every rank."""
@@ -230,6 +231,12 @@ class Pipeline:
         if self.world > 1:
             dist.all_reduce(total)
         return total
+
+    def _largest(self, number: Tensor) -> Tensor:
+        if self.world > 1:
+            number = number.to(self.device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number
 
     def _clip(self, max_norm: float) -> Tensor:
         """Scale all gradients; their global norm, in which every parameter counts once."""
@@ -353,69 +360,3 @@ class Pipeline:
             if action[:3] == ("F", stage, microbatch)
         )
         return self.placement.ranks[copy][stage][0]
-
-    def _from(self, rank: int, value: Tensor) -> Tensor:
-        """What `rank` holds, on every rank."""
-        if self.world == 1:
-            return value
-        value = value.contiguous()
-        dist.broadcast(value, src=rank)
-        return value
-
-    # State ---------------------------------------------------------------------------------------
-
-    @property
-    def held(self) -> list[Held]:
-        """What this rank holds; of copies, the first stage's are saved."""
-        first: dict[str, tuple[int, int]] = {}
-        for key, stage in self.everywhere.items():
-            for name in stage.state.names:
-                first.setdefault(name, key)
-        found: list[Held] = []
-        for key, stage in self.stages.items():
-            own = {name for name in stage.state.names if first[name] == key}
-            found += held_of(stage.state, stage.tensors, stage.weights.updated, own)
-        return found
-
-    def state_dict(self) -> Tensors:
-        """Every parameter and buffer by name, whole, on every rank."""
-        full: Tensors = {}
-        for stage in self.everywhere.values():
-            for name in stage.state.names:
-                if name in full:
-                    continue
-                if stage.runtime.rank >= 0:
-                    # A copy, as on the ranks that do not hold it.
-                    value = stage.state.whole(name, stage.tensors).clone()
-                else:
-                    dtype = next(p.dtype for p in stage.state.parameters if p.name == name)
-                    value = torch.empty(
-                        self.shapes[name], dtype=TORCH_DTYPES[dtype], device=self.device
-                    )
-                full[name] = self._from(stage.runtime.ranks[0], value)
-        return full | {alias: full[name] for alias, name in self.tied.items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
-        self._load(values)
-        self.loaded = True
-
-    def _load(self, values: Mapping[str, Tensor] | None, *, from_first: bool = False) -> None:
-        """Deal out the values, or make room for some to come."""
-        shards: dict[tuple[int, int], dict[int, Tensor]] = {key: {} for key in self.stages}
-        if values is None:
-            for key, stage in self.stages.items():
-                shards[key] = dict(enumerate(stage.state.empty(self.device)))
-        else:
-            check_state_dict(values, self.shapes, self.tied)
-            for name in self.shapes:
-                names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
-                full = whole(next(values[n] for n in names if n in values))
-                if from_first:
-                    full = self._from(0, full.detach().to(self.device, copy=True))
-                for key, stage in self.stages.items():
-                    if name in stage.state.names:
-                        shards[key] |= stage.state.shards(name, full, self.device)
-        for key, stage in self.stages.items():
-            stage.hold(shards[key])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from autopar.codegen.folder import MAIN, optimizer_of, processes, read, read_text, read_toml
+from autopar.codegen.folder import MAIN, processes, read, read_text, read_toml, training_of
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.routes import Placement
@@ -124,9 +124,8 @@ class OpenPipeline:
             inputs,
             device,
             read(folder / "weights.safetensors", load_file),
-            optimizer_of(settings, folder),
+            training_of(settings, folder),
             tied=settings.get("tied", {}),
-            clip_norm=settings.get("clip_norm"),
         )
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:

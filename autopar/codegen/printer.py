@@ -80,7 +80,10 @@ class Printer:
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
         """The collectives of a parameter in a step."""
-        return storage.hops(leaf.type, self.plan.mesh, self.plan.microbatches, leaf.requires_grad)
+        plan = self.plan
+        return storage.hops(
+            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
+        )
 
     def use(self, leaf: Node, storage: Storage) -> str:
         """The call that gives operators a parameter, "{}" for what is held."""

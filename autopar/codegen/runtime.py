@@ -6,7 +6,7 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -50,6 +50,21 @@ class Runtime(Communicator):
         self.device = device
         self.fetch = Fetch(self, ahead=device.type != "cpu")
         self.random = Random(self, seed)
+
+    def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The local parameters as a program takes them.
+
+        Of one that is used as it is held the program makes no exchange. Where it has a master, its
+        gradient goes the way of the others nevertheless, since it is added up in another dtype.
+        """
+        if self.gradients is None or not torch.is_grad_enabled():
+            return named
+        given = dict(named)
+        for key, tensor in named.items():
+            weight = self.gradients.weights.get(id(tensor))
+            if weight is not None and not weight.storage.moves:
+                given[key] = self.use(tensor, weight)
+        return given
 
     @contextmanager
     def saving(self, weights: Weights) -> Iterator[None]:

@@ -48,15 +48,13 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Later] = {}
 
-    def hold(self, shards: Mapping[int, Tensor]) -> None:
-        """Take the local tensors of all parameters and buffers, by number."""
-        if self.tensors:  # an optimizer knows them already
-            for number, tensor in enumerate(self.tensors):
-                tensor.copy_(shards[number])
-            return
+    def make_room(self, device: torch.device) -> None:
+        """Make the local tensors of all parameters and buffers, to be loaded later."""
         self.tensors = [
-            nn.Parameter(shards[number]) if parameter.trainable else shards[number]
-            for number, parameter in enumerate(self.state.parameters)
+            nn.Parameter(tensor) if parameter.trainable else tensor
+            for parameter, tensor in zip(
+                self.state.parameters, self.state.empty(device), strict=True
+            )
         ]
         keys = [parameter.key for parameter in self.state.parameters]
         self.named = dict(zip(keys, self.tensors, strict=True))
@@ -98,7 +96,8 @@ class Stage:
             # Outputs that nothing else needs are for those who ask for them.
             aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
             less = {"outputs": False} if aside else {}
-            results: Tensors = dict(self.module.forward(self.runtime, self.named, inputs, **less))
+            given = self.runtime.given(self.named)
+            results: Tensors = dict(self.module.forward(self.runtime, given, inputs, **less))
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value

@@ -8,8 +8,10 @@ that checkpoints of the original model load and save unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.codegen.collectives import Communicator
 from autopar.errors import StateError
 from autopar.ir.interpret import TORCH_DTYPES
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 
@@ -44,6 +47,7 @@ class Parameter:
         piece: which part of the tensor called `name` it is, or None for all of it.
         trainable: whether it is a parameter with a gradient, not a buffer.
         block: the repeated block that it is of, "" for none.
+        precision: of the program.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Parameter:
     piece: Piece | None = None
     trainable: bool = True
     block: str = ""
+    precision: Precision = AS_IS
 
     @property
     def layout(self) -> Layout:
@@ -65,12 +70,34 @@ class Parameter:
         return TensorType(self.dtype, self.shape)
 
     @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of it in another dtype."""
+        return self.precision.has_master(self.type, self.trainable)
+
+    @property
+    def master(self) -> Parameter:
+        """The part of it that the optimizer updates, as a parameter that is held so."""
+        kind = self.precision.updated(self.type, self.trainable)
+        return replace(self, dtype=kind.dtype, storage=Storage.as_is(self.storage.updated))
+
+    @property
     def key(self) -> str:
         """What a program calls it: its name, with a piece's range: "qkv.weight[:, 0:768]"."""
         if self.piece is None:
             return self.name
         stop = self.piece.start + self.piece.length
         return f"{self.name}[{':, ' * self.piece.dim}{self.piece.start}:{stop}]"
+
+
+def precision_of(program: ModuleType) -> Precision:
+    """The precision of a loaded program."""
+    return Precision.read(getattr(program, "PRECISION", ""))
+
+
+def parameters_of(program: ModuleType) -> list[Parameter]:
+    """What a loaded program stores, in its precision."""
+    precision = precision_of(program)
+    return [replace(parameter, precision=precision) for parameter in program.parameters()]
 
 
 class State:
@@ -138,14 +165,23 @@ class State:
         Raises:
             StateError: naming what is missing, unexpected or of another shape.
         """
-        check_state_dict(state_dict, {n: self.shapes[n] for n in self._pieces}, self.tied)
         shards: dict[int, Tensor] = {}
-        for name in self._pieces:
-            full = whole(self._find(state_dict, name))
-            if broadcast:
-                full = self._from_first(full, device)
+        for name, full in self.wholes(state_dict, device, broadcast=broadcast):
             shards |= self.shards(name, full, device)
         return [shards[number] for number in range(len(self.parameters))]
+
+    def wholes(
+        self,
+        state_dict: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        *,
+        broadcast: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors of a state_dict, one after another; see `load`."""
+        check_state_dict(state_dict, {n: self.shapes[n] for n in self._pieces}, self.tied)
+        for name in self._pieces:
+            full = whole(self._find(state_dict, name))
+            yield name, self._from_first(full, device) if broadcast else full
 
     def shards(self, name: str, full: Tensor, device: torch.device | str) -> dict[int, Tensor]:
         """Local shards of one whole tensor of the state_dict, by number of the parameter."""
@@ -155,6 +191,16 @@ class State:
     def names(self) -> tuple[str, ...]:
         """Names of the tensors in the state_dict, without the tied ones."""
         return tuple(self._pieces)
+
+    @cached_property
+    def trained(self) -> State:
+        """The state of what the optimizer updates, as it has it."""
+        return State(self.comm, [p.master for p in self.parameters if p.trainable])
+
+    @cached_property
+    def with_master(self) -> frozenset[str]:
+        """Names of what the optimizer updates in another dtype than the program holds."""
+        return frozenset(p.name for p in self.parameters if p.has_master)
 
     def empty(self, device: torch.device | str = "cpu") -> list[Tensor]:
         """Local tensors of the right shapes and dtypes, to be loaded later."""
@@ -188,9 +234,22 @@ class State:
         local = self.comm.shard(part, Layout(parameter.layout.dims))
         return local.to(device, TORCH_DTYPES[parameter.dtype], copy=True)
 
-    def state_dict(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The full state_dict, pieces joined and tied names included, alike on every rank."""
-        full = {name: self.whole(name, shards) for name in self._pieces}
+    def state_dict(
+        self,
+        shards: Sequence[Tensor],
+        trained: Sequence[Tensor] = (),
+        names: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """The full state_dict, pieces joined and tied names included, alike on every rank.
+
+        Args:
+            shards: of all parameters.
+            trained, names: local tensors of `self.trained`, and which tensors are made of these.
+        """
+        full = {
+            name: self.trained.whole(name, trained) if name in names else self.whole(name, shards)
+            for name in self._pieces
+        }
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
     def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,8 @@
 """The parameters of a program on one device: what is held of each, and what the optimizer updates.
 
+In mixed precision what is held is in the dtype that operators compute in, and the optimizer updates
+a master of its own, of which what is held is made again after every update.
+
 Every exchange of a parameter is the list `Storage.hops`, which the planner priced. Those of several
 parameters that take the same way go together: their tensors are packed into one flat buffer, and
 one collective moves it.
@@ -14,12 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import TensorType
 
 if TYPE_CHECKING:
     from autopar.codegen.collectives import Groups
-    from autopar.codegen.state import Parameter
+    from autopar.codegen.state import Parameter, State
 
 Way = tuple[object, ...]
 
@@ -29,29 +33,39 @@ class Weight:
     """One parameter on this device.
 
     Attributes:
+        name: of the tensor of the state_dict that it is part of.
         type: its dtype and global shape.
         storage: where its states lie.
         held: what is held of it between steps.
-        updated: the part of it that the optimizer updates, in the storage of `held`.
+        updated: the part of it that the optimizer updates, in the storage of `held`; where that is
+            in another dtype, a tensor of its own, of which `held` is made again.
         hops: its collectives in a step.
+        sent: the dtype in which its gradient goes.
         block: those of one block are gathered together.
     """
 
+    name: str
     type: TensorType
     storage: Storage
     held: Tensor
     updated: Tensor
     hops: tuple[Hop, ...]
+    sent: torch.dtype
     block: str = ""
 
     def path(self, when: str) -> tuple[Hop, ...]:
         """Its collectives at one time of a step."""
         return tuple(hop for hop in self.hops if hop.when == when)
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of it in another dtype."""
+        return self.held.dtype != self.updated.dtype
+
     def way(self, when: str) -> Way:
         """What it has in common with those that it can go together with."""
         calls = tuple((hop.call.kind, hop.call.axes) for hop in self.path(when))
-        return (self.held.dtype, calls)
+        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, calls)
 
 
 class Weights:
@@ -73,17 +87,10 @@ class Weights:
     ) -> None:
         self.comm, self.bucket = comm, bucket
         self.all = tuple(
-            Weight(
-                parameter.type,
-                parameter.storage,
-                tensor,
-                _updated(comm, parameter.storage, tensor) if parameter.trainable else tensor,
-                parameter.storage.hops(parameter.type, comm.mesh, trained=parameter.trainable),
-                parameter.block or parameter.key,
-            )
+            _weight(comm, parameter, tensor)
             for parameter, tensor in zip(parameters, tensors, strict=True)
         )
-        self.moving = {id(w.held): w for w in self.all if w.storage.moves}
+        self.moving = {id(w.held): w for w in self.all if w.storage.moves or w.has_master}
 
     @property
     def updated(self) -> list[Tensor]:
@@ -94,6 +101,11 @@ class Weights:
     def trained(self) -> list[nn.Parameter]:
         """Those of `updated` that have gradients."""
         return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """`trained`, with their names in the state_dict."""
+        return [(w.name, w.updated) for w in self.all if isinstance(w.updated, nn.Parameter)]
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -111,14 +123,44 @@ class Weights:
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
             if weight.path("update"):
-                _store(bucket.add(weight, weight.updated.detach()))
+                part = weight.updated.detach().to(weight.held.dtype)
+                _store(bucket.add(weight, part))
+            elif weight.has_master:
+                weight.held.copy_(weight.updated)
         for way in bucket.ways:
             _store(bucket.send(way))
+
+    @torch.no_grad()
+    def take(self, state: State, name: str, full: Tensor) -> None:
+        """Hold the values of a tensor of the state_dict.
+
+        Args:
+            state: of these parameters.
+            name: of the tensor.
+            full: all of it.
+        """
+        for number, shard in state.shards(name, full, self.all[0].held.device).items():
+            self.all[number].held.copy_(shard)
+        if name in state.with_master:
+            for number, shard in state.trained.shards(name, full, "cpu").items():
+                self.trained[number].copy_(shard)
 
 
 def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
     for weight, whole in arrived:
         weight.held.copy_(whole)
+
+
+def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
+    """A parameter, given what this device holds of it."""
+    storage, precision, trained = parameter.storage, parameter.precision, parameter.trainable
+    sent = TORCH_DTYPES[precision.sent(parameter.type, trained).dtype]
+    hops = storage.hops(parameter.type, comm.mesh, trained=trained, precision=precision)
+    updated = _updated(comm, storage, held) if trained else held
+    if parameter.has_master:
+        updated = nn.Parameter(updated.detach().to(TORCH_DTYPES[parameter.master.dtype]))
+    block = parameter.block or parameter.key
+    return Weight(parameter.name, parameter.type, storage, held, updated, hops, sent, block)
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:

@@ -106,7 +106,9 @@ def _of_parameters(
         share = graph.template[graph.users[node.name][0]]
         planned(plan, graph, node.name), planned(plan, graph, share)
         storage = plan.storage(node.name, share)
-        hops = storage.hops(node.type, plan.mesh, plan.microbatches, node.requires_grad)
+        hops = storage.hops(
+            node.type, plan.mesh, plan.microbatches, node.requires_grad, plan.precision
+        )
         shape, again = node.type.shape, operators.get(share, 0)
         before, after = storage.format(shape), storage.used.format(shape)
         for times, repeated in ((graph.multiplicity[node.name] - again, 0), (again, again)):

@@ -100,7 +100,7 @@ class Parameter:
         name: the user's, with "*" for the number of the block.
         times: number of blocks.
         layer: where it belongs; see layers.py.
-        stored, used: layouts, in the notation of the plan, with the dtype.
+        stored, used: layouts, in the notation of a pin, with the dtype.
         axes, updated_axes, used_axes: the mesh axes that split it as it is held, as it is updated
             and as it is used.
         moves: gathering it and synchronising its gradient.
@@ -142,7 +142,7 @@ class Explanation:
         memory: bytes per device by cause; a step never holds all of them at once.
         limit: memory of one device in bytes.
         whole: operators that run whole on every device for want of a rule.
-        hidden: seconds in which gradients are synchronised beside the backward; causes, lines and
+        hidden: seconds in which gradients and parameters go beside kernels; causes, lines and
             views count them twice, `step` once.
         peak: bytes per device at the peak of the step, where that has been simulated.
     """
@@ -218,7 +218,7 @@ def explain(
         limit: bytes of one device.
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         whole: operators that run whole for want of a rule.
-        hidden: seconds in which gradients are synchronised beside the backward.
+        hidden: seconds in which gradients and parameters go beside kernels.
         peak: bytes per device at the peak of a simulated step.
 
     Raises:
@@ -258,16 +258,18 @@ def parameters(
         stored, used, kept = storage.held, storage.used, storage.kept
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
         copied = kept.local_bytes(node.type, plan.mesh) if kept.dims != stored.dims else 0
-        updated = times * storage.updated.local_bytes(node.type, plan.mesh)
+        own = plan.precision.updated(node.type, node.requires_grad)
+        updated = times * storage.updated.local_bytes(own, plan.mesh)
         updated = updated if node.requires_grad else 0
-        grads = times * storage.grads.local_bytes(node.type, plan.mesh)
+        master = updated if own != node.type else 0
+        grads = times * storage.grads.local_bytes(own, plan.mesh)
         gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
         found.append(
             Parameter(
                 parameter_name(graph, node),
                 times,
                 layer[node.name],
-                f"{node.type.dtype}{storage.format(node.type.shape)}",
+                f"{node.type.dtype}{storage.describe(node.type.shape)}",
                 f"{node.type.dtype}{used.format(node.type.shape)}",
                 stored.sharded_axes,
                 storage.updated.sharded_axes,
@@ -276,7 +278,7 @@ def parameters(
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                state_bytes * updated,
+                master + state_bytes * updated,
             )
         )
     return tuple(found)

@@ -83,7 +83,7 @@ def _hidden(explanation: Explanation) -> list[Text]:
     if not explanation.hidden:
         return []
     saved = format_seconds(explanation.hidden)
-    return [Text(f"  less {saved}: gradients are synchronised beside the backward", style="dim")]
+    return [Text(f"  less {saved}: gradients and parameters go beside kernels", style="dim")]
 
 
 def render_parameters(explanation: Explanation, *, costs: bool = False) -> RenderableType:

@@ -38,6 +38,7 @@ from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
 from autopar.plan import Plan
@@ -66,7 +67,9 @@ class Builder:
         microbatches: int = 1,
         lies: Lies | None = None,
         bucket: int = 1,
+        precision: Precision = AS_IS,
     ) -> None:
+        self.precision = precision
         self.slowdown, self.limited = slowdown, limited
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
@@ -162,7 +165,7 @@ class Builder:
         again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
         return stored_cost(
             node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
-            again, self.bucket,
+            again, self.bucket, self.precision,
         )  # fmt: skip
 
     def _append(
@@ -342,7 +345,8 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[root.inputs[0]]
-        if self.lies is not None and self.options[self.position[root.name]][0].storage is not None:
+        has_gradient = self.lies is not None and root.requires_grad
+        if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # Where a gradient is reduced is said; so it is not reduced behind the share.
             given = [set(option.results[0].varying) for option in self.options[a]]
             asked = [set(option.operands[index].varying) for option in self.options[b]]
@@ -380,6 +384,7 @@ def build(
     microbatches: int = 1,
     lies: Lies | None = None,
     bucket: int = 1,
+    precision: Precision = AS_IS,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -391,7 +396,7 @@ def build(
         table: rules by operator.
         memory_limit: bytes per device, infinite for one that is set later. With None, memory does
             not matter, and parameters may be gathered where it is not counted.
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
         unknown_ops: "replicate" or "error".
         pins: layouts that are fixed; see pins.py.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
@@ -401,6 +406,7 @@ def build(
         microbatches: in a step; costs are those of one, with its part of what a step does once.
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
+        precision: in which dtypes parameters are updated and gradients sent.
         progress: told of each stage as it begins.
 
     Raises:
@@ -418,7 +424,7 @@ def build(
     limited = memory_limit is not None
     builder = Builder(
         graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
-        microbatches, lies, bucket,
+        microbatches, lies, bucket, precision,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:

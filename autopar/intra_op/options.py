@@ -60,11 +60,11 @@ Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
 
 def parameter_options(
     tensor: TensorType, mesh: Mesh, grad: bool, lies: Lies | None = None
-) -> Iterator[Option]:
+) -> tuple[Option, ...]:
     """Every "stored => used" of a parameter.
 
     Along each axis it is used split, whole, or varying; along those where it is varying its states
-    may be split.
+    may be split. Of one that is not trained there is but one state.
 
     Args:
         tensor: its type.
@@ -73,10 +73,21 @@ def parameter_options(
         lies: where the states of a parameter may lie, given how it is used, its type and the mesh;
             by default `storages`.
     """
+    found: dict[Option, None] = {}
+    for storage in _every_storage(tensor, mesh, "RV" if grad else "V", lies or storages):
+        if not grad:  # its replicas are told from what is used alike only where it is gathered
+            over = storage.axes("held")
+            used = Layout(storage.used.dims, varying=tuple(a for a in mesh.names if a in over))
+            storage = Storage(used, storage.held, storage.held, storage.held, storage.kept)
+        found[stored_option(storage, tensor)] = None
+    return tuple(found)
+
+
+def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> Iterator[Storage]:
+    """Storages of a parameter that is split along an axis, or one of the kinds `whole`."""
     dims = range(len(tensor.shape))
-    kinds: list[tuple[int | None, str]] = [(None, "R"), *((d, "S") for d in dims)]
-    if grad:
-        kinds.append((None, "V"))
+    kinds: list[tuple[int | None, str]] = [*((None, kind) for kind in whole)]
+    kinds[1:1] = ((dim, "S") for dim in dims)
     axes = [axis.name for axis in mesh.axes if axis.size > 1]
     for combination in itertools.product(kinds, repeat=len(axes)):
         split: list[tuple[str, ...]] = [()] * len(tensor.shape)
@@ -86,8 +97,7 @@ def parameter_options(
         varying = tuple(a for a, (_, kind) in zip(axes, combination, strict=True) if kind == "V")
         used = Layout(tuple(split), varying=varying)
         if fits(used, tensor, mesh):
-            for storage in (lies or storages)(used, tensor, mesh):
-                yield stored_option(storage, tensor)
+            yield from lies(used, tensor, mesh)
 
 
 def stored_option(storage: Storage, tensor: TensorType) -> Option:

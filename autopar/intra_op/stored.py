@@ -15,6 +15,7 @@ from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, Storage
 
 
@@ -69,6 +70,7 @@ def stored_cost(
     waits: bool,
     again: float = 0.0,
     bucket: int = 1,
+    precision: Precision = AS_IS,
 ) -> StoredCost:
     """The price of one choice.
 
@@ -76,33 +78,40 @@ def stored_cost(
         node: the parameter.
         storage: where its states lie.
         mesh, model: the devices and their prices.
-        state_bytes: optimizer state in units of the parameter's own bytes.
+        state_bytes: optimizer state in units of the bytes of what it updates.
         microbatches: in a step.
         waits: whether the program waits for each collective.
         again: which part of its blocks is computed again in the backward, and fetches it again.
         bucket: bytes of gradients, or of parameters, that go together.
+        precision: in which dtypes it is updated and its gradient sent.
     """
     trained = node.requires_grad
     totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
-    for hop in storage.hops(node.type, mesh, microbatches, trained):
+    for hop in storage.hops(node.type, mesh, microbatches, trained, precision):
         totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
     # A block that is computed again gathers it for that, and has it for the backward then.
     totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
     shown = 0.0 if waits else 1 / microbatches
     beside = shown * (totals["accumulate"] + totals["reduce"])
     fetched, refetched = shown * totals["forward"], shown * totals["backward"]
-    held, grads, updated, used, kept = (
+    own, sent = precision.updated(node.type, trained), precision.sent(node.type, trained)
+    held, used, kept = (
         float(layout.local_bytes(node.type, mesh))
-        for layout in (storage.held, storage.grads, storage.updated, storage.used, storage.kept)
+        for layout in (storage.held, storage.used, storage.kept)
     )
+    grads, updated = (
+        float(layout.local_bytes(own, mesh)) for layout in (storage.grads, storage.updated)
+    )
+    master = updated if own != node.type else 0.0
     again_fetched = storage.kept.dims != storage.used.dims
     moved = storage.updated.dims != storage.used.dims
     nbytes: dict[Role, float] = {
-        "leaf": held + (state_bytes * updated if trained else 0.0),
+        "leaf": held + (master + state_bytes * updated if trained else 0.0),
         "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
         "fetched": used if again_fetched else 0.0,
         "waiting": used,
-        "backward": used if moved else 0.0,
+        "backward": used * (moved or own != node.type)
+        + float(storage.used.local_bytes(sent, mesh)) * (moved and sent != node.type),
         "gradient": updated,
         "accumulated": grads if microbatches > 1 else 0.0,
         "update": updated,

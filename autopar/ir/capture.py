@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch.export import ExportedProgram
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.advice import explain
+from autopar.ir.cast import computing_in
 from autopar.ir.graph import Graph
+from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.lowering import Lowering
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.structure import Inputs, Structure
 from autopar.ir.watch import State, Watch, changed, refuse_hooks
 
@@ -47,6 +51,7 @@ def capture(
     loss_fn: Callable[..., Tensor] | None = None,
     name: str = "",
     known: Container[str] | None = None,
+    precision: Precision = AS_IS,
 ) -> Captured:
     """The model's forward on a batch like `model(*args, **kwargs)`.
 
@@ -57,20 +62,36 @@ def capture(
     Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
     model returns besides tensors (caches) is left out.
     Where it is said which operators are `known`, others are taken apart into those that torch
-    defines them by, if it does.
+    defines them by, if it does. With a `precision` the model is traced as if its parameters had the
+    dtype in which that computes; floating tensors of the batch are cast to it before the model sees
+    them, and the loss_fn sees them as they are.
 
     Raises:
         CaptureError: torch.export cannot trace the model, or an operation has no place in a Graph.
         BatchError: model and loss_fn together do not take the batch.
+        PrecisionError: the model has nothing to compute in the precision.
     """
-    kwargs = kwargs or {}
+    with computing_in(model, precision):
+        wrapped = partial(_Flat, model, loss_fn, dtype=TORCH_DTYPES.get(precision.compute))
+        return _captured(model, args, kwargs or {}, loss_fn, name, known, wrapped)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Tensor] | None,
+    name: str,
+    known: Container[str] | None,
+    wrapped: Callable[[Inputs], _Flat],
+) -> Captured:
     inputs = Inputs.of(_signature(model, loss_fn), args, kwargs)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     # Tensors of their own: export would alias one tensor that is passed as two inputs.
     batch = inputs.flatten(args, kwargs).values()
     examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch)
     refuse_hooks(model)
-    wrapper = _Flat(model, loss_fn, inputs)
+    wrapper = wrapped(inputs)
     program = _export(wrapper, examples)
     if wrapper.seen.assigned:  # what reads such a buffer must read it as it was
         wrapper.copied = wrapper.seen.assigned
@@ -209,9 +230,14 @@ class _Flat(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, inputs: Inputs
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        inputs: Inputs,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.training = model.training
         self.model, self.inputs = model, inputs
         self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
@@ -235,9 +261,15 @@ class _Flat(nn.Module):
         _refuse_own_gradients(named.values())
         return tuple(named.values())
 
+    def _cast(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch in the dtype of the parameters."""
+        if self.dtype is None:
+            return batch
+        return {k: t.to(self.dtype) if t.is_floating_point() else t for k, t in batch.items()}
+
     def _call(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What model and loss_fn return, by name."""
-        args, kwargs = self.inputs.rebuild(batch, without=self.for_loss_only)
+        args, kwargs = self.inputs.rebuild(self._cast(batch), without=self.for_loss_only)
         value = self.model(*args, **kwargs)
         root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
         output = Structure.of(value, root, constants=False)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tensor import Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
@@ -130,8 +131,19 @@ class Storage:
         """In the notation of a pin, "held", "held | grads | updated" or with "| kept"."""
         return " | ".join(layout.format(shape) for layout in self.layouts)
 
+    def describe(self, shape: tuple[int, ...]) -> str:
+        """As `format`, but in words where all states lie alike and nothing else is kept."""
+        if self.held == self.grads == self.updated == self.kept != Layout(self.used.dims):
+            return f"{self.held.format(shape)}, gathered twice"
+        return self.format(shape)
+
     def hops(
-        self, tensor: TensorType, mesh: Mesh, microbatches: int = 1, trained: bool = True
+        self,
+        tensor: TensorType,
+        mesh: Mesh,
+        microbatches: int = 1,
+        trained: bool = True,
+        precision: Precision = AS_IS,
     ) -> tuple[Hop, ...]:
         """Every collective of a training step, in the order in which they first run.
 
@@ -144,11 +156,13 @@ class Storage:
             mesh: the devices.
             microbatches: how many a step accumulates.
             trained: whether it has a gradient.
+            precision: says in which dtype gradients are sent.
         """
-        return tuple(self._hops(tensor, mesh, microbatches, trained))
+        sent = precision.sent(tensor, trained)
+        return tuple(self._hops(tensor, sent, mesh, microbatches, trained))
 
     def _hops(
-        self, tensor: TensorType, mesh: Mesh, microbatches: int, trained: bool
+        self, tensor: TensorType, sent: TensorType, mesh: Mesh, microbatches: int, trained: bool
     ) -> Iterator[Hop]:
         def gathers(when: str, fine: Layout, coarse: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in _path(fine, coarse, mesh):
@@ -157,19 +171,20 @@ class Storage:
 
         def scatters(when: str, coarse: Layout, fine: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in reversed(list(_path(fine, coarse, mesh))):
-                call = Collective("reduce_scatter", axes, dst.local_bytes(tensor, mesh))
-                yield Hop(when, call, dst, src, dim, times, dst.local_bytes(tensor, mesh))
+                nbytes = dst.local_bytes(sent, mesh)
+                call = Collective("reduce_scatter", axes, nbytes)
+                yield Hop(when, call, dst, src, dim, times, nbytes)
 
         yield from gathers("forward", self.held, self.used, microbatches)
+        yield from gathers("backward", self.kept, self.used, microbatches)
         if not trained:
             return
-        yield from gathers("backward", self.kept, self.used, microbatches)
         yield from scatters("accumulate", self.used, self.grads, microbatches)
         yield from scatters("reduce", self.grads, self.updated, 1)
         split = self.axes("updated")
         owed = tuple(a for a in mesh.names if a in self.used.varying and a not in split)
         if any(mesh.axis_size(axis) > 1 for axis in owed):
-            nbytes = self.updated.local_bytes(tensor, mesh)
+            nbytes = self.updated.local_bytes(sent, mesh)
             call = Collective("all_reduce", owed, nbytes)
             yield Hop("reduce", call, self.updated, self.updated, None, 1, nbytes)
         yield from gathers("update", self.updated, self.held, 1)

@@ -18,7 +18,7 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import ProgramError, StateError
+from autopar.errors import PrecisionError, ProgramError, StateError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies, in_one_piece
@@ -36,6 +36,7 @@ from autopar.ir.fusion import fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
@@ -70,6 +71,7 @@ class Options:
     state: str | StateSharding | None = None
     elementwise: bool = True
     whole: Mesh | None = None
+    precision: Precision = AS_IS
     fuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,7 +138,14 @@ def capture_graph(
         CaptureError: the model cannot be traced.
         BatchError: the model does not take the batch.
     """
-    captured = capture(model, args, kwargs, loss_fn=options.loss_fn, known=options.table)
+    captured = capture(
+        model,
+        args,
+        kwargs,
+        loss_fn=options.loss_fn,
+        known=options.table,
+        precision=options.precision,
+    )
     trace("capture.txt", lambda: format_graph(captured.graph))
     graph = verify(decompose_unknown(captured.graph, options.table))
     trace("decompose_unknown.txt", lambda: format_graph(graph))
@@ -160,10 +169,28 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     Raises:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
+        PrecisionError: the device has no such arithmetic.
     """
+    refuse_what_device_lacks(mesh, options.precision)
     if options.calibration is None:
         return AnalyticModel(mesh)
     return MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
+
+
+def refuse_what_device_lacks(mesh: Mesh, precision: Precision) -> None:
+    """PrecisionError if a mesh's devices do not compute in the precision faster than in f32.
+
+    Where the hardware lacks a format, devices.toml has the rate of the one that stands in for it.
+    """
+    known, compute = device(mesh), precision.compute
+    if not compute or known.name.lower() == "cpu":
+        return
+    if compute in ("bf16", "f16") and known.rate(compute, True) <= known.rate("f32", True):
+        raise PrecisionError(
+            f"{known.name} does not compute in {compute}",
+            why="it has no such arithmetic, so f32 stands in for it",
+            todo='pass precision="fp16"' if compute == "bf16" else 'pass precision="fp32"',
+        )
 
 
 def calibration_of(prices: CostModel) -> str:
@@ -263,6 +290,7 @@ class Planner:
             microbatches=int(self._step.get("microbatches", 1)),
             lies=options.lies(self.mesh),
             bucket=bucket_of(self.graph),
+            precision=options.precision,
         )
         single = built.problem
         if self.repeated is not None:
@@ -285,6 +313,7 @@ class Planner:
                 step=self._step,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
+                precision=options.precision,
                 fuse=options.fuse,
             )
             found = replace(found, fused=fused(self.graph, found, options.table, self.prices))

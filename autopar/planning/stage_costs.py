@@ -288,6 +288,7 @@ class StageCosts:
             microbatches=microbatches,
             lies=self.options.lies(mesh),
             bucket=BUCKET,
+            precision=self.options.precision,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
@@ -303,7 +304,7 @@ class StageCosts:
         )
         updates = []
         for name, options in zip(built.names, built.options, strict=True):
-            count, leaf = graph.multiplicity[name], graph[name].type
+            count, leaf = graph.multiplicity[name], self.options.precision.updated(graph[name].type)
             trained = options[0].stored is not None and graph[name].requires_grad
             updates.append(
                 np.array(

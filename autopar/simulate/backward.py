@@ -106,7 +106,7 @@ def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
                 needs = [entry.value.gradient_ready]
                 recorder.compute(f"{entry.name} backward", entry.name, entry.what, needs)
         elif isinstance(entry, Moved):
-            _move(entry, recorder)
+            _move(entry, recorder, weights)
         elif isinstance(entry, Used):
             weights.give(entry)
         elif isinstance(entry, Ran):
@@ -158,10 +158,10 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
     for buffer in (*entry.saved, *fetched):
         recorder.drop(buffer)
     for operand, buffer in given:
-        _give(operand, buffer, ready, recorder)
+        _give(operand, buffer, ready, recorder, weights)
 
 
-def _move(entry: Moved, recorder: Recorder) -> None:
+def _move(entry: Moved, recorder: Recorder, weights: Weights) -> None:
     source, target = entry.source, entry.target
     gradient, ready = target.gradient, target.gradient_ready
     if gradient is None:
@@ -182,10 +182,10 @@ def _move(entry: Moved, recorder: Recorder) -> None:
         made = recorder.hold(gradient)
     recorder.drop(gradient)
     target.gradient = None
-    _give(source, made, ready, recorder)
+    _give(source, made, ready, recorder, weights)
 
 
-def _give(value: Value, buffer: Buffer, ready: int, recorder: Recorder) -> None:
+def _give(value: Value, buffer: Buffer, ready: int, recorder: Recorder, weights: Weights) -> None:
     """Add a gradient to what has arrived; in place where nobody else holds one of the two."""
     old, value.readers = value.gradient, value.readers - 1
     value.gradient_ready = max(value.gradient_ready, ready)
@@ -204,3 +204,4 @@ def _give(value: Value, buffer: Buffer, ready: int, recorder: Recorder) -> None:
     if not value.readers and value.buffer.kind == "parameter" and value.gradient is not None:
         value.gradient.kind = "gradient"
         value.gradient.name = value.buffer.name
+        weights.arrived(value)

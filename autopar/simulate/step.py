@@ -125,6 +125,7 @@ class _Player:
             microbatches=plan.microbatches,
             bucket=plan.bucket,
             accelerator=settings.accelerator,
+            precision=plan.precision,
         )
         # The block that a leaf is of, and where its first reader stands.
         self.blocks = {
@@ -187,10 +188,11 @@ class _Player:
     def _parameter(self, node: Node) -> None:
         """Where the states of a parameter lie."""
         share = self.graph.template[self.graph.users[node.name][0]]
-        storage = self.plan.storage(self.graph.template[node.name], share)
-        if storage.moves:
-            count = self.plan.microbatches
-            hops = storage.hops(node.type, self.plan.mesh, count, node.requires_grad)
+        plan, trained = self.plan, node.requires_grad
+        storage = plan.storage(self.graph.template[node.name], share)
+        master = plan.precision.has_master(node.type, trained)
+        if storage.moves or master:
+            hops = storage.hops(node.type, plan.mesh, plan.microbatches, trained, plan.precision)
             value = self.leaves[node.name]
             block, place = self.blocks.get(node.name, node.name), self.places[node.name]
             self.weights.add(Weight(node.name, node, storage, value, hops, block, place))
@@ -199,7 +201,11 @@ class _Player:
             nbytes = self.leaves[node.name].buffer.nbytes
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
-        self.updated[node.name] = float(storage.updated.local_bytes(node.type, self.plan.mesh))
+        own = plan.precision.updated(node.type, trained)
+        self.updated[node.name] = float(storage.updated.local_bytes(own, plan.mesh))
+        if master:
+            nbytes = self.updated[node.name]
+            self.recorder.hold(self.recorder.allocate("optimizer", f"{node.name}, master", nbytes))
         if node.requires_grad and self.settings.state_bytes:
             state = self.updated[node.name] * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
@@ -452,7 +458,7 @@ class _Player:
         for group in groups:
             nbytes = sum(size for _, size in group)
             name = "update" if settings.at_once else f"update of {group[0][0].name}"
-            dtype = group[0][0].type.dtype
+            dtype = self.plan.precision.updated(group[0][0].type).dtype
             recorder.compute(name, "", (optimizer_work(nbytes, settings.state_bytes, dtype),))
             recorder.scratch(
                 "temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Hop, Storage
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
 
@@ -100,8 +101,10 @@ class Weights:
         recorder: what the step is written to.
         overlap: see `Settings`.
         known: by name of the node.
+        direct: those that operators use as they are held, by the id of what is held.
         microbatches: in a step.
         bucket: bytes of gradients, or of parameters, that go together.
+        precision: in which dtypes parameters are updated and gradients sent.
         accelerator: see `Settings`.
         waiting: gradients that do not go yet, by when and how.
         again: those that are gathered again for the backward, by the id of what is kept of them.
@@ -112,10 +115,12 @@ class Weights:
     recorder: Recorder
     overlap: frozenset[str]
     known: dict[str, Weight] = field(default_factory=dict)
+    direct: dict[int, Weight] = field(default_factory=dict)
     again: dict[int, Weight] = field(default_factory=dict)
     microbatches: int = 1
     bucket: int = 1
     accelerator: bool = False
+    precision: Precision = AS_IS
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
     fetched: _Gather = field(default_factory=lambda: _Gather("forward"))
     refetched: _Gather = field(default_factory=lambda: _Gather("backward"))
@@ -123,10 +128,12 @@ class Weights:
     def add(self, weight: Weight) -> None:
         """One more; the sum of earlier gradients is there when the step begins."""
         self.known[weight.name] = weight
+        if not weight.storage.moves:
+            self.direct[id(weight.value)] = weight
         if weight.path("forward"):
             self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
         if self.microbatches > 1 and weight.leaf.requires_grad:
-            nbytes = self._bytes(weight, weight.storage.grads)
+            nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
             buffer = self.recorder.allocate("gradient", weight.name, nbytes)
             weight.total = self.recorder.hold(buffer)
 
@@ -230,7 +237,35 @@ class Weights:
         if gradient is None:
             return
         target.gradient = None
+        self.take(weight, gradient, ready)
+
+    def take(self, weight: Weight, gradient: Buffer, ready: int) -> None:
+        """The gradient of a parameter as it is used."""
+        if weight.path("accumulate"):
+            gradient = self._cast(weight, gradient, weight.storage.used, self._sent(weight))
         self._send("accumulate", weight, gradient, ready)
+
+    def arrived(self, value: Value) -> None:
+        """All of the gradient of a parameter that is used as it is held."""
+        weight, gradient = self.direct.get(id(value)), value.gradient
+        if weight is not None and gradient is not None:
+            value.gradient = None
+            self.take(weight, gradient, value.gradient_ready)
+
+    def _own(self, weight: Weight) -> TensorType:
+        return self.precision.updated(weight.leaf.type, weight.leaf.requires_grad)
+
+    def _sent(self, weight: Weight) -> TensorType:
+        return self.precision.sent(weight.leaf.type, weight.leaf.requires_grad)
+
+    def _cast(self, weight: Weight, gradient: Buffer, layout: Layout, to: TensorType) -> Buffer:
+        """A gradient in another dtype, in place of the one that there was."""
+        nbytes = self._bytes(weight, layout, to)
+        if nbytes == gradient.nbytes:
+            return gradient
+        made = self.recorder.hold(self.recorder.allocate("temporary", gradient.name, nbytes))
+        self.recorder.drop(gradient)
+        return made
 
     def finish(self) -> None:
         """Send what still waits when the backward has ended."""
@@ -245,7 +280,7 @@ class Weights:
         if not path:
             self._arrived(when, weight, gradient, ready)
             return
-        key = (when, weight.leaf.type.dtype, path)
+        key = (when, self._sent(weight).dtype, path)
         waiting = self.waiting.setdefault(key, [])
         if path[0][0] == "all_reduce" and self.microbatches == 1:  # summed in place, in a copy
             made = self.recorder.allocate("temporary", gradient.name, gradient.nbytes)
@@ -276,12 +311,12 @@ class Weights:
             if call.kind == "all_reduce":
                 continue
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
-                nbytes = self._bytes(weight, hop.dst)
+                nbytes = self._bytes(weight, hop.dst, self._sent(weight))
                 buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
                 # Blocks of a row are put side by side, and several tensors into one buffer; gloo
                 # sums in a copy of that.
                 copies = bool(hop.dim) + (len(hops) > 1) + (not self.accelerator)
-                staging = copies * self._bytes(weight, hop.src)
+                staging = copies * self._bytes(weight, hop.src, self._sent(weight))
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
@@ -289,6 +324,7 @@ class Weights:
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         if when == "reduce":
+            gradient = self._cast(weight, gradient, weight.storage.updated, self._own(weight))
             gradient.kind, gradient.name = "gradient", weight.value.buffer.name
             weight.value.gradient, weight.value.gradient_ready = gradient, ready
             return
@@ -296,6 +332,8 @@ class Weights:
             self.recorder.compute(f"sum of gradients of {weight.name}", weight.name, (), [ready])
             self.recorder.drop(gradient)
             gradient, ready, weight.total = weight.total, -1, None
+        if weight.path("reduce"):
+            gradient = self._cast(weight, gradient, weight.storage.grads, self._sent(weight))
         self._send("reduce", weight, gradient, ready)
 
     def gather(self) -> None:
@@ -323,11 +361,14 @@ class Weights:
                 nbytes = self._bytes(weight, hop.dst)
                 # What came is joined where it is a part of a row or not alone.
                 more = (bool(hop.dim) or len(hops) > 1) * nbytes
-                more += (place > 0) * self._bytes(weight, hop.src)  # what came by the hop before
+                # A master is cast, and what came by the hop before is there.
+                cast = self._own(weight) != weight.leaf.type
+                more += (cast or place > 0) * self._bytes(weight, hop.src)
                 self.recorder.scratch("communication", weight.name, nbytes + more)
 
-    def _bytes(self, weight: Weight, layout: Layout) -> float:
-        return float(layout.local_bytes(weight.leaf.type, self.mesh))
+    def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
+        """Of a part of a parameter, or of something that is like it in another dtype."""
+        return float(layout.local_bytes(kind or weight.leaf.type, self.mesh))
 
 
 def _one(hops: Sequence[Hop]) -> Collective:

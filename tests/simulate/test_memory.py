@@ -15,6 +15,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
+from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
@@ -78,14 +79,15 @@ class Case:
         return measured_step(executor, self.captured.inputs.flatten((), batch))
 
 
-def cases(name: str, plans: list[str], layers: int) -> list[Case]:
+def cases(name: str, plans: list[str], layers: int, precision: str = "") -> list[Case]:
     model, batch = make(name, layers)
     nothing = Trace(None)
-    captured = capture_graph(model, (), batch, Options(), nothing)
+    mixed = Options(precision=Precision.read(precision))
+    captured = capture_graph(model, (), batch, mixed, nothing)
     made = []
     for plan in plans:
         mesh, pins = PLANS[plan]
-        options = Options(pins=pins)
+        options = replace(mixed, pins=pins)
         chosen = make_plan(captured.graph, autopar.Mesh.parse(mesh), options, nothing)
         made.append(Case(name, layers, chosen, captured))
     return made
@@ -142,3 +144,11 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
     every = cases(name, list(PLANS), 6)
     again = [recomputing(case, how) for case in every for how in ("full 6", "selective 4")]
     compare([*every, *again], 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "bf16 communication=bf16"])
+def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
+    compare(
+        cases("gpt2", ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"], 2, precision), 0.05
+    )

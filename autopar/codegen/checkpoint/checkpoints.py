@@ -139,7 +139,12 @@ class Checkpoints:
             for h in holder.held
             if h.first and names.kind(h.name)
         ]
-        states, optimizer = optimizer_parts(holder.optimizer, holder.held)
+        parts += [
+            Part(f"ema.{h.name}", h.average, h.updated_box, h.shape)
+            for h in holder.held
+            if h.first and h.average is not None
+        ]
+        states, optimizer = optimizer_parts(holder.update.optimizer, holder.held)
         details = {
             "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
             "tied": dict(names.tied),
@@ -147,6 +152,7 @@ class Checkpoints:
             if scheduler is None
             else encode(scheduler.state_dict(), "the scheduler"),
             "values": encode(values, "values"),
+            "update": encode(holder.update.state_dict(), "the scale of the loss"),
             # The other ranks follow the first one's; see `codegen/random.py`.
             "random": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
         }
@@ -202,10 +208,14 @@ class Checkpoints:
         states: list[OptimizerState] = []
 
         def wanted() -> list[Part]:
-            states.append(OptimizerState(self.holder.optimizer, self.holder.held, index))
-            return [*self._parts(index, matches, "model."), *states[0].parts]
+            states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
+            own = self._parts(index, matches, "model.")
+            return [*own, *self._averages(index, matches), *states[0].parts]
 
         self._read(where, index, wanted)
+        if not index.under("ema"):
+            self.holder.update.restart()
+        self.holder.update.load_state_dict(decode(details.get("update", {})))
         for state in states:
             state.give()
         if scheduler is not None:
@@ -220,12 +230,19 @@ class Checkpoints:
         """Take parameters and buffers only; see `Program.load_weights`."""
         self._wait()
         with self.holder.watch:
-            if isinstance(source, Mapping):
-                self._fill({})
-                deal(source, self.holder, self.names, self._group(), rename)
-                self.holder.loaded = True
-            else:
-                self._take(source.absolute(), rename)
+            self._load_weights(source, rename)
+            self.holder.update.restart()
+
+    def _load_weights(
+        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]
+    ) -> None:
+        if isinstance(source, Mapping):
+            self._fill({})
+            deal(source, self.holder, self.names, self._group(), rename)
+            self.holder.refresh()
+            self.holder.loaded = True
+        else:
+            self._take(source.absolute(), rename)
 
     def _take(self, path: Path, rename: Callable[[str], str]) -> None:
         where, index, prefix = from_first_rank(lambda: weights_index(path))
@@ -245,6 +262,14 @@ class Checkpoints:
                 parts.append(Part(name, h.tensor, h.box, h.shape))
         return parts
 
+    def _averages(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
+        """Where the averages of this rank's parameters go, if the folder has them."""
+        return [
+            Part(f"ema.{matches[h.name]}", h.average, h.updated_box, h.shape)
+            for h in self.holder.held
+            if h.average is not None and f"ema.{matches[h.name]}" in index.tensors
+        ]
+
     @torch.no_grad()
     def _read(self, path: Path, index: Index, wanted: Callable[[], list[Part]]) -> None:
         """Read what each rank wants; nothing is overwritten before all of it is checked."""
@@ -254,6 +279,7 @@ class Checkpoints:
         try:
             self._fill(index.tensors)
             _load(reader, wanted, group)
+            self.holder.refresh()
         except BaseException:
             if reader.began:
                 self.holder.loaded = False  # some of it is the old, some the new

@@ -20,6 +20,7 @@ from autopar.codegen.checkpoint.plans import Part
 from autopar.codegen.checkpoint.values import DTYPES, decode, encode
 from autopar.codegen.failure import Watch
 from autopar.codegen.state import Parameter, State
+from autopar.codegen.update import Update
 from autopar.errors import CheckpointError
 from autopar.ir.tensor import Layout
 
@@ -29,7 +30,7 @@ _MANNER = ("params", "param_names", "foreach", "fused", "capturable", "different
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer on this rank.
+    """A parameter or buffer on this rank; of one that has a master that, which it is made of.
 
     Attributes:
         parameter: what it is and how the mesh holds it.
@@ -37,6 +38,7 @@ class Held:
         tensor: this rank's part.
         updated: the tensor that the optimizer updates; None for what it does not train.
         first: whether it is saved from here; another stage of a pipeline may hold a copy.
+        average: the average of `updated`, where one is kept.
     """
 
     parameter: Parameter
@@ -44,6 +46,7 @@ class Held:
     tensor: Tensor
     updated: Tensor | None = None
     first: bool = True
+    average: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +76,7 @@ class Held:
 class Holder(Protocol):
     """A program on this rank."""
 
-    optimizer: Optimizer
+    update: Update
     watch: Watch
     loaded: bool
 
@@ -85,12 +88,16 @@ class Holder(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of what all ranks hold, by name."""
 
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+
 
 def held_of(
     state: State,
     tensors: Sequence[Tensor],
     updated: Sequence[Tensor],
     first: Collection[str] | None = None,
+    averages: Mapping[int, Tensor] | None = None,
 ) -> list[Held]:
     """What this rank holds of a state.
 
@@ -99,14 +106,16 @@ def held_of(
         tensors: what it holds of each parameter and buffer.
         updated: what the optimizer updates of each.
         first: names that are saved from here, None for all.
+        averages: of what the optimizer updates, by the id of that.
     """
     return [
         Held(
-            parameter,
+            parameter.master if parameter.has_master else parameter,
             state,
-            tensor,
+            own if parameter.has_master else tensor,
             own if own.requires_grad else None,
             first is None or parameter.name in first,
+            (averages or {}).get(id(own)),
         )
         for parameter, tensor, own in zip(state.parameters, tensors, updated, strict=True)
     ]

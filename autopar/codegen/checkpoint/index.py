@@ -65,7 +65,8 @@ class Index:
 
     `details` of a checkpoint: `names`, those of the state_dict in its order; `tied`, names of
     tensors that have another one as well; `optimizer`, its kind, groups and values that are no
-    tensors; `scheduler`, `values`, `random`.
+    tensors; `scheduler`, `values`, `random`; `update`, the scale of the loss. Tensors are the
+    `model`'s, as they are trained, `buffer`s, `ema`, averages of the former, and the `optimizer`'s.
     """
 
     tensors: Mapping[str, Stored]

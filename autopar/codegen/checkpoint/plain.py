@@ -12,27 +12,40 @@ from autopar.codegen.checkpoint.boxes import Box
 from autopar.codegen.checkpoint.checkpoints import read_alone
 from autopar.codegen.checkpoint.plans import Part
 from autopar.codegen.checkpoint.values import DTYPES
+from autopar.errors import CheckpointError
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Tensor]:
+def load_checkpoint(path: str | Path, *, average: bool = False) -> dict[str, Tensor]:
     """The model's state_dict in a checkpoint, for `model.load_state_dict`; executes no code.
 
     Args:
         path: the folder that `Program.save_checkpoint` was given.
+        average: take the averages of the parameters, where the program kept any.
 
     Returns:
         Whole tensors in host memory; tied names share one.
 
     Raises:
-        CheckpointError: there is none, or it is not whole, or damaged.
+        CheckpointError: there is none, or it is not whole, or damaged, or has no averages.
     """
     where, index = folder.read(Path(path).absolute())
+    means = index.under("ema") if average else {}
+    if average and not means:
+        raise CheckpointError(
+            f"the checkpoint {path} has no averages",
+            todo="train with ema=0.999, or load it without",
+        )
     found = {
         name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         for name, stored in index.under("model").items()
     }
     parts = [
-        Part(f"model.{name}", value, Box.whole(tuple(value.shape)), tuple(value.shape))
+        Part(
+            f"{'ema' if name in means else 'model'}.{name}",
+            value,
+            Box.whole(tuple(value.shape)),
+            tuple(value.shape),
+        )
         for name, value in found.items()
     ]
     read_alone(where, index, parts)

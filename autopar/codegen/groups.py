@@ -1,0 +1,98 @@
+"""Groups of parameters that the optimizer treats differently, said by name.
+
+    groups=autopar.groups({"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-4}})
+
+They become the groups of a torch optimizer, whatever part of a parameter a device updates. Every
+rank has all groups in one order, some perhaps empty, so that schedulers count alike everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import ProgramError
+
+Options = dict[str, Any]
+GroupsLike = Callable[[str, nn.Parameter], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Options by patterns of names; made by `groups`."""
+
+    options: Mapping[str, Mapping[str, Any]]
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> Options:
+        """The options of one parameter."""
+        found: Options = {}
+        for pattern, options in self.options.items():
+            if fnmatchcase(name, pattern):
+                found |= options
+        return found
+
+
+def groups(options: Mapping[str, Mapping[str, Any]]) -> Patterns:
+    """Options of the optimizer for parameters whose names fit a pattern, for `compile`.
+
+    Args:
+        options: a name of the model's parameters with "*" for any part, and the options of the
+            group: {"*.bias": {"weight_decay": 0.0}}. If several fit, all count, later ones more.
+    """
+    return Patterns({pattern: dict(given) for pattern, given in options.items()})
+
+
+def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]:
+    """The options of every trained parameter by name; {} if none are given.
+
+    Args:
+        model: the user's.
+        given: patterns, or a function of a parameter's name and the parameter.
+
+    Raises:
+        ProgramError: a pattern fits no trained parameter, or a function returns no options.
+    """
+    if given is None:
+        return {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for pattern in given.options if isinstance(given, Patterns) else ():
+        if not any(fnmatchcase(name, pattern) for name in trained):
+            raise ProgramError(
+                f"the group {pattern!r} is empty",
+                why=f"no trained parameter has such a name; there are {', '.join(trained)[:300]}",
+                todo="correct the pattern; * stands for any part of a name",
+            )
+    found: dict[str, Options] = {}
+    for name, parameter in trained.items():
+        options = given(name, parameter)
+        if not isinstance(options, Mapping):
+            raise ProgramError(
+                f"the groups give {options!r} for {name}",
+                why="a group is a mapping of options, {} for none",
+            )
+        found[name] = dict(options)
+    return found
+
+
+def grouped(
+    trained: Sequence[tuple[str, nn.Parameter]], options: Mapping[str, Options]
+) -> list[nn.Parameter] | list[Options]:
+    """What an optimizer is made of: parameters, or groups of them where there are options.
+
+    Args:
+        trained: what this device updates, with names of the model's parameters.
+        options: of all trained parameters of the model.
+    """
+    if not any(options.values()):
+        return [parameter for _, parameter in trained]
+    found: dict[str, Options] = {}
+    for name, given in options.items():
+        key = json.dumps(given, sort_keys=True, default=repr)
+        group = found.setdefault(key, {"params": [], **given})
+        group["params"] += [parameter for other, parameter in trained if other == name]
+    return list(found.values())

@@ -1,0 +1,70 @@
+"""What a program shows of its training: optimizer, scale, norm, parameters and their average."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.executor import Executor
+from autopar.codegen.pipeline import Pipeline
+from autopar.codegen.scaler import Scaler
+from autopar.codegen.update import Training
+from autopar.errors import ProgramError
+from autopar.ir.capture import Captured
+
+
+class Trained(ABC):
+    """A program that trains a model; everything raises ProgramError before the first batch."""
+
+    _model: nn.Module
+    _training: Training
+
+    @abstractmethod
+    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
+        """What runs it; ProgramError before the first batch."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's shards, for learning-rate schedules."""
+        return self._ready()[1].optimizer
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """What scales the loss in float16, and tells whether a step was skipped; else None."""
+        return self._ready()[1].update.scaler
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
+        return self._ready()[1].grad_norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state_dict, whole tensors on every rank."""
+        full = self._ready()[1].state_dict()
+        return {name: full[name] for name in self._model.state_dict() if name in full}
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """The state_dict with averages of what is trained, whole tensors on every rank.
+
+        The average begins with the parameters that were compiled, or loaded without one; after a
+        step it is ema of what it was and the rest of the new parameters.
+
+        Raises:
+            ProgramError: before the first batch, or without `ema`.
+        """
+        executor = self._ready()[1]
+        if self._training.ema is None:
+            raise ProgramError("there is no average", todo="pass ema=0.999 to compile")
+        full = executor.state_dict(average=True)
+        return {name: full[name] for name in self._model.state_dict() if name in full}
+
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
+        captured, executor = self._ready()
+        # Constants are no part of a state_dict; they stay as they are.
+        names = set(self._model.state_dict())
+        constants = {k: v for k, v in captured.buffers.items() if k not in names}
+        executor.load_state_dict({**constants, **values})

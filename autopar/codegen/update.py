@@ -1,0 +1,144 @@
+"""From gradients to new parameters: unscaled, clipped, updated and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.groups import Options, grouped
+from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.scaler import Scaler
+from autopar.errors import ProgramError
+from autopar.ir.precision import Precision
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a program updates its parameters.
+
+    Attributes:
+        optimizer: makes an optimizer of the local parameters, or of groups of them.
+        clip_norm: bound of the gradients' global norm, None for no bound.
+        options: of the optimizer, by name of a parameter; see `groups.options_of`.
+        ema: how much of the average of the parameters a step keeps, None for no average.
+
+    Raises:
+        ProgramError: a bound or a part that is none.
+    """
+
+    optimizer: OptimizerFactory
+    clip_norm: float | None = None
+    options: Mapping[str, Options] = field(default_factory=dict)
+    ema: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ProgramError(
+                f"clip_norm is {self.clip_norm}", why="a norm is bounded by a positive number"
+            )
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ProgramError(
+                f"ema is {self.ema}",
+                why="it is the part of the average that a step keeps, at least 0 and less than 1",
+                todo="pass ema=0.999",
+            )
+
+
+def state_bytes_of(training: Training) -> float:
+    """Bytes that are kept of what is updated, in units of its own: the optimizer's, and an average.
+
+    Raises:
+        ProgramError: see `optimizer.state_bytes`.
+    """
+    return state_bytes(training.optimizer) + (training.ema is not None)
+
+
+class Update:
+    """What a step does with the gradients on this rank.
+
+    Args:
+        training: what is asked for.
+        precision: of the program.
+        trained: what this rank updates, with names of the model's parameters.
+        device: where it is.
+
+    Attributes:
+        optimizer: a torch optimizer.
+        scaler: scales the loss; None where nothing vanishes.
+        averages: of `trained`, by the id of the parameter; {} without.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        precision: Precision,
+        trained: Sequence[tuple[str, nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        self.training, self._trained = training, [parameter for _, parameter in trained]
+        # Of a stage without parameters the optimizer has one without elements.
+        name = next(iter(training.options), "")
+        nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
+        self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
+        self.scaler = Scaler() if precision.scaled else None
+        self.averages: dict[int, Tensor] = {}
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin the average with the parameters as they are."""
+        if self.training.ema is not None:
+            for parameter in self._trained:
+                mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
+                mean.copy_(parameter)
+
+    def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Their averages."""
+        return [self.averages[id(parameter)] for parameter in parameters]
+
+    @property
+    def scale(self) -> float:
+        """By what the loss is multiplied."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def step(
+        self,
+        gradients: Sequence[Tensor | None],
+        largest: Callable[[Tensor], Tensor],
+        clip: Callable[[float], Tensor],
+    ) -> Tensor | None:
+        """Update the parameters, unless gradients overflowed somewhere.
+
+        Args:
+            gradients: of this rank.
+            largest: gives the largest of a number over all ranks.
+            clip: bounds the global norm of the gradients, and returns it.
+
+        Returns:
+            The norm before clipping, None without clipping.
+        """
+        finite = self.scaler is None or self.scaler.unscale(gradients, largest)
+        norm = None if self.training.clip_norm is None else clip(self.training.clip_norm)
+        if finite:
+            self.optimizer.step()
+            self._averaged()
+        return norm
+
+    @torch.no_grad()
+    def _averaged(self) -> None:
+        if self.training.ema is not None:
+            for parameter in self._trained:
+                self.averages[id(parameter)].lerp_(parameter, 1 - self.training.ema)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is alike on all ranks and no option of the optimizer."""
+        return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, as far as it is known there."""
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])

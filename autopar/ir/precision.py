@@ -1,0 +1,113 @@
+"""Precision: the dtypes in which a model computes, is updated, and sends its gradients.
+
+Parameters are held and computed with in one dtype; the optimizer updates a copy in a wider one, the
+master, wherever the parameter's optimizer state lies (Micikevicius et al., "Mixed Precision
+Training", arXiv:1710.03740, section 3.1; ZeRO, arXiv:1910.02054, section 3.1: 2 bytes a parameter,
+2 a gradient, 12 for the master and Adam's moments). Gradients are added up over microbatches in the
+master's dtype, and sent in that of `communication`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.errors import PrecisionError
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
+
+_FLOATS = {
+    "f16": "f16", "fp16": "f16", "float16": "f16", "bf16": "bf16", "bfloat16": "bf16",
+    "f32": "f32", "fp32": "f32", "float32": "f32", "f64": "f64", "fp64": "f64", "float64": "f64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What computes in which dtype; `Precision()`, and f32 throughout, leave the model as it is.
+
+    Attributes:
+        compute: of operators, and of parameters as they are held and gathered; "" as the model has
+            them. Buffers keep their own dtype.
+        master: of what the optimizer updates, and of sums of gradients.
+        communication: in which gradients of parameters are sent: between replicas, and where they
+            are parts of a sum over tensor- or sequence-parallel axes.
+
+    Raises:
+        PrecisionError: a name that is no floating dtype, or a master narrower than `compute`.
+    """
+
+    compute: str = ""
+    master: str = "f32"
+    communication: str = "f32"
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "master", "communication"):
+            given = getattr(self, name)
+            if given not in _FLOATS and not (name == "compute" and given == ""):
+                raise PrecisionError(
+                    f"there is no precision {given!r}",
+                    why=f"{name} is one of bf16, fp16, fp32, fp64",
+                    todo='pass precision="bf16", "fp16" or "fp32", or an autopar.Precision',
+                )
+            object.__setattr__(self, name, _FLOATS.get(given, ""))
+        if self.compute == self.master == self.communication == "f32":
+            object.__setattr__(self, "compute", "")
+        if self.compute and DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
+            raise PrecisionError(
+                f"the master is {self.master}, the model computes in {self.compute}",
+                why="updates that are small beside a weight get lost in a narrower master",
+                todo="pass a master that is as wide or wider, f32",
+            )
+
+    @classmethod
+    def read(cls, given: str | Precision | None) -> Precision:
+        """From its text: "bf16", "fp16 communication=bf16"; "fp32" leaves the model as it is.
+
+        Raises:
+            PrecisionError: it is none.
+        """
+        if isinstance(given, Precision):
+            return given
+        if not given:
+            return cls()
+        compute, *more = str(given).split()
+        pairs = [word.partition("=") for word in more]
+        if any(name not in ("master", "communication") or not value for name, _, value in pairs):
+            raise PrecisionError(
+                f"cannot read the precision {given!r}",
+                todo='write "bf16", "fp16", "fp32" or such as "bf16 master=f32 communication=bf16"',
+            )
+        return cls(compute, **{name: value for name, _, value in pairs})
+
+    def __str__(self) -> str:
+        if not self.compute:
+            return ""
+        said = [f"{n}={v}" for n, v in self._others if v != "f32"]
+        return " ".join([self.compute, *said])
+
+    @property
+    def _others(self) -> tuple[tuple[str, str], ...]:
+        return ("master", self.master), ("communication", self.communication)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled, so that small gradients do not vanish in float16."""
+        return self.compute == "f16"
+
+    def has_master(self, tensor: TensorType, trained: bool = True) -> bool:
+        """Whether a parameter of this type has a copy that the optimizer updates in its place."""
+        return trained and tensor.dtype == self.compute != self.master
+
+    def updated(self, tensor: TensorType, trained: bool = True) -> TensorType:
+        """What a parameter of this type is to the optimizer; its gradients are added up so."""
+        if not self.has_master(tensor, trained):
+            return tensor
+        return replace(tensor, dtype=self.master)
+
+    def sent(self, tensor: TensorType, trained: bool = True) -> TensorType:
+        """What its gradient is on its way."""
+        if not (trained and tensor.dtype == self.compute):
+            return tensor
+        return replace(tensor, dtype=self.communication)
+
+
+AS_IS = Precision()
