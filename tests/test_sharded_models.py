@@ -114,3 +114,24 @@ def test_blocks_that_are_computed_again_gather_again(name: str) -> None:
     ]
     cases += [replace(one, again=True) for one in cases if one.state == "GGG"]
     train(cases)
+
+
+def gpt2_bf16() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return gpt2(torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_bf16_runs_stay_within_its_roundings_of_the_unsharded_bf16_run() -> None:
+    """Losses and norms within two roundings of bf16 (2^-7), as sums go over devices in its order.
+
+    Parameters: AdamW moves a parameter by its rate at most, whatever the gradient's rounding.
+    """
+    case = Case("", 4, make=gpt2_bf16, steps=5, optimizer=partial(torch.optim.AdamW, lr=1e-3))
+    cases = [replace(case, state=state) for state in ("NNN", "NGG", "GGG", "IIG", "zero++")]
+    whole = unsharded(case)
+    for rank in run_ranks(Jobs(cases).train):
+        for one, (run, _) in zip(cases, rank, strict=True):
+            pairs = [*zip(run.losses, whole.losses, strict=True)]
+            pairs += zip(run.norms, whole.norms, strict=True)
+            worst = max(abs(a - b) / abs(b) for a, b in pairs)
+            assert worst <= 2**-7, (one, worst)

@@ -14,6 +14,7 @@ from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shape
 from autopar.cli.prices import CALIBRATION, prices
 from autopar.codegen import folder
 from autopar.codegen.emit import emit
+from autopar.codegen.update import Training
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.text import format_graph
@@ -87,5 +88,5 @@ def _files(
         "program.py": folder.standalone(source),
         "plan.toml": chosen.to_toml(),
         "graph.txt": format_graph(captured.graph),
-        "program.toml": folder.settings(tied, torch.optim.AdamW, None),
+        "program.toml": folder.settings(tied, Training(torch.optim.AdamW)),
     }

@@ -17,6 +17,7 @@ from autopar.cli.console import WIDTH, Stages, print_json, print_out, writing
 from autopar.cli.model import Wanted, capture_model, model_of
 from autopar.cli.prices import prices
 from autopar.codegen import folder
+from autopar.codegen.update import Training
 from autopar.cost.device import device
 from autopar.errors import PlanMismatchError
 from autopar.inter_op.gantt import gantt, legend
@@ -131,7 +132,7 @@ def files(
     stage("emit")
     made = files_of(captured, plan, sources_of(captured, plan, options))
     tied = {k: v for k, v in captured.parameter_names.items() if k != v}
-    return {**made, "program.toml": folder.settings(tied, torch.optim.AdamW, None)}
+    return {**made, "program.toml": folder.settings(tied, Training(torch.optim.AdamW))}
 
 
 def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -37,6 +38,20 @@ def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
         except InfeasibleError:
             found[name] = False
     assert found == FITS
+
+
+@pytest.mark.slow
+def test_llama_70b_on_eight_devices_says_what_is_missing() -> None:
+    """No fewer bytes than a split of parameters, gradients and two moments in bf16 needs."""
+    mesh = Mesh.parse("H100: gpu=8")
+    graph = capture_model(Wanted("llama-3-70b", 8, 2048, None), Options(), Trace(None))
+    with pytest.raises(InfeasibleError, match=r"GiB more; largest: ") as caught:
+        make_plan(graph, mesh, Options(state="zero3"), Trace(None))
+    needs = re.search(r"needs ([0-9.]+) GiB", str(caught.value))
+    assert needs
+    states = 4 * sum(leaf.type.nbytes for leaf in graph.leaves("param")) / 8
+    assert states <= float(needs[1]) * 2**30 <= 2 * states
+    assert "more devices" in str(caught.value)
 
 
 def small(**more: object) -> Plan:
