@@ -131,8 +131,7 @@ def capture_graph(
 ) -> Captured:
     """The model's forward on a batch, normalised, annotated and with its repeated blocks.
 
-    With other `passes`, which begin with all of `NORMALISING`, it is what these make of it. Kernels
-    are placed after those.
+    With other `passes` it is what these make of it. Kernels are placed behind those that normalise.
 
     Raises:
         CaptureError: the model cannot be traced.
@@ -153,7 +152,7 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
-    graph = prepare(graph, keep, NORMALISING)
+    graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:
         graph = verify(fuse(graph, options.fuse))
         keep("fuse", graph)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.codegen.ops import expression
+from autopar.codegen.runtime import Runtime
 from autopar.intra_op.rules import rules
+from autopar.ir import kernels
 from autopar.ir.interpret import TORCH_DTYPES, execute, tensor_type
+from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.ir.text import parse_graph
 
@@ -120,8 +122,8 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(code: str, names: dict[str, Any]) -> Any:
-    mesh = SimpleNamespace(device=CPU)
-    bound = {"torch": torch, "F": F, "aten": torch.ops.aten, "mesh": mesh}
+    mesh = Runtime(Mesh.parse("cpu: x=1"), CPU)
+    bound = {"torch": torch, "F": F, "aten": torch.ops.aten, "mesh": mesh, "kernels": kernels}
     torch.manual_seed(0)
     return eval(code, bound, names)
 
