@@ -25,7 +25,7 @@ from autopar.explain import (
     render_fused,
     view,
 )
-from autopar.intra_op.build import Builder
+from autopar.intra_op.builder import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.rule import OpRule

@@ -18,7 +18,7 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
-__all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "matches", "names", "patterns"]
+__all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "names", "patterns"]
 
 Fuse = bool | Mapping[str, bool] | Sequence[str]
 
@@ -50,15 +50,11 @@ def choose(fuse: Fuse) -> tuple[str, ...]:
     return tuple(name for name in names() if name in listed)
 
 
-def matches(graph: Graph, chosen: tuple[str, ...]) -> tuple[tuple[Pattern, Match], ...]:
-    """Where the patterns called `chosen` are found, in execution order, none in two.
-
-    Args:
-        graph: normalised, without shares.
-        chosen: of `names()`.
-    """
+def _matches(
+    graph: Graph, chosen: tuple[str, ...], home: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[Pattern, Match], ...]:
+    """Where the patterns called `chosen` are found, in execution order, none in two."""
     wanted = [pattern for pattern in patterns() if pattern.name in chosen]
-    home = _blocks(graph) if wanted else {}
     found: list[tuple[Pattern, Match]] = []
     taken: set[str] = set()
     # From the end: what a longer pattern holds inside is no match of its own.
@@ -75,13 +71,14 @@ def matches(graph: Graph, chosen: tuple[str, ...]) -> tuple[tuple[Pattern, Match
 
 
 def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
-    """`graph` with kernels in the place of the patterns called `chosen`; see `matches`."""
-    found = matches(graph, chosen)
+    """`graph` with kernels in the place of the patterns called `chosen`."""
+    home = _blocks(graph)
+    found = _matches(graph, chosen, home)
     if not found:
         return graph
     fresh = Names(node.name for node in graph.nodes)
     nodes = {node.name: node for node in graph.nodes}
-    home, known = _blocks(graph), defaultdict[Home, Known](dict)
+    known = defaultdict[Home, Known](dict)
     for pattern, match in found:
         writer = Writer(match.found, fresh, known[home.get(match.found.name)])
         pattern.replace(match, writer)

@@ -11,7 +11,7 @@ from autopar.ir.fusion.pattern import Match, Pattern
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import writes
 
-_HALF = ("bf16", "f16")
+HALF = ("bf16", "f16")
 INFIX: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
 }  # fmt: skip
@@ -139,7 +139,7 @@ def _operator(wanted: ast.expr, node: Node, state: _State, graph: Graph) -> Iter
     elif isinstance(wanted, ast.UnaryOp):
         yield from _call("neg", [wanted.operand], [], node, state, graph)
     elif isinstance(wanted, ast.Call) and isinstance(wanted.func, ast.Name):
-        special = _SPECIAL.get(wanted.func.id)
+        special = SPECIAL.get(wanted.func.id)
         if special is not None:
             yield from special(wanted.args[0], node, state, graph)
         else:
@@ -177,13 +177,13 @@ def _call(
 def _wide(inner: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[_State]:
     if node.op == "aten.to.dtype" and node.type.dtype == "f32":
         source = graph[node.inputs[0]]
-        if source.type.dtype in _HALF:
+        if source.type.dtype in HALF:
             yield from _match(inner, Ref(source.name), state.through(node), graph)
     yield from _match(inner, Ref(node.name), state, graph)
 
 
 def _narrow(inner: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[_State]:
-    if node.op == "aten.to.dtype" and node.type.dtype in _HALF:
+    if node.op == "aten.to.dtype" and node.type.dtype in HALF:
         yield from _match(inner, node.args[0], state.through(node), graph)
     yield from _match(inner, Ref(node.name), state, graph)
 
@@ -212,4 +212,4 @@ def _mean(inner: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[
     yield from _match(inner, total.args[0], state.through(node).through(total), graph)
 
 
-_SPECIAL = {"wide": _wide, "narrow": _narrow, "viewed": _viewed, "mean": _mean}
+SPECIAL = {"wide": _wide, "narrow": _narrow, "viewed": _viewed, "mean": _mean}

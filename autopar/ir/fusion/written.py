@@ -6,13 +6,12 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.fusion.match import INFIX, parsed
+from autopar.ir.fusion.match import HALF, INFIX, SPECIAL, parsed
 from autopar.ir.fusion.patterns import patterns
 from autopar.ir.graph import PREFIX, Arg, Graph, Name, Node, Ref
 from autopar.ir.interpret import annotate
 from autopar.ir.tensor import TensorType
 
-_HALF = ("bf16", "f16")
 _OVERLOADS = {
     "add": "add.Tensor", "sub": "sub.Tensor", "mul": "mul.Tensor", "div": "div.Tensor",
     "pow": "pow.Tensor_Scalar", "slice": "slice.Tensor",
@@ -98,7 +97,7 @@ class _Written:
             return self._operator("neg", [text.operand], [])
         assert isinstance(text, ast.Call)
         assert isinstance(text.func, ast.Name)
-        if text.func.id in ("wide", "narrow", "mean", "viewed"):
+        if text.func.id in SPECIAL:
             return self._special(text.func.id, self.value(text.args[0]))
         return self._operator(text.func.id, text.args, text.keywords)
 
@@ -107,7 +106,7 @@ class _Written:
         if name == "mean":
             total = self._new("sum.dim_IntList", (inner, (-1,), True))
             return self._new("div.Tensor", (total, self.types[0].shape[-1]))
-        if name == "viewed" or half not in _HALF:
+        if name == "viewed" or half not in HALF:
             return inner
         return self._new("to.dtype", (inner, Name("f32" if name == "wide" else half)))
 

@@ -1,0 +1,366 @@
+"""Graph x strategies x prices -> Problem; Solution -> the layouts of a plan.
+
+One problem node stands for one node of the folded graph, priced forwards and backwards and times
+the number of blocks it stands for; a parameter and its share are one node, "stored => used", whose
+cost is the resharding between the two (data parallelism's all_reduce, ZeRO-3's all_gather and
+reduce_scatter) and whose memory is exact. Edges are reshardings. Times are points of a step at
+which its memory can be at its most, and a node holds at each of them what `lifetimes` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from autopar.cost.memory import kept, recipe
+from autopar.cost.model import Checked, CostModel, Work
+from autopar.cost.overlap import TAKE_TURNS
+from autopar.errors import UnknownOperatorError
+from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
+from autopar.intra_op.options import (
+    Lies,
+    Option,
+    node_options,
+    operand_types,
+    parameter_options,
+    storages,
+    stored_option,
+)
+from autopar.intra_op.pins import Pins
+from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
+from autopar.intra_op.rule import OpRule, Signature
+from autopar.intra_op.stored import StoredCost, stored_cost, undominated
+from autopar.intra_op.works import node_work
+from autopar.ir.collective import Resharder
+from autopar.ir.exchange import exchanged
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
+from autopar.ir.recompute import Recompute, repetitions
+from autopar.ir.tensor import Layout
+from autopar.plan import Plan
+
+TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
+Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
+
+
+class Builder:
+    """Collects the nodes and edges of one Problem; `build` is its only use."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        model: CostModel,
+        table: dict[str, OpRule],
+        state_bytes: float,
+        unknown_ops: str,
+        pins: Pins,
+        slowdown: float,
+        limited: bool = False,
+        recompute: Mapping[str, Recompute] | None = None,
+        microbatches: int = 1,
+        lies: Lies | None = None,
+        bucket: int = 1,
+        precision: Precision = AS_IS,
+    ) -> None:
+        self.precision = precision
+        self.slowdown, self.limited = slowdown, limited
+        self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
+        self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
+        self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
+        self.resharder = Resharder(mesh, self.model.collective)
+        self.choices: list[Choices] = []
+        self.options: list[tuple[Option, ...]] = []
+        self.names: list[str] = []
+        self.position: dict[str, int] = {}
+        self.replicated: list[str] = []
+        self.exchanged: dict[str, tuple[float, ...]] = {}
+        self.forward: dict[str, tuple[float, ...]] = {}
+        self.backward: dict[str, tuple[float, ...]] = {}
+        self.beside: dict[str, tuple[float, ...]] = {}
+        self.fetched: dict[str, tuple[float, ...]] = {}
+        self.refetched: dict[str, tuple[float, ...]] = {}
+        self.once: dict[str, tuple[tuple[float, float], ...]] = {}
+        self.accelerator = mesh.device.lower() != "cpu"
+        self.alive = lifetimes(graph, self.accelerator, recompute)
+        self.again, self.reached = repetitions(graph, recompute or {})
+        self.sums: dict[str, tuple[float, ...]] = {}
+        self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
+        self.entering = {entry for repeat in graph.repeats for entry, _ in repeat.carried}
+        self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
+        for value, share in self._held_after_blocks().items():
+            self.left_by.setdefault(share, []).append(value)
+
+    def add(self, node: Node) -> None:
+        """One operator, input or buffer."""
+        options, signature = node_options(self.graph, node, self.mesh, self.table)
+        if signature is None and not node.is_leaf:
+            if self.unknown_ops == "error":
+                raise UnknownOperatorError(
+                    f"{node.op} has no sharding rule",
+                    where=str(node.source),
+                    todo='add a rule, or pass unknown_ops="replicate" to run it whole',
+                )
+            self.replicated.append(node.name)
+        options = self.pins.keep(node, options)
+        count = self.graph.multiplicity[node.name]
+        again = self.again.get(node.name, 0)
+        asked = tuple(
+            (count + again) * forward + count * backward
+            for forward, backward in (self._exchange_seconds(node, option) for option in options)
+        )
+        if any(asked):
+            self.exchanged[node.name] = asked
+        kernels = [self._seconds(node, option, signature) for option in options]
+        backward = tuple(
+            count * seconds + self._sum_seconds(node, option)
+            for option, (_, seconds) in zip(options, kernels, strict=True)
+        )
+        if any(backward):
+            self.backward[node.name] = backward
+        if any(forward for forward, _ in kernels):
+            self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
+        cost = tuple(
+            (count + again) * forward + after + self._loss_seconds(node, option) + inside
+            for option, (forward, _), after, inside in zip(
+                options, kernels, backward, asked, strict=True
+            )
+        )
+        self._append(node.name, options, cost, self._memory(node, options))
+
+    def add_parameter(self, node: Node, share: Node) -> None:
+        """A parameter and its share as one problem node."""
+        lies = self.lies or partial(storages, microbatches=self.microbatches)
+        every = tuple(parameter_options(node.type, self.mesh, node.requires_grad, lies))
+        every = self.pins.keep(share, every)
+        waits = self.slowdown >= TAKE_TURNS
+        options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
+        count = self.graph.multiplicity[node.name]
+        rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
+        for found, seconds in (
+            (self.beside, [cost.beside for cost in costs]),
+            (self.fetched, [cost.fetched for cost in costs]),
+            (self.refetched, [cost.refetched for cost in costs]),
+        ):
+            if any(seconds):
+                found[share.name] = tuple(count * each for each in seconds)
+        self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
+        again = self.again.get(share.name, 0)
+        self.sums[share.name] = tuple(
+            # A block that is computed again does not keep the gathered copy.
+            count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
+            for cost in costs
+        )
+        self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
+        self.position[node.name] = self.position[share.name]
+
+    def _stored(self, node: Node, share: Node, option: Option, waits: bool) -> StoredCost:
+        assert option.storage is not None
+        again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
+        return stored_cost(
+            node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
+            again, self.bucket, self.precision,
+        )  # fmt: skip
+
+    def _append(
+        self, name: str, options: tuple[Option, ...], cost: tuple[float, ...], rows: Rows
+    ) -> None:
+        self.position[name] = len(self.choices)
+        labels = tuple(option.label for option in options)
+        memory = np.zeros((len(self.alive.points), len(options)))
+        for key, copies in self.alive.copies.get(name, {}).items():
+            if key in rows:
+                memory += np.outer(copies, rows[key])
+        pieces = pieces_of(memory) or [((0, 0), (0.0,) * len(options))]
+        (live, nbytes), more = pieces[0], tuple(pieces[1:])
+        self.choices.append(Choices(name, labels, cost, nbytes, live, more))
+        self.options.append(options)
+        self.names.append(name)
+
+    def _seconds(
+        self, node: Node, option: Option, signature: Signature | None
+    ) -> tuple[float, float]:
+        """Forward and backward of one operator on one device."""
+        work = node_work(self.graph, node, option.operands, option.results, signature, self.mesh)
+        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        return forward, backward
+
+    def beside_seconds(self, share: Node, plan: Plan) -> tuple[float, float]:
+        """What a plan sends of a parameter beside forward and backward, in all blocks."""
+        if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
+            return 0.0, 0.0
+        leaf = self.graph[share.inputs[0]]
+        storage = plan.storage(self.graph.template[leaf.name], share.name)
+        cost = self._stored(
+            leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
+        )
+        count = self.graph.multiplicity[share.name]
+        return count * cost.fetched, count * (cost.beside + cost.refetched)
+
+    def _sum_seconds(self, share: Node, option: Option) -> float:
+        """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
+        given = option.results[0].local_bytes(share.type, self.mesh)
+        seconds = 0.0
+        for value in self.left_by.get(share.name, ()):
+            users = set(self.graph.users[value]) - self.last_blocks
+            readers = sum(self.graph[user].requires_grad for user in users)
+            if self.graph[value].requires_grad and readers > 1:
+                work = Work(f"{share.op} backward", share.type.numel, 3 * given, share.type.dtype)
+                seconds += (readers - 1) * self.model.compute(work)
+        return seconds
+
+    def _exchange_seconds(self, node: Node, option: Option) -> tuple[float, float]:
+        """What the operator itself sends, forwards and backwards."""
+        types = operand_types(self.graph, node)
+        forward, backward = exchanged(node, types, option.operands, self.mesh)
+        return sum(map(self.model.collective, forward)), sum(map(self.model.collective, backward))
+
+    def _loss_seconds(self, node: Node, option: Option) -> float:
+        """The loss ends whole on every device, so that all report the same."""
+        if node.name != self.graph.loss:
+            return 0.0
+        whole = Layout.replicated(len(node.type.shape))
+        return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)
+
+    def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
+        """Bytes of one copy of everything that an operator allocates, under each choice."""
+        if node.is_leaf:
+            sizes = [o.results[0].local_bytes(node.type, self.mesh) for o in options]
+            return {("leaf", -1): list(map(float, sizes))}
+        operands = tuple(self.graph[name] for name in node.inputs)
+        used: dict[int, set[tuple[tuple[str, ...], ...]]] = {}
+        for place, name in enumerate(node.inputs):
+            at = self.position.get(self.graph.template[name])
+            if at is not None and self.options[at][0].stored is not None:
+                used[place] = {option.results[0].dims for option in self.options[at]}
+        rows: Rows = {}
+        for option in options:
+            into, out = option.operands, option.results
+            made = recipe(node, operands, into, out, self.mesh, self.accelerator)
+            amounts: dict[tuple[Role, int], float] = {
+                ("value", -1): sum(made.results),
+                ("owed", -1): sum(made.results) if out[0].partial else 0.0,
+                ("waiting", -1): sum(made.results),
+                ("extra", -1): sum(made.extra),
+                ("scratch", -1): made.scratch,
+                ("backward", -1): made.backward_scratch,
+            }
+            for place, nbytes in enumerate(made.gradients):
+                amounts["new", place] = max(nbytes, 0.0)
+            for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
+                amounts["value", place] = float(layout.local_bytes(read.type, self.mesh))
+                # A parameter that is never used so is gathered, or split, for this operator.
+                copied = place in used and layout.dims not in used[place]
+                amounts["copy", place] = amounts["value", place] if copied else 0.0
+            for place in made.saved:
+                layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
+                amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
+            for key, nbytes in amounts.items():
+                aside = node.name in self.graph.aside  # no step computes it
+                rows.setdefault(key, []).append(0.0 if aside else nbytes)
+        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
+        saved = count * np.array(rows["extra", -1], dtype=np.float64)
+        for place in kept(node, self.accelerator):
+            copies = self.alive.payers.get((node.name, place), 0)
+            saved += copies * np.array(rows["kept", place])
+        if node.inputs and node.inputs[0] in self.entering:
+            # What enters a block that is computed again is all that it keeps.
+            saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])
+        self.sums[node.name] = tuple(saved.tolist())
+        return rows
+
+    def edges(self) -> Iterator[Edge]:
+        """One resharding matrix per use of a value.
+
+        A block's function takes a carried value in the layout in which its share reads it, and
+        returns it in that layout from every block. So the value enters once, is resharded at the
+        end of each block, and whoever reads it after the last one finds it in that layout.
+        """
+        held = self._held_after_blocks()
+        leaving = {
+            (entry, name): (leaves, repeat.count)
+            for repeat in self.graph.repeats
+            for entry, leaves in repeat.carried
+            for name in repeat.iterations[0]
+        }
+        for node in self.graph.folded:
+            if node.op == "param":
+                continue
+            for index, value in enumerate(node.inputs):
+                source = held.get(value, self.graph.template[value])
+                if self.position[source] == self.position[node.name]:
+                    continue
+                enters = (value, node.name) in leaving
+                if not enters:
+                    count = self.graph.multiplicity[node.name]
+                    again = self.reached.get(node.name, 0)
+                    yield self._edge(source, count, node, index, again)
+                    continue
+                yield self._edge(source, 1, node, index)
+                yield self._edge(*leaving[value, node.name], node, index)
+
+    def _held_after_blocks(self) -> dict[str, str]:
+        """Value that leaves the last block of a run -> the share in whose layout it is held.
+
+        A share's layouts on both sides are one.
+        """
+        found: dict[str, str] = {}
+        for repeat in self.graph.repeats:
+            last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
+            for entry, leaves in repeat.carried:
+                readers = (n for n in self.graph.users[entry] if n in repeat.iterations[0])
+                found[last[leaves]] = next(readers)
+        return found
+
+    def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
+        """`count` reshardings of an operand of `node`, from what `source` gives.
+
+        `again` is how often only the forward is repeated.
+        """
+        a, b = self.position[source], self.position[node.name]
+        tensor, grad = self.graph[source].type, self.graph[source].requires_grad
+        rows = [option.results[0] for option in self.options[a]]
+        columns = [option.operands[index] for option in self.options[b]]
+        sources, targets = (
+            {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
+        )
+        sides = tuple(sources), tuple(targets)
+        price = count * np.array(self.resharder.costs(tensor, *sides, grad))
+        if again:
+            price += again * np.array(self.resharder.costs(tensor, *sides, False))
+        matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
+        return Edge(a, b, self._gathered_once(source, node, index, matrix))
+
+    def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
+        """Forbids to gather a parameter behind its share, or behind a transpose of that, where its
+        share can do so at no higher price: there the copy's memory is counted.
+        """
+        a, b = self.position[source], self.position[node.name]
+        root = self.graph[source]
+        while root.op in TRANSPOSES:
+            root = self.graph[root.inputs[0]]
+        has_gradient = self.lies is not None and root.requires_grad
+        if has_gradient and self.options[self.position[root.name]][0].storage is not None:
+            # Where a gradient is reduced is said; so it is not reduced behind the share.
+            given = [set(option.results[0].varying) for option in self.options[a]]
+            asked = [set(option.operands[index].varying) for option in self.options[b]]
+            aside = np.array([[not more <= less for more in asked] for less in given])
+            cost = np.where(aside, FORBIDDEN, cost)
+        stored = [option.stored for option in self.options[self.position[root.name]]]
+        if not self.limited or stored[0] is None or len(self.graph.users[source]) > 1:
+            return cost
+        rows = [option.results[0].dims for option in self.options[a]]
+        columns = [option.operands[index].dims for option in self.options[b]]
+        alike = np.array([[row == column for column in columns] for row in rows])
+        total, group = cost, np.zeros(len(rows), dtype=np.int64)
+        if root.name == source:
+            total = cost + np.array(self.choices[a].cost)[:, None]
+            # Of several that hold as much one stands for all.
+            held = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
+            group = np.unique(held, return_inverse=True)[1]
+        least = np.full((group.max() + 1, len(columns)), np.inf)
+        np.minimum.at(least, group, np.where(alike, total, np.inf))
+        return np.where(~alike & (least[group] <= total * (1 + 1e-9)), FORBIDDEN, cost)
