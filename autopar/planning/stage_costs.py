@@ -221,7 +221,8 @@ class StageCosts:
                 if way.memory(in_flight) <= memory:
                     self._choices.setdefault(key, []).append((size, size * in_flight, choice))
                     break
-                limit -= 1.01 * (way.memory(in_flight) - memory)
+                # The next one may need a little more for a while.
+                limit = min(limit, memory - 1.01 * way.transient)
             else:
                 return found
         return found
