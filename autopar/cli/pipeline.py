@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -82,7 +81,6 @@ def find_pipeline(
         gap=GAP,
         scaling=True,
         progress=told,
-        beside=(os.cpu_count() or 1) > 1,
     )
 
 

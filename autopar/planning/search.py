@@ -26,7 +26,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
-from autopar.planning.ahead import Ahead
 from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
@@ -79,7 +78,6 @@ def search(
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    beside: bool = False,
 ) -> Searched:
     """The fastest pipeline of a model on a cluster.
 
@@ -93,8 +91,6 @@ def search(
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
-        beside: another process prices stages, too, if the search takes long and `layered` can be
-            sent there.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -104,10 +100,8 @@ def search(
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
-    make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
-    costs = make()
+    costs = StageCosts(layered, mesh, options, memory, state_bytes, most, shapes, held)
     kinds = costs.layered(fewest).kinds
-    asked = Ahead(costs, make) if beside else None  # with what `layered` has traced by now
     parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
 
@@ -121,29 +115,24 @@ def search(
         kept = each * share if options.recompute == "none" else 0.0  # what enters blocks is little
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
-    try:
-        found = partition(
-            kinds,
-            parts,
-            laws=laws,
-            microbatches=microbatches,
-            memory=memory,
-            stage_cost=asked or costs,
-            lower_bound=lower_bound,
-            transfer=transfer,
-            borders=list(pairwise(kinds)),
-            most_stages=most_stages,
-            most_calls=most_calls,
-            patience=patience,
-            gap=gap,
-            scaling=scaling,
-            progress=progress,
-            ahead=asked.ahead if asked else None,
-            probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
-        )
-    finally:
-        if asked is not None:
-            asked.close()
+    found = partition(
+        kinds,
+        parts,
+        laws=laws,
+        microbatches=microbatches,
+        memory=memory,
+        stage_cost=costs,
+        lower_bound=lower_bound,
+        transfer=transfer,
+        borders=list(pairwise(kinds)),
+        most_stages=most_stages,
+        most_calls=most_calls,
+        patience=patience,
+        gap=gap,
+        scaling=scaling,
+        progress=progress,
+        probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
+    )
     played: list[tuple[float, Pipeline, Timeline]] = []
     for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - _INEXACT) > min(row[0] for row in played):
@@ -280,12 +269,12 @@ class Borders:
 def _usual(
     parts: Sequence[SubMesh], microbatches: Sequence[int], batch: int
 ) -> list[tuple[SubMesh, int]]:
-    """Sub-meshes on which each sample of a microbatch has four or eight devices of one host."""
+    """Sub-meshes on which each sample of a microbatch has four devices of one host."""
     return [
         (part, count)
         for part in parts
         for count in microbatches
-        if batch and batch // count * 8 in (part.size, 2 * part.size) and part.hosts > 1
+        if batch and batch // count * 4 == part.size and part.hosts > 1
     ]
 
 

@@ -28,6 +28,8 @@ from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.build import build
+from autopar.intra_op.options import Lies
+from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph
@@ -47,7 +49,7 @@ from autopar.planning.stage_problem import StageProblem
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
-_PRICED = {"gap": 0.005, "time_limit": 5.0}
+_PRICED = {"gap": 0.02, "time_limit": 1.5}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
@@ -90,7 +92,7 @@ class StageCosts:
         self._planned: dict[_Key, StageProblem] = {}
         # Of each (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
-        self._prices: dict[Mesh, CostModel] = {}
+        self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """The model on one microbatch."""
@@ -211,8 +213,9 @@ class StageCosts:
             if fits:
                 found.append(min(fits, key=lambda way: way.seconds))
                 continue
-            limit = memory
             for _ in range(_TRIES):
+                # What plans need for a while differs little; this one may need a little more.
+                limit = memory - (1.01 * found[-1].transient if found else 0.0)
                 choice = self._solved(planned.scaled(ratios, in_flight, limit))
                 if choice is None:
                     return found
@@ -221,8 +224,6 @@ class StageCosts:
                 if way.memory(in_flight) <= memory:
                     self._choices.setdefault(key, []).append((size, size * in_flight, choice))
                     break
-                # The next one may need a little more for a while.
-                limit = min(limit, memory - 1.01 * way.transient)
             else:
                 return found
         return found
@@ -245,7 +246,7 @@ class StageCosts:
         ]
 
     def _plan(self, graph: Graph, mesh: Mesh, microbatches: int, recompute: str) -> StageProblem:
-        model, whole = self._price(mesh), self.layered(microbatches).graph
+        (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph,
             mesh,
@@ -257,9 +258,10 @@ class StageCosts:
             slowdown=device(mesh).slowdown,
             recompute=told(graph, recompute),
             microbatches=microbatches,
-            lies=self.options.lies(mesh),
+            lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
+            prices=prices,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
@@ -301,9 +303,10 @@ class StageCosts:
         )
         return StageProblem(built, grows, edges, counts, tuple(updates), kept, recompute)
 
-    def _price(self, mesh: Mesh) -> CostModel:
+    def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
         if mesh not in self._prices:
-            self._prices[mesh] = cost_model(mesh, replace(self.options, whole=self.mesh))
+            model = cost_model(mesh, replace(self.options, whole=self.mesh))
+            self._prices[mesh] = model, Prices(mesh, model), self.options.lies(mesh)
         return self._prices[mesh]
 
 
