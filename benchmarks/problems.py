@@ -5,8 +5,8 @@ mesh, without a limit of memory and with one that forbids the cheapest plan: thr
 down from the least that a plan of that cost holds to what the choices hold at least. Rows tell the
 size of the problem, what the reductions left, cost, bound, gap and seconds. For models of equal
 blocks, eight of them, the cost is compared with that of the graph whose blocks are not folded,
-where every block may have a plan of its own. With `--models` and `--meshes` the results of others are
-kept as they are.
+where every block may have a plan of its own. With `--models` and `--meshes` the results of
+others stay as they are.
 """
 
 from __future__ import annotations
