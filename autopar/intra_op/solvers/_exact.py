@@ -8,7 +8,7 @@ Trial targets come first, whose programs are small; the last one is the best pri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,14 +18,13 @@ from autopar.intra_op.reduce.flat import Ints
 from autopar.intra_op.solvers._dual import Dual
 from autopar.intra_op.solvers._narrow import Narrowed, narrow
 from autopar.intra_op.solvers._program import program, solve_program
-from autopar.intra_op.solvers._search import Relaxation, Search
+from autopar.intra_op.solvers._search import GUESSES, Relaxation, Search
 
 FIRST_TRIAL = 0.005  # how far above the bound the first target is
 LAST_TRIAL = 100.0  # from there on there is no target
 FEW_PAIRS = 60_000
 CUTS = 50
 HALF = 0.5  # share of the gap that a better price may leave for HiGHS to begin anew
-GUESSES = 6  # of each bound, the last ones, that are improved
 NARROWING = 0.2  # share of the time left that bounds of what is left may take before HiGHS begins
 
 
@@ -57,8 +56,7 @@ def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
     """Seconds below which to look: the price of the best choice once little is left below it, as
     what is cheaper is then soon found, or soon ruled out.
     """
-    scale = max(abs(search.bound), 1e-6 * float(np.abs(search.core.cost).max(initial=0.0)), 1e-300)
-    target = search.bound + trial * scale
+    target = search.bound + trial * search.scale()
     if search.price < math.inf:
         near = search.price - target <= 0.25 * (search.price - search.bound)
         if near or (trial > FIRST_TRIAL and _pairs(relaxation, search.price) <= FEW_PAIRS):
@@ -113,13 +111,7 @@ def _rest(search: Search, relaxation: Relaxation, dual: Dual, target: float) -> 
     if target == math.inf:
         return Narrowed((run(dual.flat, name),), target, dual)
     end = search.elapsed() + NARROWING * search.left()
-
-    def offer(guesses: Sequence[Ints]) -> float:
-        for guess in guesses[-GUESSES:]:
-            search.offer(relaxation.inner.expand(guess))
-        return search.price
-
-    return narrow(dual, target, name, offer, lambda: search.elapsed() > end)
+    return narrow(dual, target, name, relaxation.offer, lambda: search.elapsed() > end)
 
 
 def _program_of(
