@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ FEWEST = 4  # microbatches that are worth a pipeline
 GAP = 0.01
 CALLS = 80
 PATIENCE = 6
+MANY = 64  # devices for which the search takes longer than a process takes to start
 _TRACED = (2, 4)  # samples of a microbatch
 
 
@@ -81,6 +83,7 @@ def find_pipeline(
         gap=GAP,
         scaling=True,
         progress=told,
+        beside=mesh.size >= MANY and is_data(wanted.source) and (os.cpu_count() or 1) > 1,
     )
 
 

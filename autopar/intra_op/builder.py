@@ -22,17 +22,13 @@ from autopar.intra_op.options import (
     Lies,
     Option,
     accumulating,
-    node_options,
-    operand_types,
     storages,
 )
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
-from autopar.intra_op.rule import OpRule, Signature
+from autopar.intra_op.rule import OpRule
 from autopar.intra_op.stored import StoredCost, StoredTraffic, stored_traffic, undominated
-from autopar.intra_op.works import node_work
-from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
@@ -95,7 +91,7 @@ class Builder:
 
     def add(self, node: Node) -> None:
         """One operator, input or buffer."""
-        options, signature = node_options(self.graph, node, self.mesh, self.table)
+        every, signature, *prices = self.prices.operator(self.graph, node, self.table)
         if signature is None and not node.is_leaf:
             if self.unknown_ops == "error":
                 raise UnknownOperatorError(
@@ -104,16 +100,17 @@ class Builder:
                     todo='add a rule, or pass unknown_ops="replicate" to run it whole',
                 )
             self.replicated.append(node.name)
-        options = self.pins.keep(node, options)
+        options = self.pins.keep(node, every)
+        left = set(options)
+        kernels, sent = (
+            [seconds for option, seconds in zip(every, each, strict=True) if option in left]
+            for each in prices
+        )
         count = self.graph.multiplicity[node.name]
         again = self.again.get(node.name, 0)
-        asked = tuple(
-            (count + again) * forward + count * backward
-            for forward, backward in (self._exchange_seconds(node, option) for option in options)
-        )
+        asked = tuple((count + again) * forward + count * backward for forward, backward in sent)
         if any(asked):
             self.exchanged[node.name] = asked
-        kernels = [self._seconds(node, option, signature) for option in options]
         backward = tuple(
             count * seconds + self._sum_seconds(node, option)
             for option, (_, seconds) in zip(options, kernels, strict=True)
@@ -196,14 +193,6 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def _seconds(
-        self, node: Node, option: Option, signature: Signature | None
-    ) -> tuple[float, float]:
-        """Forward and backward of one operator on one device."""
-        work = node_work(self.graph, node, option.operands, option.results, signature, self.mesh)
-        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
-        return forward, backward
-
     def beside_seconds(self, share: Node, plan: Plan) -> tuple[float, float]:
         """What a plan sends of a parameter beside forward and backward, in all blocks."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
@@ -229,12 +218,6 @@ class Builder:
                 work = Work(f"{share.op} backward", share.type.numel, 3 * given, share.type.dtype)
                 seconds += (readers - 1) * self.model.compute(work)
         return seconds
-
-    def _exchange_seconds(self, node: Node, option: Option) -> tuple[float, float]:
-        """What the operator itself sends, forwards and backwards."""
-        types = operand_types(self.graph, node)
-        forward, backward = exchanged(node, types, option.operands, self.mesh)
-        return sum(map(self.model.collective, forward)), sum(map(self.model.collective, backward))
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """The loss ends whole on every device, so that all report the same."""

@@ -1,19 +1,32 @@
 """What is known of a mesh's prices, from one problem to the next.
 
 Problems of stages, and of one model with more or fewer blocks computed again, ask the same of the
-same devices: the cheapest ways between layouts, and what the states of a parameter take.
+same devices: the cheapest ways between layouts, what the states of a parameter take, and the
+choices of every operator of a graph with their kernels.
 """
 
 from __future__ import annotations
 
 from autopar.cost.model import Checked, CostModel
-from autopar.intra_op.options import Lies, Option, parameter_options
+from autopar.intra_op.options import (
+    Lies,
+    Option,
+    node_options,
+    operand_types,
+    parameter_options,
+)
+from autopar.intra_op.rule import OpRule, Signature
 from autopar.intra_op.stored import StoredTraffic, stored_traffic
+from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
+from autopar.ir.exchange import exchanged
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import TensorType
 
+Seconds = tuple[float, float]  # forward and backward
+Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
 Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
 
 
@@ -31,6 +44,8 @@ class Prices:
     def __init__(self, mesh: Mesh, model: CostModel) -> None:
         self.mesh, self.model = mesh, Checked(model)
         self.resharder = Resharder(mesh, self.model.collective)
+        self._graph: Graph | None = None
+        self._operators: dict[str, Operator] = {}
         self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
 
     def stored(
@@ -60,3 +75,37 @@ class Prices:
                 ),
             )
         return self._stored[key]
+
+    def operator(self, graph: Graph, node: Node, table: dict[str, OpRule]) -> Operator:
+        """What is asked of a node, kept until another graph is asked about.
+
+        Returns:
+            its choices, its signature if it has a rule, and for each choice the seconds of its
+            kernels, and of what it sends itself, forwards and backwards.
+
+        Raises:
+            CostError: a price that is negative or not finite.
+        """
+        if graph is not self._graph:
+            self._graph, self._operators = graph, {}
+        if node.name not in self._operators:
+            options, signature = node_options(graph, node, self.mesh, table)
+            self._operators[node.name] = (
+                options,
+                signature,
+                tuple(self._kernels(graph, node, option, signature) for option in options),
+                tuple(self._exchange(graph, node, option) for option in options),
+            )
+        return self._operators[node.name]
+
+    def _kernels(
+        self, graph: Graph, node: Node, option: Option, signature: Signature | None
+    ) -> Seconds:
+        work = node_work(graph, node, option.operands, option.results, signature, self.mesh)
+        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        return forward, backward
+
+    def _exchange(self, graph: Graph, node: Node, option: Option) -> Seconds:
+        asked = exchanged(node, operand_types(graph, node), option.operands, self.mesh)
+        forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
+        return forward, backward

@@ -26,6 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
+from autopar.planning.beside import Beside
 from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
@@ -78,6 +79,7 @@ def search(
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    beside: bool = False,
 ) -> Searched:
     """The fastest pipeline of a model on a cluster.
 
@@ -91,6 +93,7 @@ def search(
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
+        beside: another process prices stages, too; `layered` and `options` can be sent there.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -100,7 +103,8 @@ def search(
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
-    costs = StageCosts(layered, mesh, options, memory, state_bytes, most, shapes, held)
+    make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
+    costs = make(beside=Beside(partial(_others, make)) if beside else None)
     kinds = costs.layered(fewest).kinds
     parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
@@ -276,6 +280,10 @@ def _usual(
         for count in microbatches
         if batch and batch // count * 4 == part.size and part.hosts > 1
     ]
+
+
+def _others(make: Callable[[], StageCosts]) -> Callable[[int, int, SubMesh, int], list[Candidate]]:
+    return make().others
 
 
 def _power(number: int) -> int:

@@ -25,6 +25,7 @@ from autopar.intra_op.options import Lies, in_one_piece
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import StateChoice
 from autopar.intra_op.stored import bucket_of
@@ -77,6 +78,15 @@ class Options:
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sent to another process without the rules that are found there, too."""
+        found = rules()
+        own = {op: rule for op, rule in self.table.items() if found.get(op) is not rule}
+        return {**vars(self), "table": own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, table={**rules(), **state["table"]})
 
     def lies(self, mesh: Mesh) -> Lies | None:
         """Where the states of parameters may lie, if not everywhere.

@@ -39,6 +39,7 @@ from autopar.ir.stages import alike
 from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
 from autopar.planning import layered as layers
+from autopar.planning.beside import Beside
 from autopar.planning.layered import Layered, Signature, runs
 from autopar.planning.recomputation import told
 from autopar.planning.repeated import copies
@@ -68,6 +69,7 @@ class StageCosts:
         shapes: how many logical shapes of a sub-mesh are tried in any case.
         held: of a rank, its layers times its microbatches in flight, in units of all layers, at
             most.
+        beside: answers for all logical shapes but the first, in another process.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class StageCosts:
         most: int,
         shapes: int = 1,
         held: float = math.inf,
+        beside: Beside[[int, int, SubMesh, int], list[Candidate]] | None = None,
     ) -> None:
+        self._beside = beside
         self.mesh, self.shapes, self.held = mesh, shapes, held
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
         self.most = most
@@ -104,15 +108,30 @@ class StageCosts:
         self, first: int, last: int, submesh: SubMesh, microbatches: int
     ) -> tuple[Candidate, ...]:
         """Ways to run layers `first` to `last`, none where they do not fit; see `Candidate`."""
-        kinds = self.layered(microbatches).kinds
-        signature = runs(kinds[first : last + 1])
-        graph = self._part(microbatches, signature)
-        if graph is None:
-            return ()
-        found: list[Candidate] = []
-        for mesh in self._shapes(submesh, microbatches):
-            found += self._with_recomputation(graph, mesh, signature, microbatches)
+        several = len(self._shapes(submesh, microbatches)) > 1
+        if several and self._beside is not None:
+            self._beside.ask(first, last, submesh, microbatches)
+        found = self._shaped(slice(1), first, last, submesh, microbatches)
+        if several:
+            others = None if self._beside is None else self._beside.answer()
+            found += self.others(first, last, submesh, microbatches) if others is None else others
         return tuple(_front(found))
+
+    def others(self, first: int, last: int, submesh: SubMesh, microbatches: int) -> list[Candidate]:
+        """Ways on all logical shapes but the first."""
+        return self._shaped(slice(1, None), first, last, submesh, microbatches)
+
+    def _shaped(
+        self, shapes: slice, first: int, last: int, submesh: SubMesh, microbatches: int
+    ) -> list[Candidate]:
+        """Ways on some of the logical shapes."""
+        signature = runs(self.layered(microbatches).kinds[first : last + 1])
+        graph = self._part(microbatches, signature)
+        found: list[Candidate] = []
+        if graph is not None:
+            for mesh in self._shapes(submesh, microbatches)[shapes]:
+                found += self._with_recomputation(graph, mesh, signature, microbatches)
+        return found
 
     def _with_recomputation(
         self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int

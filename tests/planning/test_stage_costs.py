@@ -129,3 +129,21 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
 def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="fits"):
         search(layered(5), CLUSTER, (4,), Options(), 1e6)
+
+
+class Small:
+    """`layered`, as it can be sent to a process."""
+
+    def __call__(self, microbatches: int) -> Layered:
+        return layered(5)(microbatches)
+
+
+@pytest.mark.slow
+def test_a_search_with_a_second_process_finds_the_same() -> None:
+    alone, together = (
+        search(Small(), CLUSTER, (2, 4), Options(), ROOMY, beside=beside)
+        for beside in (False, True)
+    )
+    assert together.seconds == alone.seconds
+    assert together.pipeline == alone.pipeline
+    assert together.found.calls == alone.found.calls
