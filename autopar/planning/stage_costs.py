@@ -50,9 +50,10 @@ from autopar.planning.stage_problem import StageProblem
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
-_PRICED = {"gap": 0.02, "time_limit": 1.5}
+_PRICED = {"gap": 0.02, "time_limit": 1.0}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
+_AGAIN = 4 / 3  # of a step is what all its forwards are computed again for, at most
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 
@@ -220,6 +221,9 @@ class StageCosts:
         grown = repeated if len(repeated) == len(planned.counts) else list(planned.counts)
         ratios = [count / has for count, has in zip(grown, planned.counts, strict=True)]
         size = sum(count for _, count in signature)
+        # What takes longer than that is slower than computing everything again.
+        again = self.options.recompute == "auto" and recompute == "none" and graph.repeats
+        worth = _AGAIN if again else math.inf
         found: list[Candidate] = []
         for in_flight in self._in_flight(signature, microbatches):
             if any(way.memory(in_flight) <= memory for way in found):
@@ -239,6 +243,8 @@ class StageCosts:
                 if choice is None:
                     return found
                 way = planned.candidate(ratios, choice, microbatches, str(mesh))
+                if way.seconds > worth * min((w.seconds for w in found), default=math.inf):
+                    return found
                 found.append(way)
                 if way.memory(in_flight) <= memory:
                     self._choices.setdefault(key, []).append((size, size * in_flight, choice))
