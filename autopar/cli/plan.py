@@ -87,6 +87,13 @@ from autopar.planning.single import (
     help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
 )
 @click.option(
+    "--offload",
+    default="none",
+    show_default=True,
+    metavar="WHAT",
+    help="Kept in host memory: auto, optimizer, activations, both with +, or 'activations 8'.",
+)
+@click.option(
     "--fuse/--no-fuse",
     default=None,
     help="Whether kernels take the place of what a model writes out.",
@@ -128,6 +135,7 @@ def command(
     solver: str,
     calibration: Path | None,
     recompute: str,
+    offload: str,
     fuse: bool | None,
     as_frontier: bool,
     trace: Path | None,
@@ -163,6 +171,7 @@ def command(
         microbatches=before.microbatches if before else 1, state=state,
         precision=before.precision if before and precision is None else Precision.read(precision),
         fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
+        offload=offload,
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
@@ -245,6 +254,7 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "pins": made.pins,
         "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},
+        "offload": made.offload.to_table(),
         "fuse": list(made.fuse),
         "fused": {name: asdict(entry) for name, entry in made.fused.items()},
         "solver": made.solver,
@@ -258,6 +268,7 @@ def _found(made: Plan) -> str:
     left = f"reductions left {said['left']}, " if "left" in said else ""
     gap = float(said["gap"])
     again = "".join(f"; {run} recomputes {how}" for run, how in made.recompute.items())
+    again += f"; in host memory: {made.offload}" if made.offload else ""
     verdict = "optimal" if gap <= 1e-6 else f"within {100 * gap:.2g} % of the optimum"
     return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s{again}"
 

@@ -23,6 +23,7 @@ from autopar.codegen.fetch import Fetch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
 from autopar.codegen.refetch import Refetch
+from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weight
 from autopar.errors import MeshError
 from autopar.ir.across import Across, Axes
@@ -88,6 +89,8 @@ class _Used(torch.autograd.Function):
         kept = ctx.needs_input_grad[0] or not weight.held.requires_grad
         if kept and comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
+        if comm.stow is not None:
+            comm.stow.leave(used)
         return used
 
     @staticmethod
@@ -177,11 +180,13 @@ class Communicator(Groups, Across):
             nothing is known of any, and gradients are moved like all others, each by itself.
         fetch: gathers parameters for operators; there with `gradients`.
         refetch: what becomes of parameters that are not kept for the backward; None keeps all.
+        stow: takes what blocks keep for the backward to host memory; None leaves it.
     """
 
     gradients: Gradients | None = None
     fetch: Fetch | None = None
     refetch: Refetch | None = None
+    stow: Stow | None = None
 
     def use(self, held: Tensor, weight: Weight) -> Tensor:
         """A parameter as operators use it, whose gradient goes to `gradients`."""

@@ -27,7 +27,7 @@ from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
-from autopar.codegen.state import State, parameters_of, precision_of, scale
+from autopar.codegen.state import State, host_bucket_of, parameters_of, precision_of, scale
 from autopar.codegen.update import Training, Update
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
@@ -99,7 +99,9 @@ class Pipeline(PipelineState):
         if self.loaded:
             self._load(values, from_first=True)
         named = [pair for stage in self.stages.values() for pair in stage.weights.named]
-        self.update = Update(training, precision_of(modules[0]), named, device)
+        buckets = [host_bucket_of(stage.module) for stage in self.stages.values()]
+        away = max((bucket for bucket in buckets if bucket is not None), default=None)
+        self.update = Update(training, precision_of(modules[0]), named, device, away)
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(

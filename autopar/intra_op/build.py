@@ -15,6 +15,7 @@ from autopar.intra_op.problem import Problem, frugal, too_small
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 
@@ -37,6 +38,7 @@ def build(
     lies: Lies | None = None,
     bucket: int = 1,
     precision: Precision = AS_IS,
+    offload: Offload = NOTHING,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -59,6 +61,7 @@ def build(
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         precision: in which dtypes parameters are updated and gradients sent.
+        offload: what lies in host memory.
         progress: told of each stage as it begins.
 
     Raises:
@@ -76,7 +79,7 @@ def build(
     limited = memory_limit is not None
     builder = Builder(
         graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
-        microbatches, lies, bucket, precision,
+        microbatches, lies, bucket, precision, offload,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
@@ -110,4 +113,6 @@ def build(
         forward=builder.forward,
         fetched=builder.fetched,
         refetched=builder.refetched,
+        stowed=builder.stowed,
+        host=builder.host,
     )

@@ -14,6 +14,8 @@ from functools import partial
 
 import numpy as np
 
+from autopar.cost.device import device
+from autopar.cost.host import host_seconds
 from autopar.cost.memory import kept, recipe
 from autopar.cost.model import Checked, CostModel, Work
 from autopar.cost.overlap import TAKE_TURNS
@@ -31,12 +33,13 @@ from autopar.intra_op.options import (
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule, Signature
-from autopar.intra_op.stored import StoredCost, stored_cost, undominated
+from autopar.intra_op.stored import StoredCost, away_of, stored_cost, undominated
 from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout
@@ -65,8 +68,9 @@ class Builder:
         lies: Lies | None = None,
         bucket: int = 1,
         precision: Precision = AS_IS,
+        offload: Offload = NOTHING,
     ) -> None:
-        self.precision = precision
+        self.precision, self.chip = precision, device(mesh)
         self.slowdown, self.limited = slowdown, limited
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
@@ -85,7 +89,17 @@ class Builder:
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator, recompute)
+        self.alive = lifetimes(graph, self.accelerator, recompute, offload)
+        waits = slowdown >= TAKE_TURNS
+        self.away = away_of(graph, self.chip, bucket, waits) if offload.optimizer else None
+        runs = offloaded_runs(graph, offload, recompute or {})
+        self.stows = {  # node -> how many of its blocks are offloaded
+            name: end - first
+            for repeat, (first, end) in zip(graph.repeats, runs, strict=True)
+            for name in repeat.iterations[0]
+        }
+        self.stowed: dict[str, tuple[float, ...]] = {}
+        self.host: dict[str, tuple[float, ...]] = {}
         self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
@@ -123,13 +137,15 @@ class Builder:
             self.backward[node.name] = backward
         if any(forward for forward, _ in kernels):
             self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
+        rows = self._memory(node, options)
+        copied = self.stowed.get(node.name, (0.0,) * len(options))
         cost = tuple(
-            (count + again) * forward + after + self._loss_seconds(node, option) + inside
-            for option, (forward, _), after, inside in zip(
-                options, kernels, backward, asked, strict=True
+            (count + again) * forward + after + self._loss_seconds(node, option) + inside + 2 * copy
+            for option, (forward, _), after, inside, copy in zip(
+                options, kernels, backward, asked, copied, strict=True
             )
         )
-        self._append(node.name, options, cost, self._memory(node, options))
+        self._append(node.name, options, cost, rows)
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
@@ -148,6 +164,8 @@ class Builder:
             if any(seconds):
                 found[share.name] = tuple(count * each for each in seconds)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
+        if any(cost.host for cost in costs):
+            self.host[share.name] = tuple(count * cost.host for cost in costs)
         again = self.again.get(share.name, 0)
         self.sums[share.name] = tuple(
             # A block that is computed again does not keep the gathered copy.
@@ -162,7 +180,7 @@ class Builder:
         again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
         return stored_cost(
             node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
-            again, self.bucket, self.precision,
+            again, self.bucket, self.precision, self.away,
         )  # fmt: skip
 
     def _append(
@@ -261,11 +279,17 @@ class Builder:
             for key, nbytes in amounts.items():
                 aside = node.name in self.graph.aside  # no step computes it
                 rows.setdefault(key, []).append(0.0 if aside else nbytes)
-        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
-        saved = count * np.array(rows["extra", -1], dtype=np.float64)
+        stows = self.stows.get(node.name, 0)
+        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0) - stows
+        extra = np.array(rows["extra", -1], dtype=np.float64)
+        saved, stowed = count * extra, stows * extra
         for place in kept(node, self.accelerator):
-            copies = self.alive.payers.get((node.name, place), 0)
-            saved += copies * np.array(rows["kept", place])
+            held = np.array(rows["kept", place])
+            saved += self.alive.payers.get((node.name, place), 0) * held
+            stowed += self.alive.stowed.get((node.name, place), 0) * held
+        if stowed.any():
+            self.host[node.name] = tuple(stowed.tolist())
+            self.stowed[node.name] = tuple(host_seconds(self.chip, n, stows) for n in stowed)
         if node.inputs and node.inputs[0] in self.entering:
             # What enters a block that is computed again is all that it keeps.
             saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])

@@ -10,13 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, Storage
+
+
+@dataclass(frozen=True)
+class Away:
+    """That optimizer state lies in host memory.
+
+    Attributes:
+        seconds: that one of its bytes takes to come and to go; on accelerators at once.
+        share: the part of it that is on the device at a time in the update.
+    """
+
+    seconds: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class StoredCost:
         reduced: of what is done with its gradient once a step, and
         gathered: of gathering it once the optimizer has run; of a whole step.
         nbytes: what it holds; see `lifetimes.Role`.
+        host: bytes of it in host memory.
     """
 
     seconds: float
@@ -40,6 +56,7 @@ class StoredCost:
     reduced: float
     gathered: float
     nbytes: dict[Role, float]
+    host: float = 0.0
 
     def held(self, trained: bool) -> float:
         """Bytes that it holds for most of a step, with its gradient if it is trained."""
@@ -71,6 +88,7 @@ def stored_cost(
     again: float = 0.0,
     bucket: int = 1,
     precision: Precision = AS_IS,
+    away: Away | None = None,
 ) -> StoredCost:
     """The price of one choice.
 
@@ -84,6 +102,7 @@ def stored_cost(
         again: which part of its blocks is computed again in the backward, and fetches it again.
         bucket: bytes of gradients, or of parameters, that go together.
         precision: in which dtypes it is updated and its gradient sent.
+        away: said where its optimizer state lies in host memory.
     """
     trained = node.requires_grad
     totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
@@ -103,10 +122,12 @@ def stored_cost(
         float(layout.local_bytes(own, mesh)) for layout in (storage.grads, storage.updated)
     )
     master = updated if own != node.type else 0.0
+    state = state_bytes * updated if trained else 0.0
+    host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
     again_fetched = storage.kept.dims != storage.used.dims
     moved = storage.updated.dims != storage.used.dims
     nbytes: dict[Role, float] = {
-        "leaf": held + (master + state_bytes * updated if trained else 0.0),
+        "leaf": held + (master if trained else 0.0) + state - host,
         "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
         "fetched": used if again_fetched else 0.0,
         "waiting": used,
@@ -114,16 +135,17 @@ def stored_cost(
         + float(storage.used.local_bytes(sent, mesh)) * (moved and sent != node.type),
         "gradient": updated,
         "accumulated": grads if microbatches > 1 else 0.0,
-        "update": updated,
+        "update": updated if away is None else away.share * (updated + state),
     }
     return StoredCost(
-        sum(totals.values()) / microbatches,
+        (sum(totals.values()) + coming) / microbatches,
         beside,
         fetched,
         refetched,
         totals["reduce"],
-        totals["update"],
+        totals["update"] + coming,
         nbytes,
+        host,
     )
 
 
@@ -131,6 +153,22 @@ def bucket_of(graph: Graph) -> int:
     """Bytes of gradients, or of parameters, that go together: a tenth of a small model."""
     trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
     return max(min(BUCKET, trained // 10), 1)
+
+
+def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
+    """What it means for a parameter that optimizer state lies in host memory.
+
+    Args:
+        graph: whose parameters they are.
+        chip: what the state comes to.
+        bucket: bytes of parameters whose state comes together.
+        waits: whether one bucket goes before the next one comes.
+    """
+    trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
+    return Away(
+        (2 if waits else 1) / (chip.host_bandwidth * chip.host_efficiency),
+        min((1 if waits else IN_FLIGHT) * bucket / max(trained, 1), 1.0),
+    )
 
 
 def undominated(
