@@ -177,6 +177,11 @@ def command(
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
     if global_batch is not None:
+        if offload != "none":
+            raise ProgramError(
+                "a search for a pipeline offloads nothing",
+                todo="leave out --offload, or pass stages= and offload= to autopar.compile",
+            )
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return
     state_bytes = within.get("state", 2.0)

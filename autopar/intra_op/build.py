@@ -115,4 +115,5 @@ def build(
         refetched=builder.refetched,
         stowed=builder.stowed,
         host=builder.host,
+        coming=0.0 if builder.away is None else builder.away.seconds / microbatches,
     )

@@ -41,6 +41,8 @@ class Built:
         stowed: node -> seconds of each choice for taking what it keeps to host memory, and again
             for bringing it back, while other blocks compute.
         host: node -> bytes of each choice in host memory.
+        coming: seconds that a byte of optimizer state takes to come from there and go back, for
+            one microbatch.
     """
 
     problem: Problem
@@ -60,6 +62,7 @@ class Built:
     refetched: Figures = field(default_factory=dict)
     stowed: Figures = field(default_factory=dict)
     host: Figures = field(default_factory=dict)
+    coming: float = 0.0
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
@@ -104,11 +107,12 @@ class Built:
             parameter = options[index].stored is not None
             inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
             totals["exchange_seconds"] += inside
+            nbytes = self.host[node.name][index] if node.name in self.host else 0.0
             copied = 2 * self.stowed[node.name][index] if node.name in self.stowed else 0.0
-            if node.name in self.host:
+            copied += nbytes * self.coming * parameter
+            if nbytes:
                 totals["host_seconds"] = totals.get("host_seconds", 0.0) + copied
-                host = totals.get("host_bytes", 0.0) + self.host[node.name][index]
-                totals["host_bytes"] = host
+                totals["host_bytes"] = totals.get("host_bytes", 0.0) + nbytes
             cause = "parameter_seconds" if parameter else "compute_seconds"
             totals[cause] += node.cost[index] - inside - copied
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
