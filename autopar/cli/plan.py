@@ -65,7 +65,8 @@ from autopar.planning.single import (
     "--precision",
     metavar="NAME",
     help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
-    '"bf16 communication=bf16" sends gradients so; else as the model is.',
+    '"bf16 communication=bf16" sends gradients so, "bf16 sums=f32" sums activations over devices '
+    "in fp32; else as the model is.",
 )
 @click.option(
     "--solver",

@@ -47,7 +47,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    printer = Printer(graph, plan, Resharder(plan.mesh, price), price)
+    resharder = Resharder(plan.mesh, price, plan.precision.widened)
+    printer = Printer(graph, plan, resharder, price)
     blocks: list[Block] = []
     for repeat in graph.repeats:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))

@@ -18,7 +18,7 @@ from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State, host_bucket_of, parameters_of, precision_of
+from autopar.codegen.state import State, host_bucket_of, parameters_of, precision_of, widened_of
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
@@ -52,6 +52,7 @@ class Executor:
         tied: Mapping[str, str] | None = None,
     ) -> None:
         self.program, self.runtime = program, runtime
+        runtime.widened = widened_of(program)
         self.state = State(runtime, parameters_of(program), tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)

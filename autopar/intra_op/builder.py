@@ -75,7 +75,7 @@ class Builder:
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
-        self.resharder = Resharder(mesh, self.model.collective)
+        self.resharder = Resharder(mesh, self.model.collective, precision.widened)
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names: list[str] = []

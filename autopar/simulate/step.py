@@ -81,7 +81,7 @@ def tasks(
             f"nothing called {', '.join(sorted(settings.overlap - set(OVERLAPS)))} overlaps",
             why=f"what may overlap is {', '.join(OVERLAPS)}",
         )
-    resharder = Resharder(plan.mesh, model.collective)
+    resharder = Resharder(plan.mesh, model.collective, plan.precision.widened)
     graph = graph.trained
     player = _Player(graph, plan, works, settings)
     return player.play(program(graph, plan, resharder))
@@ -426,7 +426,9 @@ class _Player:
     def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
         recorder, step = self.recorder, line.step
         if id(step) not in self.transfers:
-            self.transfers[id(step)] = transfers(step, line.tensor, self.plan.mesh)
+            self.transfers[id(step)] = transfers(
+                step, line.tensor, self.plan.mesh, self.plan.precision.widened
+            )
         forward, gradient = self.transfers[id(step)]
         value_of = names.get(line.value, line.value)
         parameter, twice = self._of_parameter(line.value), self.twice
