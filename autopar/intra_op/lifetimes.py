@@ -32,10 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.memory import hands_on, kept
+from autopar.intra_op.moments import Away, Block, offloaded, recomputed, spans
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
-from autopar.ir.recompute import Again, Recompute, again, of_runs
+from autopar.ir.recompute import Recompute, of_runs
 
 # What a node of the folded graph pays for, in bytes that follow from its choice.
 #   leaf: an input or a buffer, or a parameter with its optimizer state (on its share)
@@ -105,23 +106,6 @@ def lifetimes(
     return _Step(graph, accelerator, recompute or {}, offload).result()
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block that is computed again: what of it, when, and when its backward is done."""
-
-    what: Again
-    when: float
-    done: float
-
-
-@dataclass(frozen=True)
-class _Away:
-    """A block whose activations are offloaded: when they are gone, and when they are back."""
-
-    gone: float
-    back: float
-
-
 class _Step:
     """Moments: operator i runs forwards at i and backwards at 2 n - i, the forward ends at n.
 
@@ -142,9 +126,10 @@ class _Step:
         self.last = 2 * self.end + 1  # the optimizer
         self.returns = self._returns()
         self.recompute = of_runs(graph, recompute)
-        self.again = self._recomputed()
+        self.again = recomputed(graph, self.recompute, self.place)
         self.runs = offloaded_runs(graph, offload, recompute)
-        self.offload, self.away = offload, self._offloaded()
+        self.offload = offload
+        self.away = offloaded(graph, self.runs, self.place, accelerator)
         self.moments, self.names = self._points()
         self.changes: dict[str, dict[tuple[Role, int], Copies]] = {}
         self.payers: dict[tuple[str, int], float] = {}
@@ -168,36 +153,6 @@ class _Step:
             for block in repeat.iterations
             for name in block
         }
-
-    def _recomputed(self) -> dict[str, _Block]:
-        """The block of each operator that is in one which is computed again."""
-        found: dict[str, _Block] = {}
-        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
-            if how is None:
-                continue
-            what = again(self.graph, repeat, how.kind)
-            for names in repeat.iterations[: how.blocks]:
-                places = [self.place[name] for name in names if name in self.place]
-                begin, done = 2 * self.end - max(places), 2 * self.end - min(places)
-                found |= dict.fromkeys(names, _Block(what, begin - 0.5, done))
-        return found
-
-    def _offloaded(self) -> dict[str, _Away]:
-        """The block of each operator that is in one which is offloaded."""
-        found: dict[str, _Away] = {}
-        for repeat, (first, end) in zip(self.graph.repeats, self.runs, strict=True):
-            last = [max(map(self._place, names)) for names in repeat.iterations]
-            for number in range(first, end):
-                # While a block goes the next is computed, while one comes the one behind it is.
-                behind = number + self.accelerator
-                gone = self.end if behind >= end else last[behind]
-                comes = last[min(behind, repeat.count - 1)]
-                away = _Away(gone, 2 * self.end - comes - 0.5)
-                found |= dict.fromkeys(repeat.iterations[number], away)
-        return found
-
-    def _place(self, name: str) -> int:
-        return self.place.get(name, -1)
 
     def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
@@ -283,7 +238,7 @@ class _Step:
                 name = self.nodes[i].name
                 share = 1 / len(found)
                 begin = block.when if block else made
-                for span in self._spans(away, begin, freed):
+                for span in spans(away, begin, freed):
                     self._alive(name, "kept", *span, place, share)
                 if block is None:
                     paid = self.payers if away is None else self.stowed
@@ -295,7 +250,7 @@ class _Step:
             if node.requires_grad:
                 runs_again = block is not None and self._is_one_of(node, block.what.operators)
                 begin = block.when if block is not None and runs_again else i
-                for span in self._spans(self.away.get(node.name), begin, 2 * self.end - i):
+                for span in spans(self.away.get(node.name), begin, 2 * self.end - i):
                     self._alive(node.name, "extra", *span)
             if self._is_parameter(node):
                 first = keepers.get(self._storage(node.name))
@@ -310,7 +265,7 @@ class _Step:
     def _is_one_of(self, node: Node, templates: Collection[str]) -> bool:
         return self.graph.template[node.name] in templates
 
-    def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> _Block | None:
+    def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> Block | None:
         """The block that is computed again which makes a value, if nobody else keeps that."""
         block = self.again.get(root)
         if block is None or self._is_one_of(self.graph[root], block.what.kept):
@@ -318,19 +273,13 @@ class _Step:
         alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
         return block if alone else None
 
-    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> _Away | None:
+    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
         """When a value is gone and back, if nobody keeps it who is not offloaded."""
         found = [self.away.get(self.nodes[i].name) for i, _ in keepers]
         aways = [away for away in found if away is not None]
         if self.graph[root].is_leaf or len(aways) < len(found):
             return None
-        return _Away(max(away.gone for away in aways), min(away.back for away in aways))
-
-    def _spans(self, away: _Away | None, begin: float, end: float) -> list[tuple[float, float]]:
-        """When something is on the device that is kept from one moment to another."""
-        if away is None or away.back <= away.gone:
-            return [(begin, end)]
-        return [(begin, max(away.gone, begin)), (min(away.back, end), end)]
+        return Away(max(away.gone for away in aways), min(away.back for away in aways))
 
     def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
         """What enters blocks that are computed again, and until when they keep it.
