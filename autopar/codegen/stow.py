@@ -33,15 +33,9 @@ class _Stowed:
         back: its bytes on the device, once they have been asked for.
     """
 
-    def __init__(self, put: Put, block: _Block) -> None:
-        self.put, self._block = put, block
+    def __init__(self, put: Put) -> None:
+        self.put = put
         self.back: Taken | None = None
-
-    def bytes(self) -> Tensor:
-        """All of it on the device."""
-        self._block.come()
-        assert self.back is not None
-        return self.back.wait()
 
 
 class _Block:
@@ -56,7 +50,7 @@ class _Block:
         self._host = host
         self._before = None if before is None else weakref.ref(before)
         self._coming: list[Taken] = []
-        self.stowed: list[weakref.ref[_Stowed]] = []
+        self.stowed: dict[weakref.ref[_Stowed], None] = {}  # also what others stowed before
 
     def _alive(self) -> Iterator[_Stowed]:
         return (found for ref in self.stowed if (found := ref()) is not None)
@@ -91,9 +85,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor: a view of a storage in host memory."""
+    """A tensor that was saved in a block: a view of a storage in host memory."""
 
     stowed: _Stowed
+    block: _Block
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -174,17 +169,18 @@ class Stow:
         _, known = self._known.get(key, (None, lambda: None))
         stowed = known()
         if stowed is None:
-            block = self._blocks[-1]
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stowed = _Stowed(self._host.put(whole), block)
-            block.stowed.append(weakref.ref(stowed))
+            stowed = _Stowed(self._host.put(whole))
             gone = weakref.ref(storage, lambda _: self._known.pop(key, None))
             self._known[key] = (gone, weakref.ref(stowed))
-        place = int(tensor.storage_offset())
-        return _View(stowed, tensor.dtype, tensor.size(), tensor.stride(), place)
+        block, place = self._blocks[-1], int(tensor.storage_offset())
+        block.stowed[weakref.ref(stowed)] = None
+        return _View(stowed, block, tensor.dtype, tensor.size(), tensor.stride(), place)
 
 
 def _viewed(saved: _View) -> Tensor:
-    storage = saved.stowed.bytes().untyped_storage()
+    saved.block.come()
+    assert saved.stowed.back is not None
+    storage = saved.stowed.back.wait().untyped_storage()
     made = torch.empty(0, dtype=saved.dtype, device=storage.device)
     return made.set_(storage, saved.offset, saved.size, saved.stride)

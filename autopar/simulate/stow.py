@@ -31,11 +31,13 @@ class Stowed:
 
     Attributes:
         before: the block before it, which the backward reaches next.
-        buffers: that it was the first to stow.
+        buffers: that it keeps.
+        sent: those that it was the first to stow.
     """
 
     before: Stowed | None
     buffers: list[_Stowed] = field(default_factory=list)
+    sent: list[_Stowed] = field(default_factory=list)
 
     def come(self, recorder: Recorder, beside: bool) -> None:
         """Its backward begins: they are there, and those of the block before begin to come."""
@@ -92,7 +94,7 @@ class Stow:
     def gone(self, block: Stowed | None = None) -> None:
         """Wait until what a block has stowed, by default the last, is in host memory."""
         block = block or self.last
-        going = [] if block is None else [b for b in block.buffers if b.going >= 0]
+        going = [] if block is None else [b for b in block.sent if b.going >= 0]
         if going:
             self.recorder.compute("wait for the host", "", (), [b.going for b in going])
         for stowed in going:
@@ -118,8 +120,10 @@ class Stow:
             with recorder.aside(self.beside):
                 going = recorder.copy(buffer.name, buffer.nbytes, False, not self.beside)
             stowed = self.known[id(buffer)] = _Stowed(buffer, back, going)
-            self.block.buffers.append(stowed)
+            self.block.sent.append(stowed)
             if self.beside:
                 recorder.hold(buffer)
+        if stowed not in self.block.buffers:
+            self.block.buffers.append(stowed)
         recorder.drop(buffer)
         return recorder.hold(stowed.back)
