@@ -3,8 +3,9 @@
 GPT and Wide-ResNet on p3.16xlarge hosts (Alpa, OSDI 2022, figure 8; the plans are those of its
 artifact's benchmark suites). Alpa's stages, sub-meshes, logical shapes and microbatches are taken,
 its intra-operator plans are ours on that shape, so that its price is rather too low. Both pipelines
-are priced by one cost model and played by one simulator. Alpa recomputes activations, which is not
-planned here; where its plan does not fit into 16 GB without, memory is not limited for either.
+are priced by one cost model and played by one simulator. Blocks of either compute their activations
+again where memory asks for it; where Alpa's plan does not fit into 16 GB all the same, memory is
+not limited for either.
 Nothing here is measured.
 """
 
@@ -31,9 +32,10 @@ from autopar.inter_op.stage import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, NORMALISING, prepare
+from autopar.planning.layered import Layered
 from autopar.planning.search import SCHEDULES, Borders, play, search
 from autopar.planning.single import Options, Trace, capture_graph
-from autopar.planning.stage_costs import Layered, StageCosts
+from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import weights
 from benchmarks.harness import write
 from benchmarks.published.models import GPT, Sizes

@@ -2,19 +2,22 @@
 
 The grid: tensor parallelism with sequence parallelism on the devices of one host, pipeline
 parallelism of equal numbers of blocks, data parallelism over the rest, optimizer state split over
-the replicas (ZeRO-1), all sizes of a microbatch, 1F1B with all numbers of chunks on a rank, exactly
-as many as can be had. As in Megatron, the embedding and the head may count as a block each. Nothing
-is left out but what does not fit into memory. All plans are priced by one cost model, and every
-action of every plan is played by one simulator. Nothing here is measured.
+the replicas (ZeRO-1), all sizes of a microbatch, 1F1B with all numbers of chunks on a rank; where
+memory asks for it, all blocks compute their activations again. As in Megatron, the embedding and
+the head may count as a block each. Nothing is left out but what does not fit into memory; a plan
+whose slowest rank alone is busy for longer than the tenth best plan takes is not played. All plans
+are priced by one cost model and played, action by action, by one simulator. Nothing here is
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,16 +27,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import pins
 from autopar.cli.model import Wanted
-from autopar.cli.pipeline import find_pipeline, layered_on
+from autopar.cli.pipeline import OnMicrobatches, find_pipeline
 from autopar.cost.device import device
-from autopar.cost.work import optimizer_work
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage import Candidate, Chunk, Law, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 from autopar.planning.search import Borders, Searched, play
-from autopar.planning.single import Options, cost_model
-from autopar.planning.stage_costs import Layered, StageCosts
+from autopar.planning.single import Options
+from autopar.planning.stage_costs import StageCosts
 from autopar.zoo.load import depth
 from benchmarks.harness import write
 
@@ -48,6 +50,8 @@ class Case:
     model: str
     mesh: str
     batch: int
+    seq: int | None = None
+    layers: int | None = None
 
 
 CASES = (
@@ -77,6 +81,7 @@ class Played:
     pipeline: Pipeline
     seconds: float
     bubble: float
+    recompute: str
 
 
 class Grid:
@@ -84,19 +89,18 @@ class Grid:
 
     def __init__(self, case: Case) -> None:
         self.mesh, self.batch = Mesh.parse(case.mesh), case.batch
-        self.options, self.memory = Options(), device(self.mesh).memory
-        self.wanted = Wanted(case.model, None, None, None)
-        self.blocks = depth(case.model) or 0
+        self.memory = device(self.mesh).usable
+        self.options = Options(memory=self.memory, recompute="none")
+        self.wanted = Wanted(case.model, None, case.seq, case.layers)
+        self.blocks = depth(case.model, case.layers) or 0
         self.parts = {part.size: part for part in submeshes(self.mesh)}
-        self.layered = cache(self._layered)
+        self.layered = cache(OnMicrobatches(self.wanted, case.batch, self.mesh, self.options))
         self.costs = cache(self._costs)
         self.borders = Borders(self.layered(case.batch), self.mesh, self.options)
-        self.tried = 0
+        self.tried = self.fitting = 0
+        self.found: list[Played] = []  # the best, the fastest first
 
-    def _layered(self, count: int) -> Layered:
-        return layered_on(self.wanted, self.batch, self.mesh, self.options, count)
-
-    def _costs(self, tensor: int, data: int) -> tuple[StageCosts, SubMesh] | None:
+    def _costs(self, tensor: int, data: int, recompute: str) -> tuple[StageCosts, SubMesh] | None:
         """Prices under the grid's pins on (data, tensor) devices; None where none are so shaped."""
         part = self.parts.get(tensor * data)
         wanted = tuple(size for size in (data, tensor) if size > 1) or (1,)
@@ -109,7 +113,7 @@ class Grid:
             words.append(pins.data_parallel(names[0]))
         if tensor > 1:
             words.append(pins.megatron_sp(names[-1]))
-        options = replace(self.options, pins=words or None)
+        options = replace(self.options, pins=words or None, state="zero1", recompute=recompute)
         prices = StageCosts(self.layered, self.mesh, options, math.inf, STATE_BYTES, most=1)
         return prices, replace(part, meshes=(meshes[0],))
 
@@ -163,73 +167,53 @@ class Grid:
                         )
 
     def played(self) -> list[Played]:
-        """All plans that fit into memory, the fastest first."""
-        found = []
+        """The best plans that fit into memory, the fastest first."""
         for row in self.points():
             for point in row:
                 self.tried += 1
-                one = self._played(point)
-                if one is None:
+                if not (self._play(point, "none") or self._play(point, "full")):
                     break  # nor does a larger microbatch fit
-                if one.seconds < math.inf:
-                    found.append(one)
-        return sorted(found, key=lambda one: one.seconds)
+        return self.found
 
-    def _played(self, point: Point) -> Played | None:
-        """A plan in time; endless where the schedule does not exist, None where memory ends."""
+    def _play(self, point: Point, recompute: str) -> bool:
+        """Take note of a plan if it is among the best; False where it does not fit."""
         name = "1f1b" if point.chunks == 1 else f"interleaved_1f1b chunks={point.chunks}"
         rule = law("1f1b") if point.chunks == 1 else law("interleaved_1f1b", chunks=point.chunks)
         count = self.batch // (point.data * point.micro_batch)
         spans = self.spans(point.pipeline * point.chunks, point.counted)
-        priced = self.costs(point.tensor, point.data)
+        priced = self.costs(point.tensor, point.data, recompute)
         if spans is None or priced is None or self._weigh(point) > self.memory:
-            return None
-        missing = Pipeline(name, count, (), math.inf, 0.0, 0.0)
+            return False
         if not rule.fits(point.pipeline, count):
-            return Played(point, missing, math.inf, 0.0)
+            return True
         costs, part = priced
-        ways = {span: self._sharded(costs(*span, part, count), point) for span in spans}
-        if not all(ways.values()):
-            return None
+        ways = {span: next(iter(costs(*span, part, count)), None) for span in spans}
         stages = []
         for rank in range(point.pipeline):
             held = [spans[at] for at in range(rank, len(spans), point.pipeline)]
             stages.append(
                 _stage(part, [(span, ways[span]) for span in held], rule, rank, point, count)
             )
-        if max(stage.memory for stage in stages) > self.memory:
-            return None
-        pipeline = replace(missing, stages=tuple(stages))
-        timeline = play(pipeline, self.borders.between(self.batch))
+        if not all(ways.values()) or max(stage.memory for stage in stages) > self.memory:
+            return False
+        self.fitting += 1
+        busy = max(count * stage.seconds for stage in stages)
         once = max(stage.once for stage in stages)
-        return Played(point, pipeline, timeline.seconds + once, timeline.bubble)
+        if len(self.found) == KEPT and busy + once >= self.found[-1].seconds:
+            return True
+        pipeline = Pipeline(name, count, tuple(stages), math.inf, 0.0, busy)
+        timeline = play(pipeline, self.borders.between(self.batch))
+        one = Played(point, pipeline, timeline.seconds + once, timeline.bubble, recompute)
+        self.found = sorted([*self.found, one], key=lambda one: one.seconds)[:KEPT]
+        return True
 
     def _weigh(self, point: Point) -> float:
         """At least so many bytes are parameters, gradients and optimizer state."""
         kinds = self.layered(self.batch).kinds
-        (costs, _), ways = self.costs(1, 1) or (None, None), point.tensor * point.pipeline
+        (costs, _), ways = self.costs(1, 1, "none") or (None, None), point.tensor * point.pipeline
         assert costs is not None
         fixed = sum(costs.alone(kind, self.batch)[1] for kind in kinds)
         return fixed * (0.5 + 0.5 / point.data) / ways
-
-    def _sharded(self, found: Sequence[Candidate], point: Point) -> Candidate | None:
-        """The way that pins leave, its optimizer state split over the replicas.
-
-        A gradient's all_reduce is then a reduce_scatter and the parameter's all_gather, of as many
-        bytes.
-        """
-        if not found:
-            return None
-        way, data = found[0], point.data
-        weights = way.fixed / (2 + STATE_BYTES)
-        update = cost_model(self.mesh, self.options).compute(
-            optimizer_work(weights, STATE_BYTES, "bf16")
-        )
-        return replace(
-            way,
-            fixed=way.fixed - STATE_BYTES * weights * (1 - 1 / data),
-            once=max(way.once - update * (1 - 1 / data), 0.0),
-        )
 
 
 def _stage(
@@ -253,15 +237,23 @@ def _stage(
     )
 
 
+def _processor() -> float:
+    """Seconds of processors, of this process and of those that it has ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
 def rows(case: Case) -> list[dict[str, Any]]:
     """Our plan and the best of the grid."""
-    began = time.perf_counter()
     grid = Grid(case)
+    began, busy = time.perf_counter(), _processor()
     ours: Searched = find_pipeline(
-        grid.wanted, grid.mesh, case.batch, grid.options, grid.memory, lambda text: None
-    )
-    seconds = time.perf_counter() - began
+        grid.wanted, grid.mesh, case.batch, replace(grid.options, recompute="auto"), grid.memory,
+        lambda text: None,
+    )  # fmt: skip
+    seconds, busy = time.perf_counter() - began, _processor() - busy
     best = ours.pipeline
+    ways = [chunk.candidate for stage in best.stages for chunk in stage.chunks]
     same = {"model": case.model, "mesh": case.mesh, "batch": case.batch}
     found = [
         {
@@ -271,10 +263,12 @@ def rows(case: Case) -> list[dict[str, Any]]:
             "stages": len(best.stages),
             "microbatches": best.microbatches,
             "devices": " ".join(sorted({str(stage.submesh) for stage in best.stages})),
+            "recompute": "full" if any(way.recompute != "none" for way in ways) else "none",
             "step_seconds": round(ours.seconds, 5),
             "bubble": round(ours.timeline.bubble, 4),
             "peak_gib": round(max(stage.memory for stage in best.stages) / 2**30, 2),
             "search_seconds": round(seconds, 1),
+            "processor_seconds": round(busy, 1),
         }
     ]
     played = grid.played()
@@ -288,11 +282,12 @@ def rows(case: Case) -> list[dict[str, Any]]:
                 "stages": point.pipeline,
                 "microbatches": one.pipeline.microbatches,
                 "devices": f"tp={point.tensor} dp={point.data} micro_batch={point.micro_batch}",
+                "recompute": one.recompute,
                 "step_seconds": round(one.seconds, 5),
                 "bubble": round(one.bubble, 4),
                 "peak_gib": round(max(s.memory for s in one.pipeline.stages) / 2**30, 2),
                 "tried": grid.tried,
-                "fitting": len(played),
+                "fitting": grid.fitting,
                 "ours_to_grid": round(ours.seconds / one.seconds, 4),
             }
         )

@@ -5,7 +5,8 @@ mesh, without a limit of memory and with one that forbids the cheapest plan: thr
 down from the least that a plan of that cost holds to what the choices hold at least. Rows tell the
 size of the problem, what the reductions left, cost, bound, gap and seconds. For models of equal
 blocks, eight of them, the cost is compared with that of the graph whose blocks are not folded,
-where every block may have a plan of its own.
+where every block may have a plan of its own. With `--models` and `--meshes` the results of
+others stay as they are.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ FOLDED_ON = ("8", "8x8")
 LAYERS = 8
 TIGHT = 0.3
 TIME_LIMIT = 60.0
+KEYS = ("model", "mesh", "memory")
 
 Model = tuple[nn.Module, dict[str, Tensor]]
 
@@ -146,8 +148,9 @@ def main() -> None:
             if row["model"] == name:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    print(f"wrote {write('problems', [{c: row.get(c) for c in columns} for row in rows])}")
-    print(f"wrote {write('problems_folded', folded)}")
+    table = [{column: row.get(column) for column in columns} for row in rows]
+    print(f"wrote {write('problems', table, keys=KEYS)}")
+    print(f"wrote {write('problems_folded', folded, keys=KEYS[:2])}")
 
 
 if __name__ == "__main__":

@@ -100,3 +100,28 @@ def test_resnet() -> None:
             )
         ]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5", "resnet"])
+def test_in_single_precision(model: str) -> None:
+    if model == "resnet":
+        cases = [Case(model, name, (2, 2), 4, cut="operators") for name in ("1f1b", "zb_v")]
+    else:
+        cases = [case for case in cases_of(model) if case.groups != (1, 1, 2)]
+    check([replace(case, dtype=torch.float32) for case in cases])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_on_eight_ranks(model: str) -> None:
+    """Every schedule on four groups of two, and some on other divisions of eight devices."""
+    cases = [Case(model, schedule, (2, 2, 2, 2), 4) for schedule in SCHEDULES]
+    cases += [
+        Case(model, "1f1b", (1, 1, 2, 4), 4),
+        Case(model, "zb_h1", (4, 2, 1, 1), 4),
+        Case(model, "interleaved_1f1b chunks=2", (4, 4), 4),
+        Case(model, "gpipe", (1,) * 8, 8, cut="operators"),
+        Case(model, "zb_h2", (1,) * 8, 8, cut="operators"),
+    ]
+    check([case for case in cases if legal(case)])

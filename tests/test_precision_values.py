@@ -18,9 +18,8 @@ from autopar.codegen.groups import grouped, options_of
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
 from autopar.intra_op.states import StateChoice
-from autopar.intra_op.stored import stored_cost
+from autopar.intra_op.stored import stored_traffic
 from autopar.ir.capture import capture
-from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
@@ -62,10 +61,10 @@ def test_bytes_of_states(state: str, parameter: float, optimizer: float) -> None
     tensor = TensorType("bf16", (64, 128))
     used = Layout(((), ()), varying=MESH.names)
     storage = StateChoice.read(state, MESH).storages(used, tensor, MESH)[0]
-    node = Node("w", "param", (), (), (tensor,), requires_grad=True)
-    cost = stored_cost(
-        node, storage, MESH, AnalyticModel(MESH), 2.0, 4, True, precision=Precision("bf16")
+    traffic = stored_traffic(
+        tensor, True, storage, MESH, AnalyticModel(MESH), precision=Precision("bf16")
     )
+    cost = traffic.cost(2.0, 4, waits=True)
     assert cost.nbytes["leaf"] == pytest.approx((parameter + optimizer) * tensor.numel)
     rows, columns = storage.grads.local_shape(tensor.shape, MESH)
     assert cost.nbytes["accumulated"] == 4 * rows * columns

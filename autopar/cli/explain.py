@@ -28,6 +28,7 @@ from autopar.explain import (
 from autopar.intra_op.builder import Builder
 from autopar.intra_op.options import Option
 from autopar.intra_op.pins import Pins
+from autopar.intra_op.prices import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
@@ -161,7 +162,7 @@ def explained(
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
     builder = Builder(
-        graph, chosen.mesh, price, known or table(), 0.0, "replicate", pins, slowdown,
+        graph, Prices(chosen.mesh, price), known or table(), 0.0, "replicate", pins, slowdown,
         recompute=chosen.recompute, microbatches=chosen.microbatches, bucket=chosen.bucket,
         precision=chosen.precision, offload=chosen.offload,
     )  # fmt: skip

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.cli.model import Wanted, capture_model, is_data
+from autopar.errors import GraphError
 from autopar.inter_op.layers import find_layers
-from autopar.inter_op.stage import Pipeline, Progress
+from autopar.inter_op.stage import Pipeline, Progress, Stage
 from autopar.ir.deepen import LEAST
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.rebatch import rebatch
 from autopar.ir.shares import remove_shares
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.pipeline_plan import PipelinePlan
+from autopar.planning.layered import Layered
 from autopar.planning.search import SCHEDULES, Searched, plan_of, search
 from autopar.planning.single import Options, Trace
-from autopar.planning.stage_costs import Layered
 from autopar.planning.stages import weights
 from autopar.zoo.load import depth
 
 FEWEST = 4  # microbatches that are worth a pipeline
 GAP = 0.01
-CALLS = 40
+CALLS = 80
 PATIENCE = 6
+_TRACED = (2, 4)  # samples of a microbatch
 
 
 def plan_pipeline(
@@ -68,7 +70,7 @@ def find_pipeline(
         stage(f"{progress.doing}: {progress.calls} stages priced, {known}")
 
     return search(
-        partial(layered_on, wanted, batch, mesh, options),
+        OnMicrobatches(wanted, batch, mesh, options),
         mesh,
         counts,
         options,
@@ -79,7 +81,6 @@ def find_pipeline(
         gap=GAP,
         scaling=True,
         progress=told,
-        beside=(os.cpu_count() or 1) > 1,
     )
 
 
@@ -91,18 +92,47 @@ def _sizes(batch: int) -> list[int]:
     return sizes
 
 
-def layered_on(
-    wanted: Wanted, batch: int, mesh: Mesh, options: Options, microbatches: int
-) -> Layered:
-    """The model on one of some microbatches of a batch; of a deep one of the zoo a few blocks."""
-    layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
-    more = max(0, (layers or 0) - LEAST)
-    short = replace(wanted, batch=batch // microbatches)
-    short = replace(short, layers=LEAST) if more else short
-    prepared = capture_model(short, options, Trace(None))
-    graph = remove_shares(prepared)
-    seconds, _ = weights(graph, prepared, mesh, options)
-    return Layered(graph, find_layers(prepared, seconds), more)
+class OnMicrobatches:
+    """Number of microbatches of a batch -> the model on one of them; of a deep one a few blocks.
+
+    Of a model that is data two sizes of a microbatch are traced, from which the others follow.
+
+    Args:
+        wanted: the model.
+        batch: samples of a step.
+        mesh: the devices.
+        options: of planning.
+    """
+
+    def __init__(self, wanted: Wanted, batch: int, mesh: Mesh, options: Options) -> None:
+        layers = depth(wanted.source, wanted.layers) if is_data(wanted.source) else None
+        self.more = max(0, (layers or 0) - LEAST)
+        self.wanted = replace(wanted, layers=LEAST) if self.more else wanted
+        self.batch, self.mesh, self.options = batch, mesh, options
+        self.traced: dict[int, Graph] = {}
+
+    def __call__(self, microbatches: int) -> Layered:
+        """The layers, on one microbatch."""
+        samples = self.batch // microbatches
+        prepared = self._graph(samples)
+        graph = remove_shares(prepared)
+        seconds, _ = weights(graph, prepared, self.mesh, self.options)
+        return Layered(graph, find_layers(prepared, seconds), self.more, samples)
+
+    def _graph(self, samples: int) -> Graph:
+        if samples > max(_TRACED) and is_data(self.wanted.source):
+            try:
+                few, many = (self._trace(size) for size in _TRACED)
+                return rebatch(few, many, _TRACED, samples)
+            except GraphError:
+                pass  # something else depends on the batch
+        return self._trace(samples)
+
+    def _trace(self, samples: int) -> Graph:
+        if samples not in self.traced:
+            one = replace(self.wanted, batch=samples)
+            self.traced[samples] = capture_model(one, self.options, Trace(None))
+        return self.traced[samples]
 
 
 def render(found: Searched, made: PipelinePlan) -> list[RenderableType]:
@@ -116,7 +146,7 @@ def render(found: Searched, made: PipelinePlan) -> list[RenderableType]:
             str(number),
             str(one.submesh),
             ", ".join(f"{c.first}-{c.last}" for c in one.chunks),
-            one.chunks[0].candidate.label,
+            _mesh(one),
             format_seconds(one.seconds),
             format_bytes(one.memory),
         )
@@ -133,6 +163,13 @@ def render(found: Searched, made: PipelinePlan) -> list[RenderableType]:
     gap = f"within {found.found.gap:.1%} of the best by the formulas" if found.found.gap else ""
     tail = f"{found.found.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
+
+
+def _mesh(one: Stage) -> str:
+    """A stage's devices as its plan sees them, and whether its blocks compute anything again."""
+    again = {chunk.candidate.recompute for chunk in one.chunks} - {"none"}
+    recompute = f", recompute {' and '.join(sorted(again))}" if again else ""
+    return one.chunks[0].candidate.label + recompute
 
 
 def _row(one: Pipeline) -> tuple[str, str, str]:
@@ -155,6 +192,7 @@ def to_json(found: Searched, made: PipelinePlan) -> dict[str, object]:
                 "devices": str(one.submesh),
                 "layers": [[chunk.first, chunk.last] for chunk in one.chunks],
                 "mesh": one.chunks[0].candidate.label,
+                "recompute": [chunk.candidate.recompute for chunk in one.chunks],
                 "microbatch_seconds": one.seconds,
                 "once_seconds": one.once,
                 "peak_bytes": one.memory,

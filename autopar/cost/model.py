@@ -57,7 +57,9 @@ class AnalyticModel:
         self.mesh = mesh
         self.device = device(mesh)
         self.network = Network(mesh, self.device)
-        self._known: dict[Work, float] = {}  # shapes repeat in a model and among strategies
+        # Shapes repeat in a model and among strategies.
+        self._known: dict[Work, float] = {}
+        self._sent: dict[Collective, float] = {}
 
     def compute(self, work: Work) -> float:
         """Seconds of `work` by the roofline (see cost/compute.py)."""
@@ -75,8 +77,10 @@ class AnalyticModel:
             MeshError: an axis that the mesh does not have.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
-        seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
-        return _price(seconds, call, call.nbytes)
+        if call not in self._sent:
+            seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
+            self._sent[call] = _price(seconds, call, call.nbytes)
+        return self._sent[call]
 
     def host(self, copy: HostCopy) -> float:
         """Seconds of a copy to host memory or back (see cost/host.py)."""

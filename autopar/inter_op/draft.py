@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.inter_op.prices import Prices
+from autopar.inter_op.prices import Floats, Prices
 from autopar.inter_op.stage import Law
 
 
@@ -35,6 +35,8 @@ class Space:
         memory: bytes of a device.
         most_stages: how many there may be.
         cuts: the layers cut evenly into each number of chunks, as far as it was asked for.
+        least: once it was asked for, seconds of the layers and how even cuts can be (`evenness`);
+            they are in proportion for all numbers of microbatches.
     """
 
     prices: Prices
@@ -42,30 +44,46 @@ class Space:
     memory: float
     most_stages: int
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    least: list[tuple[list[float], Floats]] = field(default_factory=list, compare=False, repr=False)
 
     def even(self, count: int, microbatches: int) -> tuple[int, ...]:
         """The ends of `count` contiguous chunks as fast as one another, by optimistic seconds."""
         if count not in self.cuts:
-            bounds, row = self.prices.bounds(microbatches), self.prices.row
-            seconds = [float(bounds[row[at, at], -1, 0]) for at in range(len(row))]
-            self.cuts[count] = balanced(seconds, count)
+            if not self.least:
+                bounds, row = self.prices.bounds(microbatches), self.prices.row
+                seconds = [float(bounds[row[at, at], -1, 0]) for at in range(len(row))]
+                self.least.append((seconds, evenness(seconds)))
+            seconds, least = self.least[0]
+            self.cuts[count] = balanced(seconds, count, least)
         return self.cuts[count]
 
 
-def balanced(seconds: list[float], count: int) -> tuple[int, ...]:
+def evenness(seconds: list[float]) -> Floats:
+    """[parts, end]: the largest sum of so many contiguous parts before `end`, at the least."""
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    size = len(seconds)
+    least = np.full((size + 1, size + 1), np.inf)
+    least[0, 0] = 0.0
+    for part in range(1, size + 1):
+        for end in range(part, size + 1):
+            starts = slice(part - 1, end)
+            least[part, end] = np.maximum(least[part - 1, starts], sums[end] - sums[starts]).min()
+    return least
+
+
+def balanced(seconds: list[float], count: int, least: Floats) -> tuple[int, ...]:
     """Ends of `count` non-empty contiguous parts, the largest of whose sums is least.
 
     Of such cuts it is one that is even otherwise, too: parts take what is an equal share of the
     rest, within the largest sum.
+
+    Args:
+        seconds: of each element.
+        count: of parts.
+        least: `evenness` of the seconds.
     """
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     size = len(seconds)
-    least = np.full((count + 1, size + 1), np.inf)
-    least[0, 0] = 0.0
-    for part in range(1, count + 1):
-        for end in range(part, size + 1):
-            starts = np.arange(part - 1, end)
-            least[part, end] = np.min(np.maximum(least[part - 1, starts], sums[end] - sums[starts]))
     most = least[count, size] * (1 + 1e-9)
     ends = [size]
     for part in range(count - 1, 0, -1):

@@ -3,7 +3,9 @@
 A step of equal stages takes B t + fill (D - 1) t seconds, with D ranks, B microbatches and t
 seconds of a rank's work on one: `fill` is 1 for GPipe and 1F1B, 1/v for v chunks, and so on. It
 follows from the schedule's bubble. Where none is published a few microbatches a rank are simulated:
-beyond them it does not change.
+beyond them it does not change. Which part of the transfers a rank waits for in every microbatch is
+simulated, too: 1F1B waits for round trips between neighbours, while interleaved and zero-bubble
+schedules have other work to do meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from autopar.inter_op.simulate import StageCost, simulate
 from autopar.inter_op.stage import Law
 
 _ROUNDS = 3  # of microbatches a rank that are simulated
+_RANKS = 8  # on which transfers are simulated
+_TRANSFER = 0.05  # seconds of each, there and back, in units of a rank's work on a microbatch
 
 
 def law(name: str, **options: int) -> Law:
@@ -78,5 +82,20 @@ def law(name: str, **options: int) -> Law:
         return tuple(stage for stage, _ in made.holds[rank])
 
     words = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-    exposed = 0.0 if name == "gpipe" else 0.5
+    exposed = _exposed(name, options)
     return Law(words, in_flight, fill, exposed, fits, cache(holds), chunks, copies)
+
+
+def _exposed(name: str, options: dict[str, int]) -> float:
+    """Seconds that a microbatch more takes because of transfers, over those into one rank."""
+
+    def seconds(microbatches: int, transfer: float) -> float:
+        made = schedule(name, _RANKS, microbatches, **options)
+        part = _RANKS / made.stages
+        cost = StageCost(part / 3, part / 3, part / 3)
+        borders = [transfer * part / 2] * (made.stages - 1)
+        return simulate(made, [cost] * made.stages, borders).seconds
+
+    few, many = _ROUNDS * _RANKS, 2 * _ROUNDS * _RANKS
+    more = [seconds(many, transfer) - seconds(few, transfer) for transfer in (0.0, _TRANSFER)]
+    return max(more[1] - more[0], 0.0) / ((many - few) * _TRANSFER)

@@ -28,8 +28,6 @@ from autopar.inter_op.submeshes import SubMesh
 # (border: the layer behind it; sub-mesh before; sub-mesh behind; microbatches) -> seconds that one
 # microbatch takes over it, activations forwards and gradients backwards together
 Transfer = Callable[[int, SubMesh, SubMesh, int], float]
-# Gets (first layer, last layer, sub-mesh, microbatches) of stages, the next one first.
-Ahead = Callable[[Sequence[tuple[int, int, SubMesh, int]]], None]
 Config = Straight | Even
 
 # Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
@@ -55,7 +53,6 @@ def partition(
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    ahead: Ahead | None = None,
     probes: Sequence[tuple[SubMesh, int]] = (),
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
@@ -83,7 +80,6 @@ def partition(
             `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
         progress: called after every stage cost.
         probes: sub-meshes and microbatches of which one stage is asked for first.
-        ahead: told, before a stage cost is asked for, what else its pipeline needs.
 
     Raises:
         InfeasibleError: nothing fits into memory, or no schedule can be had.
@@ -103,7 +99,7 @@ def partition(
         for law in laws
         for count in microbatches
     ]
-    search = _Search(space, configs, most_calls, patience, gap, progress, ahead)
+    search = _Search(space, configs, most_calls, patience, gap, progress)
     search.probe(probes)
     search.guess()
     search.prove()
@@ -142,12 +138,11 @@ class _Search:
         patience: int | None,
         gap: float,
         progress: Callable[[Progress], None] | None,
-        ahead: Ahead | None,
     ) -> None:
         self.space, self.prices, self.configs = space, space.prices, configs
         self.most_calls = float("inf") if most_calls is None else most_calls
         self.patience = float("inf") if patience is None else patience
-        self.gap, self.progress, self.ahead = gap, progress, ahead
+        self.gap, self.progress = gap, progress
         self.best: Draft | None = None
         self.bound = 0.0
 
@@ -173,9 +168,7 @@ class _Search:
             stages = min(space.most_stages, max(1, space.devices // part.size))
             count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
             cells.append((*self._middle(stages, count), part, count))
-        for at, (first, last, part, count) in enumerate(cells[: int(min(self.most_calls, 1e6))]):
-            if self.ahead is not None:
-                self.ahead(cells[at:])
+        for first, last, part, count in cells[: int(min(self.most_calls, 1e6))]:
             row = int(prices.row[first, last])
             prices.ask(count, row, list(prices.submeshes).index(part))
 
@@ -274,10 +267,6 @@ class _Search:
         )
         if unknown and len(self.prices.known) < self.most_calls:
             (q, row), _ = max(unknown.items(), key=lambda item: item[1])
-            if self.ahead is not None:
-                cells = [cell for cell, _ in unknown.most_common()]
-                prices = self.prices
-                self.ahead([(*prices.ranges[r], prices.submeshes[p], count) for p, r in cells])
             self.prices.ask(count, row, q)
             if self.progress is not None:
                 self.progress(

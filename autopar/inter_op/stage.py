@@ -19,7 +19,8 @@ class Candidate:
         fixed: bytes of parameters, gradients and optimizer state.
         per_microbatch: bytes kept for each microbatch whose backward has not ended.
         transient: bytes that are needed for a while, on top.
-        label: which way it is (logical mesh, state sharding, recomputation), for who asked.
+        label: which way it is (its logical mesh), for who asked.
+        recompute: what blocks compute again, "none" or "full".
     """
 
     forward: float
@@ -29,6 +30,7 @@ class Candidate:
     per_microbatch: float = 0.0
     transient: float = 0.0
     label: str = ""
+    recompute: str = "none"
 
     @property
     def seconds(self) -> float:

@@ -11,6 +11,7 @@ from autopar.intra_op.builder import Builder
 from autopar.intra_op.built import Built, layouts
 from autopar.intra_op.options import Lies
 from autopar.intra_op.pins import Pins
+from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem, frugal, too_small
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
@@ -39,6 +40,7 @@ def build(
     bucket: int = 1,
     precision: Precision = AS_IS,
     offload: Offload = NOTHING,
+    prices: Prices | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
     """The strategy problem of a graph in which every parameter is read by one share.
@@ -62,6 +64,7 @@ def build(
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         precision: in which dtypes parameters are updated and gradients sent.
         offload: what lies in host memory.
+        prices: what earlier problems on this mesh and of this model have found out.
         progress: told of each stage as it begins.
 
     Raises:
@@ -78,8 +81,8 @@ def build(
     fixed = Pins(graph, pins or {})
     limited = memory_limit is not None
     builder = Builder(
-        graph, mesh, model, table, state_bytes, unknown_ops, fixed, slowdown, limited, recompute,
-        microbatches, lies, bucket, precision, offload,
+        graph, prices or Prices(mesh, model), table, state_bytes, unknown_ops, fixed, slowdown,
+        limited, recompute, microbatches, lies, bucket, precision, offload,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:

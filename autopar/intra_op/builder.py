@@ -10,42 +10,46 @@ which its memory can be at its most, and a node holds at each of them what `life
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import numpy as np
 
 from autopar.cost.device import device
 from autopar.cost.host import host_seconds
 from autopar.cost.memory import kept, recipe
-from autopar.cost.model import Checked, CostModel, Work
+from autopar.cost.model import Work
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
 from autopar.intra_op.options import (
     Lies,
     Option,
+    accumulating,
     node_options,
     operand_types,
-    parameter_options,
     storages,
-    stored_option,
 )
 from autopar.intra_op.pins import Pins
+from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule, Signature
-from autopar.intra_op.stored import StoredCost, away_of, stored_cost, undominated
+from autopar.intra_op.stored import (
+    StoredCost,
+    StoredTraffic,
+    away_of,
+    stored_traffic,
+    undominated,
+)
 from autopar.intra_op.works import node_work
-from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node
-from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
-from autopar.ir.tensor import Layout
+from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
+Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their prices
 Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
 
 
@@ -55,8 +59,7 @@ class Builder:
     def __init__(
         self,
         graph: Graph,
-        mesh: Mesh,
-        model: CostModel,
+        prices: Prices,
         table: dict[str, OpRule],
         state_bytes: float,
         unknown_ops: str,
@@ -70,12 +73,14 @@ class Builder:
         precision: Precision = AS_IS,
         offload: Offload = NOTHING,
     ) -> None:
-        self.precision, self.chip = precision, device(mesh)
+        self.precision, self.chip = precision, device(prices.mesh)
         self.slowdown, self.limited = slowdown, limited
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
-        self.graph, self.mesh, self.model, self.table = graph, mesh, Checked(model), table
+        self.graph, self.table = graph, table
+        self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
-        self.resharder = Resharder(mesh, self.model.collective, precision.widened)
+        self.resharder = prices.resharder(precision)
+        self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names: list[str] = []
@@ -88,7 +93,7 @@ class Builder:
         self.fetched: dict[str, tuple[float, ...]] = {}
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
-        self.accelerator = mesh.device.lower() != "cpu"
+        self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute, offload)
         waits = slowdown >= TAKE_TURNS
         self.away = away_of(graph, self.chip, bucket, waits) if offload.optimizer else None
@@ -149,11 +154,7 @@ class Builder:
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
-        lies = self.lies or partial(storages, microbatches=self.microbatches)
-        every = tuple(parameter_options(node.type, self.mesh, node.requires_grad, lies))
-        every = self.pins.keep(share, every)
-        waits = self.slowdown >= TAKE_TURNS
-        options, costs = undominated(every, [self._stored(node, share, o, waits) for o in every])
+        options, costs = self._stored(node, share)
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
         for found, seconds in (
@@ -175,13 +176,36 @@ class Builder:
         self._append(share.name, options, tuple(count * cost.seconds for cost in costs), rows)
         self.position[node.name] = self.position[share.name]
 
-    def _stored(self, node: Node, share: Node, option: Option, waits: bool) -> StoredCost:
-        assert option.storage is not None
-        again = self.again.get(share.name, 0) / self.graph.multiplicity[node.name]
-        return stored_cost(
-            node, option.storage, self.mesh, self.model, self.state_bytes, self.microbatches, waits,
-            again, self.bucket, self.precision, self.away,
-        )  # fmt: skip
+    def _stored(self, node: Node, share: Node) -> Stored:
+        """The choices of a parameter that are left; the same for parameters alike without pins."""
+        lies = self.lies or (accumulating if self.microbatches > 1 else storages)
+        every, traffic = self.prices.stored(
+            node.type, node.requires_grad, lies, self.bucket, self.precision
+        )
+        left = self.pins.keep(share, every)
+        alike = (node.type, node.requires_grad, self._again(share))
+        if alike in self.alike and len(left) == len(every):
+            return self.alike[alike]
+        among = set(left)
+        costs = [
+            self._stored_cost(share, each)
+            for option, each in zip(every, traffic, strict=True)
+            if option in among
+        ]
+        found = undominated(left, costs)
+        if len(left) == len(every):
+            self.alike[alike] = found
+        return found
+
+    def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
+        waits = self.slowdown >= TAKE_TURNS
+        return traffic.cost(
+            self.state_bytes, self.microbatches, waits, self._again(share), self.away
+        )
+
+    def _again(self, share: Node) -> float:
+        """Which part of a parameter's blocks is computed again."""
+        return self.again.get(share.name, 0) / self.graph.multiplicity[share.name]
 
     def _append(
         self, name: str, options: tuple[Option, ...], cost: tuple[float, ...], rows: Rows
@@ -212,9 +236,11 @@ class Builder:
             return 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
-        cost = self._stored(
-            leaf, share, stored_option(storage, leaf.type), self.slowdown >= TAKE_TURNS
-        )
+        traffic = stored_traffic(
+            leaf.type, leaf.requires_grad, storage, self.mesh, self.model, self.bucket,
+            self.precision,
+        )  # fmt: skip
+        cost = self._stored_cost(share, traffic)
         count = self.graph.multiplicity[share.name]
         return count * cost.fetched, count * (cost.beside + cost.refetched)
 
@@ -352,9 +378,9 @@ class Builder:
             {layout: n for n, layout in enumerate(dict.fromkeys(side))} for side in (rows, columns)
         )
         sides = tuple(sources), tuple(targets)
-        price = count * np.array(self.resharder.costs(tensor, *sides, grad))
+        price = count * self.resharder.costs(tensor, *sides, grad)
         if again:
-            price += again * np.array(self.resharder.costs(tensor, *sides, False))
+            price += again * self.resharder.costs(tensor, *sides, False)
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
         return Edge(a, b, self._gathered_once(source, node, index, matrix))
 

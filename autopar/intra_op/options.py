@@ -134,6 +134,11 @@ def storages(
                             yield Storage(used, held, grads, ends[-1], kept)
 
 
+def accumulating(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
+    """`storages` where gradients of several microbatches are added up."""
+    return storages(used, tensor, mesh, microbatches=2)
+
+
 def in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
     """The storage of a parameter whose elements the optimizer must see all at once."""
     if not used.sharded_axes:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, Storage
+from autopar.ir.tensor import TensorType
 
 
 @dataclass(frozen=True)
@@ -70,83 +72,125 @@ class StoredCost:
             self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
         )
 
-    @property
+    @cached_property
     def _parts(self) -> tuple[float, ...]:
         """Seconds by what they are hidden behind: nothing, the backward, the forward."""
         behind = self.beside + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
 
-def stored_cost(
-    node: Node,
+@dataclass(frozen=True)
+class StoredTraffic:
+    """What one choice of a parameter sends and holds, however many microbatches a step has.
+
+    Attributes:
+        tensor: type of the parameter.
+        own: type of what the optimizer updates.
+        trained: whether it has a gradient.
+        seconds: of its collectives, each once, by when they run; see `storage.Hop`.
+        nbytes: of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s type.
+        sent: of the gradient, as it is used, in the dtype in which it is sent.
+        apart: whether it is gathered for the forward, for the backward, after the update.
+        cast: whether gradients are sent in another dtype.
+    """
+
+    tensor: TensorType
+    own: TensorType
+    trained: bool
+    seconds: dict[str, float]
+    nbytes: dict[str, float]
+    sent: float
+    apart: tuple[bool, bool, bool]
+    cast: bool
+
+    def cost(
+        self,
+        state_bytes: float,
+        microbatches: int,
+        waits: bool,
+        again: float = 0.0,
+        away: Away | None = None,
+    ) -> StoredCost:
+        """The price of the choice.
+
+        Args:
+            state_bytes: optimizer state in units of the bytes of what it updates.
+            microbatches: in a step.
+            waits: whether the program waits for each collective.
+            again: which part of its blocks is computed again in the backward, and fetches it again.
+            away: said where its optimizer state lies in host memory.
+        """
+        totals = {
+            when: seconds * (microbatches if when in EACH else 1)
+            for when, seconds in self.seconds.items()
+        }
+        # A block that is computed again gathers it for that, and has it for the backward then.
+        totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
+        shown = 0.0 if waits else 1 / microbatches
+        beside = shown * (totals["accumulate"] + totals["reduce"])
+        fetched, refetched = shown * totals["forward"], shown * totals["backward"]
+        used, updated = self.nbytes["used"], self.nbytes["updated"]
+        forward_apart, backward_apart, moved = self.apart
+        own_dtype = self.own != self.tensor
+        master = updated if own_dtype else 0.0
+        state = state_bytes * updated if self.trained else 0.0
+        host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
+        nbytes: dict[Role, float] = {
+            "leaf": self.nbytes["held"] + (master if self.trained else 0.0) + state - host,
+            "gathered": self.nbytes["kept"] if forward_apart else 0.0,
+            "fetched": used if backward_apart else 0.0,
+            "waiting": used,
+            "backward": used * (moved or own_dtype) + self.sent * (moved and self.cast),
+            "gradient": updated,
+            "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
+            "update": updated if away is None else away.share * (updated + state),
+        }
+        return StoredCost(
+            (sum(totals.values()) + coming) / microbatches,
+            beside,
+            fetched,
+            refetched,
+            totals["reduce"],
+            totals["update"] + coming,
+            nbytes,
+            host,
+        )
+
+
+def stored_traffic(
+    tensor: TensorType,
+    trained: bool,
     storage: Storage,
     mesh: Mesh,
     model: CostModel,
-    state_bytes: float,
-    microbatches: int,
-    waits: bool,
-    again: float = 0.0,
     bucket: int = 1,
     precision: Precision = AS_IS,
-    away: Away | None = None,
-) -> StoredCost:
-    """The price of one choice.
+) -> StoredTraffic:
+    """What one choice of a parameter sends and holds.
 
     Args:
-        node: the parameter.
+        tensor: type of the parameter.
+        trained: whether it has a gradient.
         storage: where its states lie.
         mesh, model: the devices and their prices.
-        state_bytes: optimizer state in units of the bytes of what it updates.
-        microbatches: in a step.
-        waits: whether the program waits for each collective.
-        again: which part of its blocks is computed again in the backward, and fetches it again.
         bucket: bytes of gradients, or of parameters, that go together.
         precision: in which dtypes it is updated and its gradient sent.
-        away: said where its optimizer state lies in host memory.
     """
-    trained = node.requires_grad
-    totals = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
-    for hop in storage.hops(node.type, mesh, microbatches, trained, precision):
-        totals[hop.when] += hop.times * hop.seconds(model.collective, bucket)
-    # A block that is computed again gathers it for that, and has it for the backward then.
-    totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
-    shown = 0.0 if waits else 1 / microbatches
-    beside = shown * (totals["accumulate"] + totals["reduce"])
-    fetched, refetched = shown * totals["forward"], shown * totals["backward"]
-    own, sent = precision.updated(node.type, trained), precision.sent(node.type, trained)
-    held, used, kept = (
-        float(layout.local_bytes(node.type, mesh))
-        for layout in (storage.held, storage.used, storage.kept)
-    )
-    grads, updated = (
-        float(layout.local_bytes(own, mesh)) for layout in (storage.grads, storage.updated)
-    )
-    master = updated if own != node.type else 0.0
-    state = state_bytes * updated if trained else 0.0
-    host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
-    again_fetched = storage.kept.dims != storage.used.dims
-    moved = storage.updated.dims != storage.used.dims
-    nbytes: dict[Role, float] = {
-        "leaf": held + (master if trained else 0.0) + state - host,
-        "gathered": kept if storage.held.dims != storage.kept.dims else 0.0,
-        "fetched": used if again_fetched else 0.0,
-        "waiting": used,
-        "backward": used * (moved or own != node.type)
-        + float(storage.used.local_bytes(sent, mesh)) * (moved and sent != node.type),
-        "gradient": updated,
-        "accumulated": grads if microbatches > 1 else 0.0,
-        "update": updated if away is None else away.share * (updated + state),
+    seconds = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
+    for hop in storage.hops(tensor, mesh, 1, trained, precision):
+        seconds[hop.when] += hop.seconds(model.collective, bucket)
+    own, sent = precision.updated(tensor, trained), precision.sent(tensor, trained)
+    types = {"held": tensor, "used": tensor, "kept": tensor, "grads": own, "updated": own}
+    nbytes = {
+        name: float(getattr(storage, name).local_bytes(type, mesh)) for name, type in types.items()
     }
-    return StoredCost(
-        (sum(totals.values()) + coming) / microbatches,
-        beside,
-        fetched,
-        refetched,
-        totals["reduce"],
-        totals["update"] + coming,
-        nbytes,
-        host,
+    apart = (
+        storage.held.dims != storage.kept.dims,
+        storage.kept.dims != storage.used.dims,
+        storage.updated.dims != storage.used.dims,
     )
+    used = float(storage.used.local_bytes(sent, mesh))
+    return StoredTraffic(tensor, own, trained, seconds, nbytes, used, apart, sent != tensor)
 
 
 def bucket_of(graph: Graph) -> int:

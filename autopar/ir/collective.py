@@ -108,7 +108,7 @@ class Resharder:
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
         """Seconds of `steps`, both directions."""
-        return self.costs(tensor, (src,), (dst,), grad)[0][0]
+        return float(self.costs(tensor, (src,), (dst,), grad)[0, 0])
 
     def costs(
         self,
@@ -116,17 +116,16 @@ class Resharder:
         sources: Sequence[Layout],
         targets: Sequence[Layout],
         grad: bool = True,
-    ) -> list[list[float]]:
+    ) -> NDArray[np.float64]:
         """`cost` from each of `sources` (rows) to each of `targets` (columns)."""
         starts = [self._canonical(layout, grad) for layout in sources]
         ends = [self._canonical(layout, grad) for layout in targets]
         net = self._net(tensor, starts, grad)
-        rows = net.seconds([net.place[start] for start in starts])
-        for start, row in zip(starts, rows, strict=True):
-            for end in ends:
-                if end not in net.place or row[net.place[end]] == np.inf:
-                    raise _no_way(tensor, start, end)
-        found: list[list[float]] = rows[:, [net.place[end] for end in ends]].tolist()
+        found = net.seconds(
+            [net.place[start] for start in starts], [net.place.get(end) for end in ends]
+        )
+        if (lost := np.argwhere(np.isinf(found))).size:
+            raise _no_way(tensor, starts[lost[0, 0]], ends[lost[0, 1]])
         return found
 
     def steps(
@@ -240,8 +239,8 @@ class _Net:
         self._ends, self._first = np.unique(table[:, 0].astype(np.int64), return_index=True)
         self._rows: dict[int, NDArray[np.float64]] = {}
 
-    def seconds(self, starts: Sequence[int]) -> NDArray[np.float64]:
-        """[starts, layouts]: of the cheapest way from each start (Bellman & Ford, all at once)."""
+    def seconds(self, starts: Sequence[int], ends: Sequence[int | None]) -> NDArray[np.float64]:
+        """[starts, ends]: of the cheapest ways (Bellman & Ford, all at once), inf where none is."""
         fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
         found = np.full((len(fresh), len(self.place)), np.inf)
         found[np.arange(len(fresh)), fresh] = 0.0
@@ -252,7 +251,9 @@ class _Net:
                 break
             found[:, self._ends] = better
         self._rows.update(zip(fresh, found, strict=True))
-        return np.stack([self._rows[start] for start in starts])
+        rows = np.stack([self._rows[start] for start in starts])
+        there = [end is not None for end in ends]
+        return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)
 
 
 def _wider(step: Step, factor: int) -> Step:

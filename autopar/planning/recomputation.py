@@ -54,7 +54,7 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
         PlanError: `wanted` is none of these.
     """
     if wanted != "auto":
-        return branch(_told(graph, wanted)).fitting(limit, EXACT)
+        return branch(told(graph, wanted)).fitting(limit, EXACT)
     whole = branch({})
     best = whole.free()
     if best.predicted["peak_bytes"] <= limit:
@@ -151,7 +151,7 @@ def _of_all(graph: Graph, kind: str, share: float) -> dict[str, Recompute]:
     return {name: Recompute(kind, math.ceil(share * repeat.count)) for name, repeat in pairs}
 
 
-def _told(graph: Graph, wanted: str) -> dict[str, Recompute]:
+def told(graph: Graph, wanted: str) -> dict[str, Recompute]:
     """What the words of a user say; PlanError if nothing."""
     if wanted == "none":
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress
+from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress, Stage
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
 from autopar.inter_op.timeline import Timeline
 from autopar.ir.collective import Collective
@@ -26,14 +26,17 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
-from autopar.planning.ahead import Ahead
+from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
-from autopar.planning.stage_costs import Layered, StageCosts, runs
+from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import Devices, plan_stages, weights
 
-SCHEDULES = ("1f1b", "interleaved_1f1b chunks=2", "zb_h1")
+_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", *(f"interleaved_1f1b chunks={n}" for n in _CHUNKS))
 SIMULATED = 24  # of the best pipelines are played through
+_SURE = 8  # of these in any case
+_INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
 # No operator is more efficient on less work; what is priced so may still differ by rounding.
 _OPTIMISM = 0.98
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
@@ -75,7 +78,6 @@ def search(
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    beside: bool = False,
 ) -> Searched:
     """The fastest pipeline of a model on a cluster.
 
@@ -89,8 +91,6 @@ def search(
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
-        beside: another process prices stages, too, if the search takes long and `layered` can be
-            sent there.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -100,9 +100,7 @@ def search(
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
-    make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
-    costs = make()
-    asked = Ahead(costs, make) if beside else None
+    costs = StageCosts(layered, mesh, options, memory, state_bytes, most, shapes, held)
     kinds = costs.layered(fewest).kinds
     parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
@@ -114,33 +112,31 @@ def search(
                 total[at] += number * figure
         seconds, fixed, each = (figure / part.size for figure in total)
         share = fewest / count
-        return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=each * share)
+        kept = each * share if options.recompute == "none" else 0.0  # what enters blocks is little
+        return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
-    try:
-        found = partition(
-            kinds,
-            parts,
-            laws=laws,
-            microbatches=microbatches,
-            memory=memory,
-            stage_cost=asked or costs,
-            lower_bound=lower_bound,
-            transfer=transfer,
-            borders=list(pairwise(kinds)),
-            most_stages=most_stages,
-            most_calls=most_calls,
-            patience=patience,
-            gap=gap,
-            scaling=scaling,
-            progress=progress,
-            ahead=asked.ahead if asked else None,
-            probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
-        )
-    finally:
-        if asked is not None:
-            asked.close()
-    played = []
-    for pipeline in (found.best, *found.others[: SIMULATED - 1]):
+    found = partition(
+        kinds,
+        parts,
+        laws=laws,
+        microbatches=microbatches,
+        memory=memory,
+        stage_cost=costs,
+        lower_bound=lower_bound,
+        transfer=transfer,
+        borders=list(pairwise(kinds)),
+        most_stages=most_stages,
+        most_calls=most_calls,
+        patience=patience,
+        gap=gap,
+        scaling=scaling,
+        progress=progress,
+        probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
+    )
+    played: list[tuple[float, Pipeline, Timeline]] = []
+    for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
+        if number >= _SURE and pipeline.seconds * (1 - _INEXACT) > min(row[0] for row in played):
+            break
         timeline = play(pipeline, transfer)
         seconds = timeline.seconds + max(stage.once for stage in pipeline.stages)
         played.append((seconds, pipeline, timeline))
@@ -178,17 +174,24 @@ def plan_of(
     lasts = sorted(chunk.last for stage in pipeline.stages for chunk in stage.chunks)
     starts = place(Cluster.of(mesh), [stage.submesh.size for stage in pipeline.stages])
     groups = [
-        Devices(Mesh.parse(stage.chunks[0].candidate.label), start)
+        Devices(Mesh.parse(_usual_label(stage)), start)
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
     cuts = [ends[last] for last in lasts[:-1]]
     made = partial(plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule)
-    if options.recompute == "auto":  # the search priced stages that recompute nothing
+    chunks = sorted((c for s in pipeline.stages for c in s.chunks), key=lambda chunk: chunk.first)
+    if options.recompute == "auto":
         try:
-            return made(replace(options, recompute="none"), trace, state_bytes)
+            return made(options, trace, state_bytes, [c.candidate.recompute for c in chunks])
         except InfeasibleError:
-            pass
+            pass  # its simulated step needs more than it is priced at
     return made(options, trace, state_bytes)
+
+
+def _usual_label(stage: Stage) -> str:
+    """The logical mesh of most chunks of a rank; all of them are planned on it."""
+    labels = [chunk.candidate.label for chunk in stage.chunks]
+    return max(dict.fromkeys(labels), key=labels.count)
 
 
 def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:
@@ -266,12 +269,12 @@ class Borders:
 def _usual(
     parts: Sequence[SubMesh], microbatches: Sequence[int], batch: int
 ) -> list[tuple[SubMesh, int]]:
-    """Sub-meshes on which each sample of a microbatch has four or eight devices of one host."""
+    """Sub-meshes on which each sample of a microbatch has four devices of one host."""
     return [
         (part, count)
         for part in parts
         for count in microbatches
-        if batch and batch // count * 8 in (part.size, 2 * part.size) and part.hosts > 1
+        if batch and batch // count * 4 == part.size and part.hosts > 1
     ]
 
 

@@ -22,6 +22,7 @@ from autopar.errors import PrecisionError, ProgramError, StateError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies, in_one_piece
+from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem, Solution, evaluate
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.solvers import find
@@ -259,6 +260,8 @@ class Planner:
             options.pins, graph, mesh, options.table, stored=options.state is None
         )
         self.prices = cost_model(mesh, options)
+        self.known = Prices(mesh, self.prices)
+        self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches
         self._step = {"microbatches": float(count)} if count > 1 else {}
@@ -300,10 +303,11 @@ class Planner:
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
             microbatches=int(self._step.get("microbatches", 1)),
-            lies=options.lies(self.mesh),
+            lies=self.lies,
             bucket=bucket_of(self.graph),
             precision=options.precision,
             offload=offload,
+            prices=self.known,
         )
         single = built.problem
         if self.repeated is not None:

@@ -8,117 +8,51 @@ One microbatch's forward and backward count in full; what a step does once (grad
 parameters, the update) counts as one part in the number of microbatches. A plan's memory with f
 microbatches in flight is that of parameters, gradients and optimizer state and f times what
 autograd keeps; for every power of two of f that the plan before does not fit, the problem is solved
-under that limit, which gives the frontier.
+under that limit, which gives the frontier. Where not all of them can be had, blocks may compute
+their activations again, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.device import device
 from autopar.cost.model import CostModel
-from autopar.cost.overlap import side_by_side
 from autopar.cost.work import optimizer_work
 from autopar.errors import InfeasibleError, StageError
-from autopar.inter_op.layers import Layers
 from autopar.inter_op.stage import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.build import build
-from autopar.intra_op.built import Built
-from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
+from autopar.intra_op.options import Lies
+from autopar.intra_op.prices import Prices
+from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
-from autopar.ir.stages import alike, cut
+from autopar.ir.stages import alike
 from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
+from autopar.planning import layered as layers
+from autopar.planning.layered import Layered, Signature, runs
+from autopar.planning.recomputation import told
+from autopar.planning.repeated import copies
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
+from autopar.planning.stage_problem import StageProblem
 
 Floats = NDArray[np.float64]
-BLOCKS = 2  # of a run of equal ones are planned
+_Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
-_PRICED = {"gap": 0.005, "time_limit": 5.0}
+_PRICED = {"gap": 0.02, "time_limit": 1.5}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
+_TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
-Signature = tuple[tuple[Hashable, int], ...]  # kinds of the layers, with how many of each follow
-
-
-@dataclass(frozen=True)
-class Layered:
-    """A model on one microbatch, as a graph that holds a run of equal layers a few times.
-
-    Attributes:
-        graph: normalised, without shares and repeats.
-        layers: of the graph.
-        more: how many equal layers the whole model has besides, in each run of them.
-        samples: of the microbatch, 0 where that is not known.
-    """
-
-    graph: Graph
-    layers: Layers
-    more: int = 0
-    samples: int = 0
-
-    @property
-    def kinds(self) -> tuple[Hashable, ...]:
-        """The kinds of all layers of the whole model."""
-        return tuple(
-            kind
-            for kind, count in runs(self.layers.kinds)
-            for _ in range(count + self.more * (count > 1))
-        )
-
-    def part(self, signature: Signature) -> Graph:
-        """The graph of layers of these kinds; of a run that is longer here a few layers.
-
-        Raises:
-            StageError: they compute nothing that is needed later.
-        """
-        have, names = runs(self.layers.kinds), [kind for kind, _ in signature]
-        at = next(
-            at
-            for at in range(len(have))
-            if [kind for kind, _ in have[at : at + len(names)]] == names
-        )
-        starts = np.cumsum([0, *(count for _, count in have)]).tolist()
-        last = at + len(names) - 1
-        start, stop = starts[at], starts[last] + min(signature[-1][1], have[last][1], BLOCKS)
-        if len(names) > 1:  # of the first run its last layers, behind which the next one stands
-            start = starts[at + 1] - min(signature[0][1], have[at][1], BLOCKS)
-        cuts = [place for place in (start, stop) if 0 < place < len(self.layers)]
-        return cut(self.graph, [self.layers.ends[place - 1] for place in cuts])[1 if start else 0]
-
-
-def runs(kinds: Sequence[Hashable]) -> Signature:
-    """Kinds with how many equal ones stand side by side."""
-    return tuple((kind, len(list(same))) for kind, same in groupby(kinds))
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A stage's problem of some layers, and which of its figures grow with the number of blocks.
-
-    Attributes:
-        built: the problem.
-        grows: for each problem node the run whose blocks it stands for, or -1.
-        edges: the same of each edge.
-        counts: blocks of each run.
-        update: seconds of each choice for the optimizer, by problem node.
-    """
-
-    built: Built
-    grows: tuple[int, ...]
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
-    update: tuple[Floats, ...]
 
 
 class StageCosts:
@@ -155,10 +89,10 @@ class StageCosts:
         self._layered = layered
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
-        self._planned: dict[tuple[str, Mesh, int], _Planned] = {}
+        self._planned: dict[_Key, StageProblem] = {}
         # Of each (layers, layers times microbatches in flight, choice).
-        self._choices: dict[tuple[str, Mesh, int], list[tuple[int, int, tuple[int, ...]]]] = {}
-        self._prices: dict[Mesh, CostModel] = {}
+        self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
+        self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """The model on one microbatch."""
@@ -177,8 +111,33 @@ class StageCosts:
             return ()
         found: list[Candidate] = []
         for mesh in self._shapes(submesh, microbatches):
-            found += self._on(graph, mesh, signature, microbatches, self.memory)
+            found += self._with_recomputation(graph, mesh, signature, microbatches)
         return tuple(_front(found))
+
+    def _with_recomputation(
+        self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int
+    ) -> list[Candidate]:
+        """The frontier on one logical mesh; blocks compute again only where memory asks for it."""
+        wanted = self.options.recompute
+        ways = {"auto": ("none", "full"), "full": ("full",), "selective": ("selective",)}
+        # What the first stage of 1F1B keeps: of all its layers one microbatch for each stage.
+        size = sum(count for _, count in signature)
+        stages = len(self.layered(microbatches).kinds) / size
+        usual = min(math.ceil(stages), self._in_flight(signature, microbatches)[-1])
+        found: list[Candidate] = []
+        for recompute in ways.get(wanted, ("none",)):
+            if wanted != "auto" or recompute == "none" or graph.repeats:
+                found += self._on(graph, mesh, signature, microbatches, self.memory, recompute)
+            if any(way.memory(usual) <= self.memory for way in found):
+                break
+        return found
+
+    def _in_flight(self, signature: Signature, microbatches: int) -> list[int]:
+        """Numbers of microbatches in flight, for each of which there may be a plan."""
+        size = sum(count for _, count in signature)
+        held = self.held * len(self.layered(microbatches).kinds)
+        most = min(self.most, max(held / size, 1), microbatches)
+        return [2**k for k in range(int(most).bit_length())]
 
     def _shapes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
         """The logical meshes to try: so many as were asked for, and that on which each row of
@@ -213,7 +172,7 @@ class StageCosts:
         return self._alone[key]
 
     def _part(self, microbatches: int, signature: Signature) -> Graph | None:
-        short = tuple((kind, min(count, BLOCKS)) for kind, count in signature)
+        short = tuple((kind, min(count, layers.BLOCKS)) for kind, count in signature)
         if (microbatches, short) not in self._parts:
             try:
                 part = self.layered(microbatches).part(short)
@@ -224,49 +183,61 @@ class StageCosts:
         return self._parts[microbatches, short]
 
     def _on(
-        self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int, memory: float
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        signature: Signature,
+        microbatches: int,
+        memory: float,
+        recompute: str = "none",
     ) -> list[Candidate]:
         """The frontier on one logical mesh."""
-        key = (alike(graph), mesh, microbatches)
+        key = (alike(graph), mesh, microbatches, recompute)
         if key not in self._planned:
-            self._planned[key] = self._plan(graph, mesh, microbatches)
+            self._planned[key] = self._plan(graph, mesh, microbatches, recompute)
         planned = self._planned[key]
         repeated = [count for _, count in signature if count > 1]
         # A run that the graph does not fold stands in it whole.
         grown = repeated if len(repeated) == len(planned.counts) else list(planned.counts)
         ratios = [count / has for count, has in zip(grown, planned.counts, strict=True)]
+        size = sum(count for _, count in signature)
         found: list[Candidate] = []
-        choices: set[tuple[int, ...]] = set()
-        in_flight, size = 1, sum(count for _, count in signature)
-        held = self.held * len(self.layered(microbatches).kinds)
-        while in_flight <= min(self.most, max(held / size, 1), microbatches):
-            if not any(way.memory(in_flight) <= memory for way in found):
-                near = self._near(key, size, in_flight)
-                ways = (
-                    self._candidate(planned, ratios, choice, microbatches, str(mesh))
-                    for choice in near
-                )
-                fits = [way for way in ways if way.memory(in_flight) <= memory]
-                if fits:
-                    found.append(min(fits, key=lambda way: way.seconds))
-                    in_flight *= 2
-                    continue
-                problem = _scaled(planned, ratios, in_flight, memory)
-                if sum(min(node.memory) for node in problem.nodes) > memory:
+        for in_flight in self._in_flight(signature, microbatches):
+            if any(way.memory(in_flight) <= memory for way in found):
+                continue
+            near = [
+                planned.candidate(ratios, choice, microbatches, str(mesh))
+                for choice in self._near(key, size, in_flight)
+            ]
+            fits = [way for way in near if way.memory(in_flight) <= memory]
+            if fits:
+                found.append(min(fits, key=lambda way: way.seconds))
+                continue
+            for _ in range(_TRIES):
+                # What plans need for a while differs little; this one may need a little more.
+                limit = memory - (1.01 * found[-1].transient if found else 0.0)
+                choice = self._solved(planned.scaled(ratios, in_flight, limit))
+                if choice is None:
+                    return found
+                way = planned.candidate(ratios, choice, microbatches, str(mesh))
+                found.append(way)
+                if way.memory(in_flight) <= memory:
+                    self._choices.setdefault(key, []).append((size, size * in_flight, choice))
                     break
-                try:
-                    choice = solve(problem, solver=self.options.solver, **self._within).choice
-                except InfeasibleError:
-                    break
-                if choice in choices:
-                    break
-                choices.add(choice)
-                self._choices.setdefault(key, []).append((size, size * in_flight, choice))
-                found.append(self._candidate(planned, ratios, choice, microbatches, str(mesh)))
-            in_flight *= 2
+            else:
+                return found
         return found
 
-    def _near(self, key: tuple[str, Mesh, int], size: int, in_flight: int) -> list[tuple[int, ...]]:
+    def _solved(self, problem: Problem) -> tuple[int, ...] | None:
+        """The best choice within memory, None where nothing fits."""
+        if sum(min(node.memory) for node in problem.nodes) > (problem.memory_limit or math.inf):
+            return None
+        try:
+            return solve(problem, solver=self.options.solver, **self._within).choice
+        except InfeasibleError:
+            return None
+
+    def _near(self, key: _Key, size: int, in_flight: int) -> list[tuple[int, ...]]:
         """Choices that were the best of somewhat longer ranges with as much in flight in all."""
         return [
             choice
@@ -274,8 +245,8 @@ class StageCosts:
             if size < layers <= 4 * size and 1 <= held / (size * in_flight) <= _NEAR
         ]
 
-    def _plan(self, graph: Graph, mesh: Mesh, microbatches: int) -> _Planned:
-        model, whole = self._price(mesh), self.layered(microbatches).graph
+    def _plan(self, graph: Graph, mesh: Mesh, microbatches: int, recompute: str) -> StageProblem:
+        (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph,
             mesh,
@@ -285,10 +256,12 @@ class StageCosts:
             unknown_ops=self.options.unknown_ops,
             pins=pins_of(whole, graph, mesh, self.options),
             slowdown=device(mesh).slowdown,
+            recompute=told(graph, recompute),
             microbatches=microbatches,
-            lies=self.options.lies(mesh),
+            lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
+            prices=prices,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
@@ -324,88 +297,17 @@ class StageCosts:
                 )
             )
         counts = tuple(repeat.count for repeat in graph.repeats)
-        return _Planned(built, grows, edges, counts, tuple(updates))
+        kept = tuple(
+            copies(built, graph, mesh, name, options)
+            for name, options in zip(built.names, built.options, strict=True)
+        )
+        return StageProblem(built, grows, edges, counts, tuple(updates), kept, recompute)
 
-    def _price(self, mesh: Mesh) -> CostModel:
+    def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
         if mesh not in self._prices:
-            self._prices[mesh] = cost_model(mesh, replace(self.options, whole=self.mesh))
+            model = cost_model(mesh, replace(self.options, whole=self.mesh))
+            self._prices[mesh] = model, Prices(mesh, model), self.options.lies(mesh)
         return self._prices[mesh]
-
-    def _candidate(
-        self,
-        planned: _Planned,
-        ratios: Sequence[float],
-        choice: tuple[int, ...],
-        microbatches: int,
-        label: str,
-    ) -> Candidate:
-        """The figures of one choice."""
-        built = planned.built
-        whole = beside = reduced = gathered = backward = update = fixed = each = 0.0
-        rows = zip(built.problem.nodes, built.options, choice, planned.grows, strict=True)
-        for at, (node, options, index, run) in enumerate(rows):
-            ratio = 1.0 if run < 0 else ratios[run]
-            whole += ratio * node.cost[index]
-            backward += ratio * _at(built.backward, node.name, index)
-            beside += ratio * _at(built.beside, node.name, index)
-            if node.name in built.once:
-                reduced += ratio * built.once[node.name][index][0]
-                gathered += ratio * built.once[node.name][index][1]
-            update += ratio * float(planned.update[at][index])
-            held = ratio * _at(built.sums, node.name, index)
-            if options[index].stored is None:
-                each += held
-            else:
-                fixed += held
-        for edge, run in zip(built.problem.edges, planned.edges, strict=True):
-            ratio = 1.0 if run < 0 else ratios[run]
-            whole += ratio * float(edge.cost[choice[edge.a], choice[edge.b]])
-        seconds = whole - (reduced + gathered) / microbatches
-        # Communication is about the same in both directions.
-        after = min(backward + (seconds - 1.5 * backward) / 2, seconds) if backward else 0.0
-        # What a step does once: reductions beside the last backward, then the update.
-        inside = min(reduced, microbatches * beside)  # none where the backward waits
-        once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
-        once += gathered + update
-        peak = evaluate(built.problem, choice).peak
-        small = sum(
-            _at(built.sums, n.name, i) for n, i in zip(built.problem.nodes, choice, strict=True)
-        )
-        return Candidate(
-            forward=seconds - max(after, 0.0),
-            backward=max(after, 0.0),
-            once=max(once, 0.0),
-            fixed=fixed,
-            per_microbatch=each,
-            transient=max(peak - small, 0.0),
-            label=label,
-        )
-
-
-def _at(rows: Mapping[str, tuple[float, ...]], name: str, index: int) -> float:
-    return rows[name][index] if name in rows else 0.0
-
-
-def _scaled(
-    planned: _Planned,
-    ratios: Sequence[float],
-    in_flight: int,
-    memory: float,
-) -> Problem:
-    """The problem of longer runs, with what is done once a step counted as its part."""
-    built = planned.built
-    nodes = []
-    for node, options, run in zip(built.problem.nodes, built.options, planned.grows, strict=True):
-        ratio = 1.0 if run < 0 else ratios[run]
-        copies = ratio * (1.0 if options[0].stored is not None else in_flight)
-        cost = tuple(ratio * seconds for seconds in node.cost)
-        held = tuple(copies * nbytes for nbytes in built.sums.get(node.name, (0.0,) * len(cost)))
-        nodes.append(Choices(node.name, node.labels, cost, held, (0, 1)))
-    edges = tuple(
-        edge if run < 0 or ratios[run] == 1 else Edge(edge.a, edge.b, ratios[run] * edge.cost)
-        for edge, run in zip(built.problem.edges, planned.edges, strict=True)
-    )
-    return Problem(built.problem.name, tuple(nodes), edges, memory)
 
 
 def _front(found: Sequence[Candidate]) -> list[Candidate]:

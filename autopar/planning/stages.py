@@ -92,6 +92,7 @@ def plan_stages(
     options: Options,
     trace: Trace,
     state_bytes: float = 2.0,
+    recompute: Sequence[str] | None = None,
 ) -> PipelinePlan:
     """The plan of a pipeline whose cuts and devices are given.
 
@@ -108,6 +109,7 @@ def plan_stages(
         options: for every stage.
         trace: keeps what is planned.
         state_bytes: optimizer state in units of a parameter's own bytes.
+        recompute: of each stage, in place of what the options say.
 
     Raises:
         ScheduleError: the schedule is none, or does not fit the sizes.
@@ -134,10 +136,11 @@ def plan_stages(
             )
     meshes = [copies[0].mesh for copies in held]
     pins = stage_pins(graph, parts, meshes, options)
-    alone: dict[tuple[str, Mesh, str], list[int]] = {}
+    again = recompute or [options.recompute] * len(parts)
+    alone: dict[tuple[str, Mesh, str, str], list[int]] = {}
     for number, part in enumerate(parts):
         # Pins are by name, and equal stages differ in names.
-        key = (alike(part), meshes[number], str(number) if pins[number] else "")
+        key = (alike(part), meshes[number], str(number) if pins[number] else "", again[number])
         alone.setdefault(key, []).append(number)
     plans: dict[int, Plan] = {}
     for same in alone.values():
@@ -145,7 +148,8 @@ def plan_stages(
         one = same[0]
 
         def planned(most: float, one: int = one) -> Plan:
-            own = replace(options, pins=pins[one], memory=_room(options, meshes[one], made, one))
+            room = _room(options, meshes[one], made, one)
+            own = replace(options, pins=pins[one], memory=room, recompute=again[one])
             repeated = Repeated(microbatches, most)
             return make_plan(parts[one], meshes[one], own, trace, state_bytes, repeated)
 

@@ -36,6 +36,24 @@ def test_a_law_tells_the_step_of_equal_stages(name: str, options: dict[str, int]
         assert (told.chunks, told.copies) == (made.stages // ranks, made.copies)
 
 
+@pytest.mark.parametrize(("name", "options"), SCHEDULES)
+def test_a_law_tells_how_long_a_rank_waits_for_transfers(
+    name: str, options: dict[str, int]
+) -> None:
+    """On another number of ranks, and with other transfers, than it was read off."""
+    told, ranks, transfer = law(name, **options), 6, 0.01
+
+    def seconds(microbatches: int, border: float) -> float:
+        made = schedule(name, ranks, microbatches, **options)
+        return simulate(made, [StageCost()] * made.stages, [border] * (made.stages - 1)).seconds
+
+    few, many = 36, 72
+    more = seconds(many, transfer) - seconds(few, transfer) - seconds(many, 0) + seconds(few, 0)
+    # To one rank, and gradients on their way back.
+    into = 2 * transfer * len(told.holds(1, ranks)) / told.copies
+    assert more / ((many - few) * into) == pytest.approx(told.exposed, abs=0.1)
+
+
 def test_a_law_knows_what_does_not_fit() -> None:
     assert not law("chimera").fits(3, 8)
     assert law("chimera").fits(4, 1536)

@@ -12,8 +12,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import LayoutError, StateError
 from autopar.intra_op.options import parameter_options, storages, stored_option
 from autopar.intra_op.states import StateChoice
-from autopar.intra_op.stored import stored_cost, undominated
-from autopar.ir.graph import Node
+from autopar.intra_op.stored import stored_traffic, undominated
 from autopar.ir.mesh import Mesh
 from autopar.ir.state import StateSharding, shardings
 from autopar.ir.storage import Storage
@@ -84,10 +83,13 @@ def test_storages_are_read_back_and_their_hops_join(data: st.DataObject, microba
 
 def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
     """Against all pairs: of choices with one layout in use no better one is left out."""
-    node = Node("w", "param", ("w",), (), (WEIGHT,), requires_grad=True)
     model = AnalyticModel(MESH)
     every = [stored_option(s, WEIGHT) for s in storages(USED, WEIGHT, MESH, 3)]
-    costs = [stored_cost(node, o.storage, MESH, model, 2.0, 3, False) for o in every if o.storage]
+    costs = [
+        stored_traffic(WEIGHT, True, o.storage, MESH, model).cost(2.0, 3, waits=False)
+        for o in every
+        if o.storage
+    ]
     kept, prices = undominated(every, costs)
     assert len(kept) < len(every)
     for option, cost in zip(every, costs, strict=True):
@@ -100,12 +102,11 @@ def test_what_is_left_out_is_dominated_and_what_stays_is_not() -> None:
 
 def test_one_microbatch_needs_no_layout_of_its_own_for_gradients() -> None:
     """Where gradients are updated is as good a place for them as any, for a single microbatch."""
-    node = Node("w", "param", ("w",), (), (WEIGHT,), requires_grad=True)
     model = AnalyticModel(MESH)
 
     def best(count: int, options: int) -> float:
         found = (
-            stored_cost(node, s, MESH, model, 2.0, count, True)
+            stored_traffic(WEIGHT, True, s, MESH, model).cost(2.0, count, waits=True)
             for s in storages(USED, WEIGHT, MESH, options)
         )
         return min(cost.seconds for cost in found)

@@ -16,10 +16,11 @@ from autopar.inter_op.stage import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.planning import stage_costs
+from autopar.planning import layered as parts
+from autopar.planning.layered import Layered
 from autopar.planning.search import play, search
 from autopar.planning.single import Options, Trace, capture_graph
-from autopar.planning.stage_costs import Layered, StageCosts
+from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import weights
 from tests.models import gpt2
 
@@ -56,7 +57,7 @@ def test_longer_runs_are_priced_as_if_they_were_planned_whole() -> None:
     for part in submeshes(CLUSTER)[1:]:
         for first, end in ((1, 5), (0, 4), (2, last)):
             scaled = short(first, end, part, 2)
-            with patch.object(stage_costs, "BLOCKS", 100):
+            with patch.object(parts, "BLOCKS", 100):
                 whole = costs(layered(8))(first, end, part, 2)
             figures = [
                 [(w.seconds, w.once, w.fixed, w.per_microbatch) for w in ways]
@@ -73,6 +74,28 @@ def test_frontiers_trade_time_for_memory() -> None:
     assert len(tight) > 1
     assert min(way.memory(4) for way in tight) <= limit
     assert all(way.seconds >= roomy.seconds * (1 - 1e-9) for way in tight)
+
+
+def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothing_else_does() -> (
+    None
+):
+    whole, made = submeshes(CLUSTER)[-1], layered(5)
+    (roomy,) = costs(made)(1, 3, whole, 8)
+    free = roomy.memory(8)
+    found = {}
+    for part in (0.5, 0.7, 0.9):
+        ways = costs(made, memory=part * free)(1, 3, whole, 8)
+        found[part] = [way for way in ways if way.memory(8) <= part * free]
+    assert all(found.values())
+    fastest = {part: min(way.seconds for way in ways) for part, ways in found.items()}
+    assert fastest[0.5] >= fastest[0.7] >= fastest[0.9] >= roomy.seconds * (1 - 1e-9)
+    (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, 2.0, most=8)(
+        1, 3, whole, 8
+    )
+    assert again.recompute == "full"
+    assert again.per_microbatch < roomy.per_microbatch
+    assert again.forward == pytest.approx(roomy.forward, rel=0.05)
+    assert 1.2 < again.seconds / roomy.seconds < 1.4  # a third of the kernels run again
 
 
 def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> None:

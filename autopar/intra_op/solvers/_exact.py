@@ -1,7 +1,8 @@
-"""Closing the gap with integer programs, on what a trial target leaves of a relaxation.
+"""Closing the gap with integer programs, on what a target leaves of a relaxation.
 
 Everything that the bound rules out below a target is left out. If the rest has a solution below the
 target, its best one is the relaxation's; else the target is a bound, and the next one is higher.
+Trial targets come first, whose programs are small; the last one is the best price (`_narrow`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.intra_op.reduce import run
 from autopar.intra_op.reduce.flat import Ints
-from autopar.intra_op.reduce.run import Reduced
+from autopar.intra_op.solvers._dual import Dual
+from autopar.intra_op.solvers._narrow import Narrowed, narrow
 from autopar.intra_op.solvers._program import program, solve_program
-from autopar.intra_op.solvers._search import Relaxation, Search
+from autopar.intra_op.solvers._search import GUESSES, Relaxation, Search
 
 FIRST_TRIAL = 0.005  # how far above the bound the first target is
 LAST_TRIAL = 100.0  # from there on there is no target
 FEW_PAIRS = 60_000
 CUTS = 50
+HALF = 0.5  # share of the gap that a better price may leave for HiGHS to begin anew
+NARROWING = 0.2  # share of the time left that bounds of what is left may take before HiGHS begins
 
 
 def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | None = None) -> None:
@@ -44,7 +48,7 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
             return  # it is the optimum, up to the gap
         search.say(f"memory at {len(wider)} times")
         relaxation = Relaxation(search, wider, relaxation.carried(wider))
-        for guess in relaxation.guesses[-6:]:
+        for guess in relaxation.guesses[-GUESSES:]:
             search.offer(guess)
 
 
@@ -52,8 +56,7 @@ def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
     """Seconds below which to look: the price of the best choice once little is left below it, as
     what is cheaper is then soon found, or soon ruled out.
     """
-    scale = max(abs(search.bound), 1e-6 * float(np.abs(search.core.cost).max(initial=0.0)), 1e-300)
-    target = search.bound + trial * scale
+    target = search.bound + trial * search.scale()
     if search.price < math.inf:
         near = search.price - target <= 0.25 * (search.price - search.bound)
         if near or (trial > FIRST_TRIAL and _pairs(relaxation, search.price) <= FEW_PAIRS):
@@ -76,14 +79,17 @@ def _below(
     if relaxation.dual is None:
         return relaxation.guesses[0]
     try:
-        left = relaxation.dual.flat if target == math.inf else relaxation.dual.without(target)
-        rest = run(left, search.problem.name)
+        rest = _rest(search, relaxation, relaxation.dual, target)
     except InfeasibleError:
         if target == math.inf:
             raise
-        search.raise_bound(target)
+        search.raise_bound(min(target, search.price))
         return None
+    target = rest.target
+    search.raise_bound(min(rest.dual.bound, target))
     search.say(f"below {target:.9g}: {rest.flat.size()}")
+    if search.done:
+        return None
     if rest.flat.nodes:
         chosen = _program_of(search, relaxation, rest, target, idle)
     else:
@@ -94,22 +100,40 @@ def _below(
     return relaxation.inner.expand(rest.expand(chosen))
 
 
+def _rest(search: Search, relaxation: Relaxation, dual: Dual, target: float) -> Narrowed:
+    """Returns what of the relaxation can be in a choice at or below the target.
+
+    Below a trial target one bound says so: what a few more would rule out gives good choices.
+    """
+    name = search.problem.name
+    if target < search.price:
+        return Narrowed((run(dual.without(target), name),), target, dual)
+    if target == math.inf:
+        return Narrowed((run(dual.flat, name),), target, dual)
+    end = search.elapsed() + NARROWING * search.left()
+    return narrow(dual, target, name, relaxation.offer, lambda: search.elapsed() > end)
+
+
 def _program_of(
     search: Search,
     relaxation: Relaxation,
-    rest: Reduced,
+    rest: Narrowed,
     target: float,
     idle: Callable[[], None] | None,
 ) -> Ints | None:
     """Returns the optimum of what a target left, or None if there is none or time is up."""
     latest: list[Ints] = []
+    anew = -math.inf
+    if target == search.price:
+        anew = rest.dual.bound + HALF * (target - rest.dual.bound)
 
     def report(bound: float, choice: Ints | None) -> bool:
         search.raise_bound(min(bound, target))
         if choice is not None:
             latest.append(choice)
             search.offer(relaxation.inner.expand(rest.expand(choice)))
-        return not search.done
+        # Nothing is below the target, or what is left below a much better price is solved sooner.
+        return not search.done and bound < target and search.price > anew
 
     span = target - search.bound if target < math.inf else math.inf
     scale = abs(target) if target < math.inf else abs(search.bound)

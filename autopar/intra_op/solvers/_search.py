@@ -28,6 +28,7 @@ Watch = Callable[[float, float, float], None]
 PEAKS = 4  # times at which memory is newly limited after each look
 ROUNDS = 8
 FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
+GUESSES = 6  # of each bound, the last ones, that are improved
 LOOKS = 12  # at what a choice exceeds while it is made to fit
 TREE = 200  # nodes of a block that is made optimal at once, at most
 DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # by turns, how much worse than the best kicks may lead
@@ -72,6 +73,11 @@ class Search:
     def elapsed(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self.started
+
+    def scale(self) -> float:
+        """Returns seconds of which targets above the bound are shares."""
+        largest = float(np.abs(self.core.cost).max(initial=0.0))
+        return max(abs(self.bound), 1e-6 * largest, 1e-300)
 
     def say(self, text: str) -> None:
         """Reports a line of text."""
@@ -292,11 +298,19 @@ class Relaxation:
         prices for them.
         """
         search, times = self.search, self.times
-        for guess in self.guesses[-6:]:
+        for guess in self.guesses[-GUESSES:]:
             search.offer(guess)
         for guess in self.guesses[-2:]:
             times = search.peaks(guess, times)
         return times, self.carried(times)
+
+    def offer(self, guesses: Sequence[Ints]) -> float:
+        """Offers the last ones of some choices of what the reductions left; returns the best price
+        known.
+        """
+        for guess in guesses[-GUESSES:]:
+            self.search.offer(self.inner.expand(guess))
+        return self.search.price
 
     def carried(self, times: Ints) -> Floats:
         """Returns the prices of memory for more times, 0 where they are new."""

@@ -1,0 +1,72 @@
+"""A graph for any batch from traces on two: only sizes differ, in proportion to the samples.
+
+A search for pipelines looks at many sizes of a microbatch, and tracing takes longer than pricing.
+What does not grow in proportion is refused. One sample is a case of its own, which is to be traced:
+where a dimension has one element, tracing may choose other operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, cast
+
+from autopar.errors import GraphError
+from autopar.ir.graph import Graph
+from autopar.ir.verify import verify
+
+Value = TypeVar("Value")
+
+
+def rebatch(few: Graph, many: Graph, samples: tuple[int, int], wanted: int) -> Graph:
+    """The graph of a model on `wanted` samples.
+
+    Args:
+        few, many: of the same model on two batches.
+        samples: of these batches, two or more each.
+        wanted: two or more.
+
+    Raises:
+        GraphError: the graphs differ in more than sizes that grow in proportion to the samples.
+    """
+    if min(*samples, wanted) < 2 or samples[0] == samples[1]:
+        raise _unlike(f"graphs of {samples} samples tell nothing of one of {wanted}")
+    return verify(_between(few, many, samples, wanted))
+
+
+def _between(few: Value, many: Value, samples: tuple[int, int], wanted: int) -> Value:
+    """A value as it is on `wanted` samples, given what it is on two numbers of them."""
+    made: Any
+    if type(few) is not type(many):
+        raise _unlike(f"{few!r} and {many!r}")
+    if isinstance(few, tuple):
+        theirs = cast(tuple[Any, ...], many)
+        if len(few) != len(theirs):
+            raise _unlike(f"{few!r} and {many!r}")
+        made = tuple(_between(a, b, samples, wanted) for a, b in zip(few, theirs, strict=True))
+    elif is_dataclass(few) and not isinstance(few, type):
+        made = type(few)(
+            **{
+                one.name: _between(getattr(few, one.name), getattr(many, one.name), samples, wanted)
+                for one in fields(few)
+                if one.init
+            }
+        )
+    elif few == many:
+        made = few
+    elif (
+        isinstance(few, int)
+        and few * samples[1] == cast(int, many) * samples[0]
+        and few * wanted % samples[0] == 0
+    ):
+        made = few * wanted // samples[0]
+    else:
+        raise _unlike(f"{few!r} and {many!r}")
+    return cast(Value, made)
+
+
+def _unlike(why: str) -> GraphError:
+    return GraphError(
+        "the graph does not grow in proportion to the batch",
+        why=why,
+        todo="trace the model on the batch that is wanted",
+    )
