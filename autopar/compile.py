@@ -87,6 +87,7 @@ def plan(
     precision: str | Precision | None = None,
     ema: float | None = None,
     fuse: Fuse = False,
+    offload: str | None = None,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
     known = table(rules, accelerator())
@@ -104,6 +105,7 @@ def plan(
         elementwise=elementwise(optimizer),
         precision=Precision.read(precision),
         fuse=choose(fuse),
+        offload=offload or "none",
     )
     tracer = Trace(trace)
     args, kwargs = split_inputs(example_inputs)
@@ -141,6 +143,7 @@ def compile(
     groups: GroupsLike | None = None,
     ema: float | None = None,
     fuse: Fuse = False,
+    offload: str | None = None,
     backend: str = "eager",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
@@ -191,12 +194,17 @@ def compile(
             the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
             switches some off. On CPUs, where their references run, they are no faster. A
             given plan says it by itself.
+        offload: what lies in host memory while nothing needs it: "optimizer" its state, which comes
+            to the device bucket by bucket for the update, "activations" those that blocks keep for
+            their backward, "optimizer+activations", "activations 8" of the first eight blocks that
+            are not computed again, "auto" what memory asks for, or nothing. Numerics stay.
         backend: "eager", or "inductor" to have torch.compile compile each block's function, with
             collectives and kernels left as they are.
 
     Raises:
         MeshError: the mesh does not fit the processes.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
+        PlanError: nothing can be offloaded or computed again as it is said.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
         ProgramError: there is no such pattern to fuse, or no such backend for this program.
@@ -225,6 +233,7 @@ def compile(
         elementwise=elementwise(optimizer),
         precision=precision_of(plan, precision),
         fuse=fused_by(plan) if plan is not None else choose(fuse),
+        offload=offload or "none",
     )
     request = Request(stages, microbatches, schedule)
     training = Training(optimizer, clip_norm, options_of(model, groups), ema)

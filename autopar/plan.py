@@ -23,6 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
@@ -94,6 +95,7 @@ class Plan:
             in units of a parameter's own bytes (AdamW: 2).
         recompute: run of blocks -> how many of them compute their activations again in the
             backward, and what they keep; see `autopar.ir.recompute`.
+        offload: what lies in host memory while nothing needs it; see `autopar.ir.offload`.
         step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
             parameters that go together, in bytes.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
@@ -123,6 +125,7 @@ class Plan:
     fuse: tuple[str, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
     precision: Precision = AS_IS
+    offload: Offload = NOTHING
 
     def __str__(self) -> str:
         return self.to_toml()
@@ -177,6 +180,8 @@ class Plan:
             document["memory"] = dict(self.memory)
         if self.recompute:
             document["recompute"] = {run: str(how) for run, how in self.recompute.items()}
+        if self.offload:
+            document["offload"] = self.offload.to_table()
         if self.fused:
             document["fused"] = {name: asdict(entry) for name, entry in self.fused.items()}
         if self.solver:
@@ -238,6 +243,7 @@ class Plan:
                 tuple(map(str, table.get("fuse", ()))),
                 {name: _fused(entry) for name, entry in table.get("fused", {}).items()},
                 Precision.read(_text(table, "precision")),
+                Offload.from_table(table.get("offload", {})),
             )
             return cls(table["graph"], mesh, *made, *told)
         except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -9,10 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.executor import Executor
+from autopar.codegen.host import Host, Put
 from autopar.simulate import Task
 
 
@@ -109,16 +110,26 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
         found.forward = len(alive.curve)
         return loss
 
-    def update(*_: object) -> None:
+    def update(*given: Any) -> Any:
         alive.curve.append(("end of backward", alive.live))
         found.backward = len(alive.curve)
+        return step(*given)
 
-    with Alive(_held(executor, batch)) as alive, patch.object(executor, "_forward", marked):
+    put, step = Host.put, executor.update.step
+
+    def unseen(host: Host, tensor: Tensor, into: Tensor | None = None) -> Put:
+        with _disable_current_modes():  # what is in host memory is not on the device
+            return put(host, tensor, into)
+
+    with (
+        patch.object(Host, "put", unseen),
+        Alive(_held(executor, batch)) as alive,
+        patch.object(executor, "_forward", marked),
+    ):
         found = Measured(alive.curve)
-        hook = executor.optimizer.register_step_pre_hook(update)
-        executor.step(batch)
+        with patch.object(executor.update, "step", update):
+            executor.step(batch)
         alive.curve.append(("end of step", alive.live))
-    hook.remove()
     return found
 
 
@@ -129,5 +140,5 @@ def _held(executor: Executor, batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
         yield tensor
         if tensor.grad is not None:
             yield tensor.grad
-    for state in executor.optimizer.state.values():
+    for state in () if executor.update.away else executor.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)

@@ -91,7 +91,7 @@ class Case:
         make: makes model and batch.
         stages: of a pipeline.
         again: whether parameters that are held in parts are gathered again for the backward.
-        recompute: as users write it.
+        recompute, offload: as users write them.
         steps: of training.
         ahead: whether parameters are on their way while the block before computes.
     """
@@ -104,6 +104,7 @@ class Case:
     stages: int = 1
     again: bool = False
     recompute: str = "none"
+    offload: str = "none"
     steps: int = 3
     ahead: bool = False
 
@@ -212,6 +213,7 @@ class Jobs:
             pins=case.pins,
             state=f"{case.state}, gathered again" if case.again else case.state,
             recompute=case.recompute,
+            offload=case.offload,
             elementwise=elementwise(case.optimizer),
         )
         key = (case.make, case.microbatches)

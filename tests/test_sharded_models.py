@@ -40,6 +40,7 @@ def test_states_train_beside_tensor_parallelism_stages_recomputation_and_other_o
             Case("zero2", 2, tensor=True),
             Case("zero3", 2, stages=2, again=True),
             Case("zero3", recompute="full", again=True),
+            Case("zero3", 2, again=True, offload="optimizer+activations"),
             Case("paro-iig", 2, optimizer=MOMENTUM),
             Case("ddp", 2, optimizer=ADAFACTOR),
         ]
@@ -114,6 +115,23 @@ def test_blocks_that_are_computed_again_gather_again(name: str) -> None:
     ]
     cases += [replace(one, again=True) for one in cases if one.state == "GGG"]
     train(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_what_lies_in_host_memory_changes_no_number(name: str) -> None:
+    """Beside whatever is split, gathered again, computed again or cut into stages."""
+    both = Case("zero3", make=MODELS[name], steps=5, offload="optimizer+activations")
+    train(
+        [
+            *(replace(both, microbatches=n, again=a) for n, a in product((1, 4), (False, True))),
+            replace(both, state="ddp", offload="optimizer", optimizer=MOMENTUM),
+            replace(both, state="zero2", microbatches=4, tensor=True, offload="activations"),
+            replace(both, state="zero++", microbatches=4, recompute="full 1"),
+            replace(both, state="paro-iig", microbatches=4),
+            replace(both, state="zero1", microbatches=4, stages=2),
+        ]
+    )
 
 
 def gpt2_bf16() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -164,7 +164,7 @@ def explained(
     builder = Builder(
         graph, Prices(chosen.mesh, price), known or table(), 0.0, "replicate", pins, slowdown,
         recompute=chosen.recompute, microbatches=chosen.microbatches, bucket=chosen.bucket,
-        precision=chosen.precision,
+        precision=chosen.precision, offload=chosen.offload,
     )  # fmt: skip
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
@@ -173,7 +173,7 @@ def explained(
     # The planner's price of the loss contains its reduction, which is listed as a move.
     listed = moves(graph, chosen, price.collective)
     ending = sum(move.seconds for move in listed if not move.reader)
-    costs, kernels = {}, [0.0, 0.0]
+    costs, kernels, stowed = {}, [0.0, 0.0], [0.0, 0.0]
     for choices, options in zip(builder.choices, builder.options, strict=True):
         entry = _key(chosen.nodes[choices.name])
         fitting = [i for i, option in enumerate(options) if _option_key(option) == entry]
@@ -181,12 +181,17 @@ def explained(
         seconds = choices.cost[index] - (ending if choices.name == graph.loss else 0.0)
         if choices.name in builder.exchanged:  # listed as moves, too
             seconds -= builder.exchanged[choices.name][index]
+        if choices.name in builder.stowed:
+            copied = builder.stowed[choices.name][index]  # each way
+            seconds -= 2 * copied
+            stowed[0] += builder.host[choices.name][index]
+            stowed[1] += 2 * copied
         kept = builder.sums[choices.name][index] if choices.name in builder.sums else 0.0
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
-    pairs = zip(kernels, map(sum, sent), strict=True)
+    pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     state, peak = chosen.memory.get("state", 2.0), None
     if graph.loss is not None:
@@ -201,6 +206,8 @@ def explained(
         whole=builder.replicated,
         hidden=hidden,
         peak=peak,
+        stowed=(stowed[0], stowed[1]),
+        coming=0.0 if builder.away is None else builder.away.seconds,
     )
 
 

@@ -65,7 +65,8 @@ from autopar.planning.single import (
     "--precision",
     metavar="NAME",
     help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
-    '"bf16 communication=bf16" sends gradients so; else as the model is.',
+    '"bf16 communication=bf16" sends gradients so, "bf16 sums=f32" sums activations over devices '
+    "in fp32; else as the model is.",
 )
 @click.option(
     "--solver",
@@ -85,6 +86,13 @@ from autopar.planning.single import (
     show_default=True,
     metavar="WHAT",
     help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
+)
+@click.option(
+    "--offload",
+    default="none",
+    show_default=True,
+    metavar="WHAT",
+    help="Kept in host memory: auto, optimizer, activations, both with +, or 'activations 8'.",
 )
 @click.option(
     "--fuse/--no-fuse",
@@ -128,6 +136,7 @@ def command(
     solver: str,
     calibration: Path | None,
     recompute: str,
+    offload: str,
     fuse: bool | None,
     as_frontier: bool,
     trace: Path | None,
@@ -163,11 +172,17 @@ def command(
         microbatches=before.microbatches if before else 1, state=state,
         precision=before.precision if before and precision is None else Precision.read(precision),
         fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
+        offload=offload,
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
     if global_batch is not None:
+        if offload != "none":
+            raise ProgramError(
+                "a search for a pipeline offloads nothing",
+                todo="leave out --offload, or pass stages= and offload= to autopar.compile",
+            )
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return
     state_bytes = within.get("state", 2.0)
@@ -245,6 +260,7 @@ def _plan_json(made: Plan) -> dict[str, object]:
         "pins": made.pins,
         "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},
+        "offload": made.offload.to_table(),
         "fuse": list(made.fuse),
         "fused": {name: asdict(entry) for name, entry in made.fused.items()},
         "solver": made.solver,
@@ -258,6 +274,7 @@ def _found(made: Plan) -> str:
     left = f"reductions left {said['left']}, " if "left" in said else ""
     gap = float(said["gap"])
     again = "".join(f"; {run} recomputes {how}" for run, how in made.recompute.items())
+    again += f"; in host memory: {made.offload}" if made.offload else ""
     verdict = "optimal" if gap <= 1e-6 else f"within {100 * gap:.2g} % of the optimum"
     return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s{again}"
 

@@ -11,7 +11,8 @@ in backward, to the gradient. All ranks of the mesh must make the same calls in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autopar.codegen.fetch import Fetch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
 from autopar.codegen.refetch import Refetch
+from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weight
 from autopar.errors import MeshError
 from autopar.ir.across import Across, Axes
@@ -88,6 +90,8 @@ class _Used(torch.autograd.Function):
         kept = ctx.needs_input_grad[0] or not weight.held.requires_grad
         if kept and comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
+        if comm.stow is not None:
+            comm.stow.leave(used)
         return used
 
     @staticmethod
@@ -177,11 +181,19 @@ class Communicator(Groups, Across):
             nothing is known of any, and gradients are moved like all others, each by itself.
         fetch: gathers parameters for operators; there with `gradients`.
         refetch: what becomes of parameters that are not kept for the backward; None keeps all.
+        widened: dtype of activations -> the one in which sums of them over devices are made.
+        stow: takes what blocks keep for the backward to host memory; None leaves it.
     """
 
     gradients: Gradients | None = None
     fetch: Fetch | None = None
     refetch: Refetch | None = None
+    stow: Stow | None = None
+    widened: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
+
+    def _wide(self, x: Tensor) -> torch.dtype | None:
+        """The dtype in which sums of such a tensor are made, None for its own."""
+        return self.widened.get(x.dtype)
 
     def use(self, held: Tensor, weight: Weight) -> Tensor:
         """A parameter as operators use it, whose gradient goes to `gradients`."""
@@ -200,12 +212,12 @@ class Communicator(Groups, Across):
     def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:
         """P to R: the sum of x over `axis`; the gradient is passed on as it is."""
         group = self.group(axis)
-        return self._move(x, group, group.reduce, _same)
+        return self._move(x, group, lambda t: group.reduce(t, self._wide(t)), _same)
 
     def to_varying(self, x: Tensor, axis: Axes) -> Tensor:
         """R to V: x itself; its gradient is summed over `axis`."""
         group = self.group(axis)
-        return self._move(x, group, _same, group.reduce)
+        return self._move(x, group, _same, lambda g: group.reduce(g, self._wide(g)))
 
     def from_varying(self, x: Tensor, axis: Axes) -> Tensor:
         """V to R: x itself; its gradient is kept on the first device, zero on the others."""
@@ -221,14 +233,20 @@ class Communicator(Groups, Across):
         """P to S: this rank's block along `dim` of the sum; the gradient is gathered."""
         group, extent = self.group(axis), int(x.shape[dim])
         return self._move(
-            x, group, lambda t: group.reduce_scatter(t, dim), lambda g: group.gather(g, dim, extent)
+            x,
+            group,
+            lambda t: group.reduce_scatter(t, dim, self._wide(t)),
+            lambda g: group.gather(g, dim, extent),
         )
 
     def all_gather(self, x: Tensor, dim: int, axis: Axes, size: int | None = None) -> Tensor:
         """S to V: the blocks of all ranks along `dim`; the gradient is summed and scattered."""
         group = self.group(axis)
         return self._move(
-            x, group, lambda t: group.gather(t, dim, size), lambda g: group.reduce_scatter(g, dim)
+            x,
+            group,
+            lambda t: group.gather(t, dim, size),
+            lambda g: group.reduce_scatter(g, dim, self._wide(g)),
         )
 
     def all_gather_invariant(

@@ -10,17 +10,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from autopar.codegen.draws import draw_function
-from autopar.codegen.keys import Keys, block_keys, leaf_key, quoted
+from autopar.codegen.keys import block_keys, leaf_key, quoted
+from autopar.codegen.loops import Block, call
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
-from autopar.codegen.scope import WIDTH, Held, Scope
+from autopar.codegen.scope import WIDTH, Scope
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
-from autopar.ir.recompute import Recompute, common_module, of_runs
+from autopar.ir.recompute import common_module, of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -46,8 +47,9 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    printer = Printer(graph, plan, Resharder(plan.mesh, price), price)
-    blocks: list[_Block] = []
+    resharder = Resharder(plan.mesh, price, plan.precision.widened)
+    printer = Printer(graph, plan, resharder, price)
+    blocks: list[Block] = []
     for repeat in graph.repeats:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
@@ -91,6 +93,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
         + (f'PRECISION = "{plan.precision}"\n' if plan.precision != AS_IS else "")
+        + (_HOST_STATE if plan.offload.optimizer else "")
         + (_ASIDE if graph.aside else "")
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
@@ -98,6 +101,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
 
 
 _ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
+_HOST_STATE = "HOST_STATE = True  # optimizer state lies in host memory between updates\n"
 
 
 def _is_stage(graph: Graph) -> bool:
@@ -147,21 +151,12 @@ def _leaving(graph: Graph) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class _Block:
-    repeat: Repeat
-    function: str
-    keys: Keys
-    outside: tuple[str, ...]
-    source: str
-
-
 def _read(node: Node) -> str:
     """The expression for a leaf outside of blocks."""
     return f"p[{quoted(leaf_key(node))}]"
 
 
-def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
+def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
     """The function of one run of blocks, not called as any of `taken`.
 
     It takes the carried values, and returns them for the next block.
@@ -214,7 +209,7 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> _Block:
     head = f"def {function}(mesh, p, {index}, {', '.join(arguments)}):"
     lines = [f'"""One of {repeat.count} equal blocks.', "", *notes, '"""', *scope.lines]
     source = "\n".join([head, *_indented([*lines, f"return {', '.join(results)}"])])
-    return _Block(repeat, function, keys, outside, source)
+    return Block(repeat, function, keys, outside, source)
 
 
 def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
@@ -225,7 +220,7 @@ def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
     return f"{tensor.dtype}{layout.format(tensor.shape)}"
 
 
-def _forward(printer: Printer, blocks: list[_Block]) -> str:
+def _forward(printer: Printer, blocks: list[Block]) -> str:
     """The function that computes the outputs from the batch."""
     graph = printer.graph
     inside = {name: block for block in blocks for it in block.repeat.iterations for name in it}
@@ -245,8 +240,9 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
             scope.line(f"{variable} = batch[{quoted(leaf.target)}]", note)
     called: set[str] = set()
-    planned = of_runs(graph, printer.plan.recompute)
-    again = {block.function: how for block, how in zip(blocks, planned, strict=True)}
+    recomputed = of_runs(graph, printer.plan.recompute)
+    stowed = offloaded_runs(graph, printer.plan.offload, printer.plan.recompute)
+    ways = {b.function: (a, s) for b, a, s in zip(blocks, recomputed, stowed, strict=True)}
     for node in graph.nodes:
         if node.is_leaf or node.name in graph.aside:
             continue
@@ -255,7 +251,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
             scope.add(node)
         elif block.function not in called:
             called.add(block.function)
-            _call(printer, scope, block, again[block.function])
+            call(printer, scope, block, *ways[block.function])
     results: dict[str, str] = {}
 
     def returned(aside: bool) -> str:
@@ -276,52 +272,7 @@ def _forward(printer: Printer, blocks: list[_Block]) -> str:
     return "\n".join([f"def forward(mesh, p, batch{more}):", *_indented(lines)])
 
 
-def _call(printer: Printer, scope: Scope, block: _Block, how: Recompute | None) -> None:
-    """The loop over the blocks of a run; the first ones may be run again in the backward."""
-    graph, repeat = printer.graph, block.repeat
-    inside = set(repeat.iterations[0])
-    variables, layouts = [], []
-    for entry, _ in repeat.carried:
-        share = next(name for name in graph.users[entry] if name in inside)
-        layout = printer.planned(share).operands[0][1]
-        layouts.append(layout)
-        variables.append(scope.operand(entry, layout))
-    targets = [scope.fresh("hidden") for _ in variables]
-    for target, variable in zip(targets, variables, strict=True):
-        if target != variable:
-            scope.line(f"{target} = {variable}")
-    outside = [scope.operand(name, printer.result(name)) for name in block.outside]
-    arguments = ["mesh", "p", "names" if block.keys.table else "i", *targets, *outside]
-    split = how.blocks if how is not None else 0
-    for begin, end in ((0, split), (split, repeat.count)):
-        if begin == end:
-            continue
-        called = f"{block.function}({', '.join(arguments)})"
-        if how is not None and begin == 0:
-            called = _checkpointed(block.function, arguments, how)
-        scope.line(_head(block, begin, end))
-        scope.line(f"    {', '.join(targets)} = {called}")
-    last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
-    for (_, leaves), target, layout in zip(repeat.carried, targets, layouts, strict=True):
-        scope.held[last[leaves]] = Held(target, layout)
-
-
-def _head(block: _Block, begin: int, end: int) -> str:
-    """The loop over the blocks from `begin` to before `end`."""
-    if block.keys.table:
-        part = f"[{begin or ''}:{end}]" if end - begin < block.repeat.count else ""
-        return f"for names in {block.function.upper()}_NAMES{part}:"
-    start, stop = block.keys.start + begin, block.keys.start + end
-    return f"for i in range({f'{start}, {stop}' if start else stop}):"
-
-
-def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
-    """The call of a block that is run again in the backward."""
-    keep = ", context_fn=keep_products" if how.kind == "selective" else ""
-    return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
-
-
-def _parameters(printer: Printer, blocks: list[_Block]) -> str:
+def _parameters(printer: Printer, blocks: list[Block]) -> str:
     """The table of stored parameters and buffers."""
     graph = printer.graph
     inside = {name for block in blocks for it in block.repeat.iterations for name in it}

@@ -18,7 +18,7 @@ from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State, parameters_of, precision_of
+from autopar.codegen.state import State, host_bucket_of, parameters_of, precision_of, widened_of
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
@@ -52,6 +52,7 @@ class Executor:
         tied: Mapping[str, str] | None = None,
     ) -> None:
         self.program, self.runtime = program, runtime
+        runtime.widened = widened_of(program)
         self.state = State(runtime, parameters_of(program), tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
@@ -69,7 +70,9 @@ class Executor:
         if self.loaded:
             self._load(values, broadcast=True)
         named = self.weights.named
-        self.update = Update(training, precision_of(program), named, runtime.device)
+        self.update = Update(
+            training, precision_of(program), named, runtime.device, host_bucket_of(program)
+        )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
@@ -105,7 +108,7 @@ class Executor:
                 inputs = self._prepare(batch)
                 self.optimizer.zero_grad(set_to_none=True)
                 self.gradients.drop()  # those of a step that failed
-            with part(PHASE, "forward"), self.runtime.saving(self.weights):
+            with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
                 loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
             with part(PHASE, "backward"):
                 torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
@@ -174,6 +177,7 @@ class Executor:
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""
         self.weights.gather()
+        self.update.settle()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""

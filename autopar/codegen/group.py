@@ -96,12 +96,12 @@ class Group:
     # The moves of a plain tensor. Each returns a new tensor and leaves x as it is. `extent` is the
     # length of the whole dimension whose parts are gathered; without it all parts are equal.
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group, on every rank."""
-        total = x.clone(memory_format=torch.contiguous_format)
+    def reduce(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum over the group, on every rank; made in `dtype` where that is another."""
+        total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.size > 1:
             dist.all_reduce(total, group=self.process_group)
-        return total
+        return total.to(x.dtype)
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest over the group, on every rank."""
@@ -145,9 +145,9 @@ class Group:
         )
         return head, tail
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's block of the sum over the group."""
-        return self.reduce_scatter_all([x], [dim])[0]
+    def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's block of the sum over the group; made in `dtype` where that is another."""
+        return self.reduce_scatter_all([x.to(dtype or x.dtype)], [dim])[0].to(x.dtype)
 
     def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
         """The blocks of all ranks in a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,30 @@ def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[P
             why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
             todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
             "parameters whole",
+        )
+
+
+def refuse_what_steps_break(optimizer: OptimizerFactory) -> None:
+    """ProgramError if an optimizer cannot update one parameter after the other, in several steps.
+
+    That is tried: two steps on two small parameters, and on one after the other.
+    """
+    weights = [torch.linspace(-1.0, 1.0, _SIDE), torch.linspace(0.5, 2.0, _SIDE)]
+    updated = []
+    for rows in (((0, 1),), ((0,), (1,))):
+        parameters = [nn.Parameter(weight.clone()) for weight in weights]
+        made = optimizer(parameters)
+        for _, row in itertools.product(range(2), rows):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.cos(7 * weights[number]) if number in row else None
+            made.step()
+        updated.append(parameters)
+    if not all(torch.allclose(one, other) for one, other in zip(*updated, strict=True)):
+        raise ProgramError(
+            f"the state of {_name(optimizer)} cannot lie in host memory",
+            why="it would come in parts, and its update of one parameter depends on others",
+            todo='leave offload="optimizer" out, or use an optimizer that updates each parameter '
+            "by itself (SGD, Adam, AdamW, Lion, ...)",
         )
 
 

@@ -27,7 +27,14 @@ from autopar.codegen.post import Post, Queues, Wires, queues
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
-from autopar.codegen.state import State, parameters_of, precision_of, scale
+from autopar.codegen.state import (
+    State,
+    host_bucket_of,
+    parameters_of,
+    precision_of,
+    scale,
+    widened_of,
+)
 from autopar.codegen.update import Training, Update
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
@@ -82,6 +89,7 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     mesh = Mesh.parse(module.MESH)
                     runtimes[key] = Runtime(mesh, device, members, seed=number)
+                    runtimes[key].widened = widened_of(module)
                 state = State(runtimes[key], parameters_of(module))
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
@@ -99,7 +107,9 @@ class Pipeline(PipelineState):
         if self.loaded:
             self._load(values, from_first=True)
         named = [pair for stage in self.stages.values() for pair in stage.weights.named]
-        self.update = Update(training, precision_of(modules[0]), named, device)
+        buckets = [host_bucket_of(stage.module) for stage in self.stages.values()]
+        away = max((bucket for bucket in buckets if bucket is not None), default=None)
+        self.update = Update(training, precision_of(modules[0]), named, device, away)
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(

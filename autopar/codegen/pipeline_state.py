@@ -97,6 +97,7 @@ class PipelineState:
         """Make what is held again of what the optimizer updates."""
         for stage in self.stages.values():
             stage.weights.gather()
+        self.update.settle()
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:

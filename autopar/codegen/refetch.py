@@ -155,10 +155,11 @@ class Refetch:
             bucket: bytes that are gathered together, or little more.
         """
         self._bucket, self._block = bucket, None
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """What autograd keeps in place of a tensor, the tensor itself unless it is such a one."""
         known = self._known.get(torch_private.storage_id(tensor))
         if known is None:
             return tensor
@@ -166,7 +167,8 @@ class Refetch:
         return _View(known[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(saved: Tensor | _View) -> Tensor:
+def unpack(saved: Tensor | _View) -> Tensor:
+    """The tensor in whose place that was kept."""
     if isinstance(saved, Tensor):
         return saved
     return saved.kept.fetch().as_strided(saved.size, saved.stride, saved.offset)

@@ -6,7 +6,7 @@ y = mesh.all_reduce(y, axis="gpu")
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from autopar.codegen.collectives import Communicator
 from autopar.codegen.fetch import Fetch
 from autopar.codegen.random import Random
-from autopar.codegen.refetch import Refetch
+from autopar.codegen.refetch import Refetch, unpack
 from autopar.codegen.state import Parameter, Piece
+from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weights
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
@@ -50,6 +51,7 @@ class Runtime(Communicator):
         self.device = device
         self.fetch = Fetch(self, ahead=device.type != "cpu")
         self.random = Random(self, seed)
+        self.stow = Stow(device)
 
     def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The local parameters as a program takes them.
@@ -67,9 +69,21 @@ class Runtime(Communicator):
         return given
 
     @contextmanager
-    def saving(self, weights: Weights) -> Iterator[None]:
-        """Inside is a forward; autograd keeps of parameters what their storage says."""
-        with self.fetch.forward():
+    def stowed(self) -> Iterator[None]:
+        """Inside is a block; what autograd keeps of it lies in host memory until its backward."""
+        if self.stow is None or not torch.is_grad_enabled():
+            yield
+            return
+        gathered = self.refetch  # in its place nothing else is kept
+        with self.stow.block((lambda x: x) if gathered is None else gathered.pack, unpack):
+            yield
+
+    @contextmanager
+    def saving(self, weights: Weights, batch: Iterable[Tensor]) -> Iterator[None]:
+        """Inside is a forward of a batch; autograd keeps of parameters what their storage says."""
+        assert self.stow is not None
+        staying = (*batch, *(weight.held for weight in weights.all))
+        with self.fetch.forward(), self.stow.forward(staying):
             if not (weights.fetched_again and torch.is_grad_enabled()):
                 yield
                 return

@@ -92,7 +92,7 @@ class Stage:
                 inputs[name] = leaves[name].view_as(leaves[name])
             else:
                 inputs[name] = value
-        with self.runtime.saving(self.weights):
+        with self.runtime.saving(self.weights, inputs.values()):
             # Outputs that nothing else needs are for those who ask for them.
             aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
             less = {"outputs": False} if aside else {}

@@ -94,6 +94,17 @@ def precision_of(program: ModuleType) -> Precision:
     return Precision.read(getattr(program, "PRECISION", ""))
 
 
+def widened_of(program: ModuleType) -> dict[torch.dtype, torch.dtype]:
+    """Dtypes of activations, and those in which a loaded program sums them over devices."""
+    pairs = precision_of(program).widened.items()
+    return {TORCH_DTYPES[narrow]: TORCH_DTYPES[wide] for narrow, wide in pairs}
+
+
+def host_bucket_of(program: ModuleType) -> int | None:
+    """Bytes of parameters whose state comes from host memory together; None if it lies here."""
+    return getattr(program, "BUCKET", 1) if getattr(program, "HOST_STATE", False) else None
+
+
 def parameters_of(program: ModuleType) -> list[Parameter]:
     """What a loaded program stores, in its precision."""
     precision = precision_of(program)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.groups import Options, grouped
-from autopar.codegen.optimizer import OptimizerFactory, state_bytes
+from autopar.codegen.host_state import HostState
+from autopar.codegen.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
 from autopar.codegen.scaler import Scaler
 from autopar.errors import ProgramError
 from autopar.ir.precision import Precision
@@ -65,11 +66,19 @@ class Update:
         precision: of the program.
         trained: what this rank updates, with names of the model's parameters.
         device: where it is.
+        bucket: bytes of parameters whose state comes together from host memory; None if it is on
+            the device.
+
+    Raises:
+        ProgramError: the state is in host memory, and the optimizer does not update each parameter
+            by itself.
 
     Attributes:
         optimizer: a torch optimizer.
         scaler: scales the loss; None where nothing vanishes.
-        averages: of `trained`, by the id of the parameter; {} without.
+        averages: of `trained`, by the id of the parameter, in host memory where the state is; {}
+            without.
+        away: takes the state to host memory and back; None where it stays.
     """
 
     def __init__(
@@ -78,7 +87,10 @@ class Update:
         precision: Precision,
         trained: Sequence[tuple[str, nn.Parameter]],
         device: torch.device,
+        bucket: int | None = None,
     ) -> None:
+        if bucket is not None:
+            refuse_what_steps_break(training.optimizer)
         self.training, self._trained = training, [parameter for _, parameter in trained]
         # Of a stage without parameters the optimizer has one without elements.
         name = next(iter(training.options), "")
@@ -86,6 +98,9 @@ class Update:
         self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
         self.scaler = Scaler() if precision.scaled else None
         self.averages: dict[int, Tensor] = {}
+        self.away: HostState | None = None
+        if bucket is not None:
+            self.away = HostState(self.optimizer, self._trained, self.averages, device, bucket)
         self.restart()
 
     @torch.no_grad()
@@ -95,10 +110,16 @@ class Update:
             for parameter in self._trained:
                 mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
                 mean.copy_(parameter)
+        self.settle()
+
+    def settle(self) -> None:
+        """Take to host memory what lies there, after it was loaded or begun on the device."""
+        if self.away is not None:
+            self.away.settle()
 
     def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Their averages."""
-        return [self.averages[id(parameter)] for parameter in parameters]
+        """Their averages, on the device."""
+        return [self.averages[id(parameter)].to(parameter.device) for parameter in parameters]
 
     @property
     def scale(self) -> float:
@@ -123,15 +144,17 @@ class Update:
         """
         finite = self.scaler is None or self.scaler.unscale(gradients, largest)
         norm = None if self.training.clip_norm is None else clip(self.training.clip_norm)
-        if finite:
+        if finite and self.away is not None:
+            self.away.step(self._averaged)
+        elif finite:
             self.optimizer.step()
-            self._averaged()
+            self._averaged(self._trained)
         return norm
 
     @torch.no_grad()
-    def _averaged(self) -> None:
+    def _averaged(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.training.ema is not None:
-            for parameter in self._trained:
+            for parameter in parameters:
                 self.averages[id(parameter)].lerp_(parameter, 1 - self.training.ema)
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,6 +46,9 @@ class Device:
     inter_bandwidth: float
     inter_latency: float
     nic_bandwidth: float
+    host_bandwidth: float
+    host_efficiency: float
+    host_memory: float
     intra_link: str
     inter_link: str
     intra_efficiency: float
@@ -172,7 +175,8 @@ def _described(name: str, given: Description) -> Device:
     cuts matrices is not known, so that no shape is slow. Links: 8
     devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
     which is attained, by a library of which nothing is known. Nothing is gained by running
-    collectives beside kernels. Its memory is taken to be what tensors may fill.
+    collectives beside kernels. Its memory is taken to be what tensors may fill; the host has as
+    much for it, behind such a link.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
     return Device(
@@ -188,6 +192,9 @@ def _described(name: str, given: Description) -> Device:
         inter_bandwidth=12.5e9 / 8,
         inter_latency=20e-6,
         nic_bandwidth=12.5e9,
+        host_bandwidth=25e9,
+        host_efficiency=1.0,
+        host_memory=given.memory,
         intra_link="PCIe",
         inter_link="Ethernet",
         intra_efficiency=1.0,

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TypeVar
 
 from autopar.cost.calibration import Calibration, Product, Timing
+from autopar.cost.host import HostCopy
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm, Work
 from autopar.ir.collective import Collective
@@ -79,6 +80,10 @@ class MeasuredModel:
         if not seconds or curve is None:
             return seconds * self._scale.get(call.kind, self._scale["collective"])
         return curve(call.nbytes)
+
+    def host(self, copy: HostCopy) -> float:
+        """Seconds of a copy to host memory or back, by the device's figures; none is measured."""
+        return self.analytic.host(copy)
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:
         """The links that `call` keeps busy; see `AnalyticModel.resources`."""

@@ -9,11 +9,12 @@ several steps its temporaries are counted here, after torch's tools/autograd/der
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.ir.across import CHUNK
-from autopar.ir.collective import Step
+from autopar.ir.collective import SUMS, Step
 from autopar.ir.exchange import across
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
@@ -250,11 +251,35 @@ class Transfer:
     staging: float = 0.0
 
 
-def transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Transfer]:
+def transfers(
+    step: Step, tensor: TensorType, mesh: Mesh, widened: Mapping[str, str] | None = None
+) -> tuple[Transfer, Transfer]:
     """What a step allocates forwards and backwards, as the runtime's functions do.
 
     Blocks that are not in a row in memory are copied before they are sent or after they arrive.
+    Where sums are made in another dtype (`widened`), they are sent in a copy of it.
     """
+    wide = (widened or {}).get(tensor.dtype)
+    factor = 0.0 if wide is None else DTYPE_BYTES[wide] / DTYPE_BYTES[tensor.dtype]
+    forward, backward = _transfers(step, tensor, mesh)
+    if factor and step.forward is not None and step.forward.kind in SUMS:
+        forward = _summed(step, forward, tensor, mesh, factor)
+    if factor and step.backward is not None and step.backward.kind in SUMS:
+        back = replace(step, src=step.dst, dst=step.src)
+        backward = _summed(back, backward, tensor, mesh, factor)
+    return forward, backward
+
+
+def _summed(
+    step: Step, transfer: Transfer, tensor: TensorType, mesh: Mesh, factor: float
+) -> Transfer:
+    """A sum that is made in a copy, of so many times as many bytes: what is sent and what comes."""
+    before, after = (float(layout.local_bytes(tensor, mesh)) for layout in (step.src, step.dst))
+    sent = 0.0 if before == after else before  # an all_reduce overwrites what it sends
+    return replace(transfer, staging=factor * (transfer.staging + sent + after))
+
+
+def _transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Transfer]:
     if all(mesh.axis_size(axis) == 1 for axis in step.axes):
         return Transfer(None), Transfer(None)
     before, after = (float(layout.local_bytes(tensor, mesh)) for layout in (step.src, step.dst))

@@ -8,6 +8,7 @@ from typing import Protocol
 from autopar.cost.collective import collective_seconds
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
+from autopar.cost.host import HostCopy, host_seconds
 from autopar.cost.network import Network
 from autopar.cost.work import Gemm, NodeWork, Work
 from autopar.errors import CostError
@@ -80,6 +81,10 @@ class AnalyticModel:
             seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
             self._sent[call] = _price(seconds, call, call.nbytes)
         return self._sent[call]
+
+    def host(self, copy: HostCopy) -> float:
+        """Seconds of a copy to host memory or back (see cost/host.py)."""
+        return host_seconds(self.device, copy.nbytes)
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:
         """Names of the links that `call` keeps busy, outermost first; none for a lone device.

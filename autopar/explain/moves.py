@@ -73,7 +73,7 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    resharder = Resharder(plan.mesh, price)
+    resharder = Resharder(plan.mesh, price, plan.precision.widened)
     _, reached = repetitions(graph, plan.recompute)
     carried = {user for r in graph.repeats for entry, _ in r.carried for user in graph.users[entry]}
     found = []

@@ -107,7 +107,8 @@ class Parameter:
         nbytes: of what is stored, on one device, all blocks together.
         gathered: of the copy that is kept for the backward, where that is another.
         gradient: of its gradient.
-        optimizer: of its optimizer state.
+        optimizer: of its optimizer state, as far as the device holds it.
+        host: of that which lies in host memory.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Parameter:
     gathered: int
     gradient: int
     optimizer: float
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -145,6 +147,8 @@ class Explanation:
         hidden: seconds in which gradients and parameters go beside kernels; causes, lines and
             views count them twice, `step` once.
         peak: bytes per device at the peak of the step, where that has been simulated.
+        copies: seconds of copies to host memory and back.
+        host: bytes per device in host memory.
     """
 
     graph: str
@@ -157,6 +161,8 @@ class Explanation:
     whole: tuple[str, ...]
     hidden: float = 0.0
     peak: float | None = None
+    copies: float = 0.0
+    host: float = 0.0
 
     @property
     def step(self) -> float:
@@ -168,11 +174,12 @@ class Explanation:
         """Seconds a step by cause; their sum is the predicted step and what is hidden in it."""
         operators = [o for s in self.sections for line in s.lines for o in line.operators]
         moved = sum(m.seconds for o in operators for m in (*o.before, *o.after))
-        return {
+        found = {
             "compute": sum(operator.cost.compute for operator in operators),
             "activations": moved,
             "parameters": sum(parameter.seconds for parameter in self.parameters),
         }
+        return found | ({"host copies": self.copies} if self.copies else {})
 
     @property
     def stale(self) -> bool:
@@ -207,6 +214,8 @@ def explain(
     whole: Iterable[str] = (),
     hidden: float = 0.0,
     peak: float | None = None,
+    stowed: tuple[float, float] = (0.0, 0.0),
+    coming: float = 0.0,
 ) -> Explanation:
     """Everything that the plan makes a step do.
 
@@ -220,6 +229,8 @@ def explain(
         whole: operators that run whole for want of a rule.
         hidden: seconds in which gradients and parameters go beside kernels.
         peak: bytes per device at the peak of a simulated step.
+        stowed: activations in host memory: bytes, and seconds of copying them both ways.
+        coming: seconds that a byte of optimizer state takes to come from host memory and go back.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -235,9 +246,11 @@ def explain(
         "activations": sum(cost.saved for cost in costs.values()),
     }
     sections = tuple(_sections(graph, plan, moved, costs))
+    states = sum(parameter.host for parameter in table)
+    copies = stowed[1] + states * coming / plan.microbatches
     return Explanation(
         plan.graph, str(plan.mesh), dict(plan.predicted), sections, table, memory, limit,
-        tuple(whole), hidden, peak,
+        tuple(whole), hidden, peak, copies, states + stowed[0],
     )  # fmt: skip
 
 
@@ -278,7 +291,8 @@ def parameters(
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                master + state_bytes * updated,
+                master + (0.0 if plan.offload.optimizer else state_bytes * updated),
+                state_bytes * updated if plan.offload.optimizer else 0.0,
             )
         )
     return tuple(found)

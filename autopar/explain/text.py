@@ -58,6 +58,7 @@ def render_summary(explanation: Explanation) -> RenderableType:
         Text(f"\nmemory a device   {format_bytes(peak)}{limit}", style="bold"),
         _bars({name: (value, format_bytes(value)) for name, value in memory.items()}),
         *_never_at_once(held, peak),
+        *_in_host_memory(explanation),
     ]
     if explanation.stale:
         said = explanation.predicted
@@ -78,12 +79,22 @@ def _never_at_once(held: float, peak: float) -> list[Text]:
     return [Text(said, style="dim")]
 
 
+def _in_host_memory(explanation: Explanation) -> list[Text]:
+    """What lies in host memory."""
+    if not explanation.host:
+        return []
+    said = f"  {format_bytes(explanation.host)} beside, in host memory"
+    return [Text(said, style="dim")]
+
+
 def _hidden(explanation: Explanation) -> list[Text]:
     """What the causes count twice."""
     if not explanation.hidden:
         return []
     saved = format_seconds(explanation.hidden)
-    return [Text(f"  less {saved}: gradients and parameters go beside kernels", style="dim")]
+    copies = ", and copies to the host and back," if explanation.copies else ""
+    said = f"  less {saved}: gradients and parameters{copies} go beside kernels"
+    return [Text(said, style="dim")]
 
 
 def render_parameters(explanation: Explanation, *, costs: bool = False) -> RenderableType:

@@ -16,6 +16,7 @@ from autopar.intra_op.problem import Problem, frugal, too_small
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 
@@ -38,6 +39,7 @@ def build(
     lies: Lies | None = None,
     bucket: int = 1,
     precision: Precision = AS_IS,
+    offload: Offload = NOTHING,
     prices: Prices | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
@@ -61,6 +63,7 @@ def build(
         lies: where the states of a parameter may lie, by default everywhere that makes sense.
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         precision: in which dtypes parameters are updated and gradients sent.
+        offload: what lies in host memory.
         prices: what earlier problems on this mesh and of this model have found out.
         progress: told of each stage as it begins.
 
@@ -79,7 +82,7 @@ def build(
     limited = memory_limit is not None
     builder = Builder(
         graph, prices or Prices(mesh, model), table, state_bytes, unknown_ops, fixed, slowdown,
-        limited, recompute, microbatches, lies, bucket, precision,
+        limited, recompute, microbatches, lies, bucket, precision, offload,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
@@ -113,4 +116,7 @@ def build(
         forward=builder.forward,
         fetched=builder.fetched,
         refetched=builder.refetched,
+        stowed=builder.stowed,
+        host=builder.host,
+        coming=0.0 if builder.away is None else builder.away.seconds / microbatches,
     )

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from autopar.cost.device import device
+from autopar.cost.host import host_seconds
 from autopar.cost.memory import kept, recipe
 from autopar.cost.model import Work
 from autopar.cost.overlap import TAKE_TURNS
@@ -28,8 +30,15 @@ from autopar.intra_op.pins import Pins
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.stored import StoredCost, StoredTraffic, stored_traffic, undominated
+from autopar.intra_op.stored import (
+    StoredCost,
+    StoredTraffic,
+    away_of,
+    stored_traffic,
+    undominated,
+)
 from autopar.ir.graph import Graph, Node
+from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions
 from autopar.ir.tensor import Layout, TensorType
@@ -58,14 +67,15 @@ class Builder:
         lies: Lies | None = None,
         bucket: int = 1,
         precision: Precision = AS_IS,
+        offload: Offload = NOTHING,
     ) -> None:
-        self.precision = precision
+        self.precision, self.chip = precision, device(prices.mesh)
         self.slowdown, self.limited = slowdown, limited
         self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
         self.graph, self.table = graph, table
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
-        self.resharder = prices.resharder
+        self.resharder = prices.resharder(precision)
         self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
@@ -80,7 +90,17 @@ class Builder:
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator, recompute)
+        self.alive = lifetimes(graph, self.accelerator, recompute, offload)
+        waits = slowdown >= TAKE_TURNS
+        self.away = away_of(graph, self.chip, bucket, waits) if offload.optimizer else None
+        runs = offloaded_runs(graph, offload, recompute or {})
+        self.stows = {  # node -> how many of its blocks are offloaded
+            name: end - first
+            for repeat, (first, end) in zip(graph.repeats, runs, strict=True)
+            for name in repeat.iterations[0]
+        }
+        self.stowed: dict[str, tuple[float, ...]] = {}
+        self.host: dict[str, tuple[float, ...]] = {}
         self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
@@ -119,13 +139,15 @@ class Builder:
             self.backward[node.name] = backward
         if any(forward for forward, _ in kernels):
             self.forward[node.name] = tuple(count * forward for forward, _ in kernels)
+        rows = self._memory(node, options)
+        copied = self.stowed.get(node.name, (0.0,) * len(options))
         cost = tuple(
-            (count + again) * forward + after + self._loss_seconds(node, option) + inside
-            for option, (forward, _), after, inside in zip(
-                options, kernels, backward, asked, strict=True
+            (count + again) * forward + after + self._loss_seconds(node, option) + inside + 2 * copy
+            for option, (forward, _), after, inside, copy in zip(
+                options, kernels, backward, asked, copied, strict=True
             )
         )
-        self._append(node.name, options, cost, self._memory(node, options))
+        self._append(node.name, options, cost, rows)
 
     def add_parameter(self, node: Node, share: Node) -> None:
         """A parameter and its share as one problem node."""
@@ -140,6 +162,8 @@ class Builder:
             if any(seconds):
                 found[share.name] = tuple(count * each for each in seconds)
         self.once[share.name] = tuple((count * c.reduced, count * c.gathered) for c in costs)
+        if any(cost.host for cost in costs):
+            self.host[share.name] = tuple(count * cost.host for cost in costs)
         again = self.again.get(share.name, 0)
         self.sums[share.name] = tuple(
             # A block that is computed again does not keep the gathered copy.
@@ -172,7 +196,9 @@ class Builder:
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         waits = self.slowdown >= TAKE_TURNS
-        return traffic.cost(self.state_bytes, self.microbatches, waits, self._again(share))
+        return traffic.cost(
+            self.state_bytes, self.microbatches, waits, self._again(share), self.away
+        )
 
     def _again(self, share: Node) -> float:
         """Which part of a parameter's blocks is computed again."""
@@ -262,11 +288,17 @@ class Builder:
             for key, nbytes in amounts.items():
                 aside = node.name in self.graph.aside  # no step computes it
                 rows.setdefault(key, []).append(0.0 if aside else nbytes)
-        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0)
-        saved = count * np.array(rows["extra", -1], dtype=np.float64)
+        stows = self.stows.get(node.name, 0)
+        count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0) - stows
+        extra = np.array(rows["extra", -1], dtype=np.float64)
+        saved, stowed = count * extra, stows * extra
         for place in kept(node, self.accelerator):
-            copies = self.alive.payers.get((node.name, place), 0)
-            saved += copies * np.array(rows["kept", place])
+            held = np.array(rows["kept", place])
+            saved += self.alive.payers.get((node.name, place), 0) * held
+            stowed += self.alive.stowed.get((node.name, place), 0) * held
+        if stowed.any():
+            self.host[node.name] = tuple(stowed.tolist())
+            self.stowed[node.name] = tuple(host_seconds(self.chip, n, stows) for n in stowed)
         if node.inputs and node.inputs[0] in self.entering:
             # What enters a block that is computed again is all that it keeps.
             saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])

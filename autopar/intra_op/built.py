@@ -38,6 +38,11 @@ class Built:
         forward: node -> seconds of each choice for the kernels of the forward.
         fetched, refetched: parameter's share -> seconds of each choice for gathering it in the
             forward and in the backward, while the block before computes.
+        stowed: node -> seconds of each choice for taking what it keeps to host memory, and again
+            for bringing it back, while other blocks compute.
+        host: node -> bytes of each choice in host memory.
+        coming: seconds that a byte of optimizer state takes to come from there and go back, for
+            one microbatch.
     """
 
     problem: Problem
@@ -55,13 +60,16 @@ class Built:
     forward: Figures = field(default_factory=dict)
     fetched: Figures = field(default_factory=dict)
     refetched: Figures = field(default_factory=dict)
+    stowed: Figures = field(default_factory=dict)
+    host: Figures = field(default_factory=dict)
+    coming: float = 0.0
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
-        """Kernels, and the collectives that run beside them: of the forward, of the backward."""
+        """Kernels, and what is sent beside them: of the forward, of the backward."""
         found = (
-            (self.forward, (self.fetched,)),
-            (self.backward, (self.beside, self.refetched)),
+            (self.forward, (self.fetched, self.stowed)),
+            (self.backward, (self.beside, self.refetched, self.stowed)),
         )
         return tuple(side for side in found if any(side[1]))
 
@@ -90,7 +98,8 @@ class Built:
         `activation_bytes` saved for the backward. `peak_bytes` is the most that the problem counts
         at any of its times, less than their sum, since no step holds all of them at once;
         `step_seconds` is the sum of the seconds less `hidden_seconds`, in which parameters are
-        gathered and gradients reduced beside kernels.
+        gathered and gradients reduced beside kernels. Where something is offloaded there are
+        `host_seconds` of copies and `host_bytes` of host memory.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
@@ -98,8 +107,14 @@ class Built:
             parameter = options[index].stored is not None
             inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
             totals["exchange_seconds"] += inside
+            nbytes = self.host[node.name][index] if node.name in self.host else 0.0
+            copied = 2 * self.stowed[node.name][index] if node.name in self.stowed else 0.0
+            copied += nbytes * self.coming * parameter
+            if nbytes:
+                totals["host_seconds"] = totals.get("host_seconds", 0.0) + copied
+                totals["host_bytes"] = totals.get("host_bytes", 0.0) + nbytes
             cause = "parameter_seconds" if parameter else "compute_seconds"
-            totals[cause] += node.cost[index] - inside
+            totals[cause] += node.cost[index] - inside - copied
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
             totals["parameter_bytes" if parameter else "activation_bytes"] += held
         for edge in self.problem.edges:

@@ -11,6 +11,9 @@ at one place of a block change by the same amount from block to block. What is c
 are the tensors of all blocks, so that a node of the folded graph holds n times its own bytes of
 activations, or gradients, less those that are not there yet or any more.
 
+A block whose activations are offloaded keeps them until it returns, and has them again from its
+backward on; on accelerators one block longer and one block earlier, while they go and come.
+
 A block that recomputes keeps what enters it, and is computed again just before its backward: then
 all that it would have kept is there, and its variables too.
 
@@ -22,16 +25,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.memory import hands_on, kept
+from autopar.intra_op.moments import Away, Block, offloaded, recomputed, spans
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node
-from autopar.ir.recompute import Again, Recompute, again, of_runs
+from autopar.ir.offload import NOTHING, Offload, offloaded_runs
+from autopar.ir.recompute import Recompute, of_runs
 
 # What a node of the folded graph pays for, in bytes that follow from its choice.
 #   leaf: an input or a buffer, or a parameter with its optimizer state (on its share)
@@ -62,11 +67,13 @@ class Lifetimes:
         payers: (node, operand or -1) -> how much of what all its blocks keep there it pays for.
             What several operators keep is one tensor if all want one layout. So each pays for an
             equal part of it, and for none is it free to keep another one.
+        stowed: the same of what lies in host memory between the two.
     """
 
     points: tuple[str, ...]
     copies: dict[str, dict[tuple[Role, int], Copies]]
     payers: dict[tuple[str, int], float]
+    stowed: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 def pieces_of(memory: Copies) -> list[Held]:
@@ -82,7 +89,10 @@ def pieces_of(memory: Copies) -> list[Held]:
 
 
 def lifetimes(
-    graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute] | None = None
+    graph: Graph,
+    accelerator: bool,
+    recompute: Mapping[str, Recompute] | None = None,
+    offload: Offload = NOTHING,
 ) -> Lifetimes:
     """The life of every tensor of a step.
 
@@ -91,17 +101,9 @@ def lifetimes(
         accelerator: whether operators keep what kernels of accelerators do, and one update takes
             all parameters.
         recompute: runs whose first blocks are computed again; see `autopar.ir.recompute`.
+        offload: what lies in host memory.
     """
-    return _Step(graph, accelerator, recompute or {}).result()
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block that is computed again: what of it, when, and when its backward is done."""
-
-    what: Again
-    when: float
-    done: float
+    return _Step(graph, accelerator, recompute or {}, offload).result()
 
 
 class _Step:
@@ -110,7 +112,13 @@ class _Step:
     A block is computed again half a moment before its backward begins.
     """
 
-    def __init__(self, graph: Graph, accelerator: bool, recompute: Mapping[str, Recompute]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        accelerator: bool,
+        recompute: Mapping[str, Recompute],
+        offload: Offload,
+    ) -> None:
         self.graph, self.accelerator = graph, accelerator
         self.nodes = [node for node in graph.nodes if not node.is_leaf]
         self.place = {node.name: i for i, node in enumerate(self.nodes)}
@@ -118,10 +126,14 @@ class _Step:
         self.last = 2 * self.end + 1  # the optimizer
         self.returns = self._returns()
         self.recompute = of_runs(graph, recompute)
-        self.again = self._recomputed()
+        self.again = recomputed(graph, self.recompute, self.place)
+        self.runs = offloaded_runs(graph, offload, recompute)
+        self.offload = offload
+        self.away = offloaded(graph, self.runs, self.place, accelerator)
         self.moments, self.names = self._points()
         self.changes: dict[str, dict[tuple[Role, int], Copies]] = {}
         self.payers: dict[tuple[str, int], float] = {}
+        self.stowed: dict[tuple[str, int], float] = {}
 
     def result(self) -> Lifetimes:
         self._leaves()
@@ -131,7 +143,7 @@ class _Step:
             name: {key: np.cumsum(change)[:-1].round(12) for key, change in changes.items()}
             for name, changes in self.changes.items()
         }
-        return Lifetimes(self.names, copies, self.payers)
+        return Lifetimes(self.names, copies, self.payers, self.stowed)
 
     def _returns(self) -> dict[str, int]:
         """When the function of each operator returns, where that is a block's."""
@@ -142,25 +154,14 @@ class _Step:
             for name in block
         }
 
-    def _recomputed(self) -> dict[str, _Block]:
-        """The block of each operator that is in one which is computed again."""
-        found: dict[str, _Block] = {}
-        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
-            if how is None:
-                continue
-            what = again(self.graph, repeat, how.kind)
-            for names in repeat.iterations[: how.blocks]:
-                places = [self.place[name] for name in names if name in self.place]
-                begin, done = 2 * self.end - max(places), 2 * self.end - min(places)
-                found |= dict.fromkeys(names, _Block(what, begin - 0.5, done))
-        return found
-
     def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
         points: dict[float, str] = {self.end: "end of forward", self.last: "update"}
-        for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
+        rows = zip(self.graph.repeats, self.recompute, self.runs, strict=True)
+        for repeat, how, (_, stowed) in rows:
             count, split = repeat.count, 0 if how is None else how.blocks
-            ends = {0, split - 1, split, count - 1}  # of runs of blocks that do the same
+            # Of runs of blocks that do the same.
+            ends = {0, split - 1, split, stowed - 1, stowed, count - 1}
             for number, block in enumerate(repeat.iterations):
                 if number not in ends:
                     inner.update(block)
@@ -210,7 +211,7 @@ class _Step:
             self._alive(share, "leaf", 0, self.last)
             if leaf.requires_grad and share != leaf.name:
                 trained.append((leaf.type.nbytes, share))
-        if self.accelerator:
+        if self.accelerator or self.offload.optimizer:
             for _, share in trained:
                 self._alive(share, "update", self.last, self.last)
         elif trained:
@@ -232,21 +233,25 @@ class _Step:
                 continue
             made = self.place.get(root, found[0][0])
             freed = max(2 * self.end - found[0][0], arguments.get(root, 0.0))
-            block = self._only_block(root, found)
+            block, away = self._only_block(root, found), self._only_away(root, found)
             for i, place in found:
                 name = self.nodes[i].name
                 share = 1 / len(found)
-                self._alive(name, "kept", block.when if block else made, freed, place, share)
+                begin = block.when if block else made
+                for span in spans(away, begin, freed):
+                    self._alive(name, "kept", *span, place, share)
                 if block is None:
+                    paid = self.payers if away is None else self.stowed
                     key = self.graph.template[name], place
-                    self.payers[key] = self.payers.get(key, 0.0) + share
+                    paid[key] = paid.get(key, 0.0) + share
         for i, node in enumerate(self.nodes):
             end, block = self.returns.get(node.name, self.end), self.again.get(node.name)
             self._alive(node.name, "scratch", i, i)
             if node.requires_grad:
                 runs_again = block is not None and self._is_one_of(node, block.what.operators)
                 begin = block.when if block is not None and runs_again else i
-                self._alive(node.name, "extra", begin, 2 * self.end - i)
+                for span in spans(self.away.get(node.name), begin, 2 * self.end - i):
+                    self._alive(node.name, "extra", *span)
             if self._is_parameter(node):
                 first = keepers.get(self._storage(node.name))
                 self._gathered(node, i, end, end if first is None else 2 * self.end - first[0][0])
@@ -260,13 +265,21 @@ class _Step:
     def _is_one_of(self, node: Node, templates: Collection[str]) -> bool:
         return self.graph.template[node.name] in templates
 
-    def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> _Block | None:
+    def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> Block | None:
         """The block that is computed again which makes a value, if nobody else keeps that."""
         block = self.again.get(root)
         if block is None or self._is_one_of(self.graph[root], block.what.kept):
             return None
         alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
         return block if alone else None
+
+    def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
+        """When a value is gone and back, if nobody keeps it who is not offloaded."""
+        found = [self.away.get(self.nodes[i].name) for i, _ in keepers]
+        aways = [away for away in found if away is not None]
+        if self.graph[root].is_leaf or len(aways) < len(found):
+            return None
+        return Away(max(away.gone for away in aways), min(away.back for away in aways))
 
     def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
         """What enters blocks that are computed again, and until when they keep it.

@@ -36,17 +36,21 @@ class Prices:
     Args:
         mesh: the devices.
         model: prices, in seconds.
-
-    Attributes:
-        resharder: the cheapest ways between layouts.
     """
 
     def __init__(self, mesh: Mesh, model: CostModel) -> None:
         self.mesh, self.model = mesh, Checked(model)
-        self.resharder = Resharder(mesh, self.model.collective)
+        self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
         self._graph: Graph | None = None
         self._operators: dict[str, Operator] = {}
         self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
+
+    def resharder(self, precision: Precision) -> Resharder:
+        """The cheapest ways between layouts in a precision."""
+        key = tuple(precision.widened.items())
+        if key not in self._resharders:
+            self._resharders[key] = Resharder(self.mesh, self.model.collective, precision.widened)
+        return self._resharders[key]
 
     def stored(
         self,

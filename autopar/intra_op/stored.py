@@ -11,14 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, Storage
 from autopar.ir.tensor import TensorType
+
+
+@dataclass(frozen=True)
+class Away:
+    """That optimizer state lies in host memory.
+
+    Attributes:
+        seconds: that one of its bytes takes to come and to go; on accelerators at once.
+        share: the part of it that is on the device at a time in the update.
+    """
+
+    seconds: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class StoredCost:
         reduced: of what is done with its gradient once a step, and
         gathered: of gathering it once the optimizer has run; of a whole step.
         nbytes: what it holds; see `lifetimes.Role`.
+        host: bytes of it in host memory.
     """
 
     seconds: float
@@ -42,6 +58,7 @@ class StoredCost:
     reduced: float
     gathered: float
     nbytes: dict[Role, float]
+    host: float = 0.0
 
     def held(self, trained: bool) -> float:
         """Bytes that it holds for most of a step, with its gradient if it is trained."""
@@ -87,7 +104,12 @@ class StoredTraffic:
     cast: bool
 
     def cost(
-        self, state_bytes: float, microbatches: int, waits: bool, again: float = 0.0
+        self,
+        state_bytes: float,
+        microbatches: int,
+        waits: bool,
+        again: float = 0.0,
+        away: Away | None = None,
     ) -> StoredCost:
         """The price of the choice.
 
@@ -96,6 +118,7 @@ class StoredTraffic:
             microbatches: in a step.
             waits: whether the program waits for each collective.
             again: which part of its blocks is computed again in the backward, and fetches it again.
+            away: said where its optimizer state lies in host memory.
         """
         totals = {
             when: seconds * (microbatches if when in EACH else 1)
@@ -110,25 +133,27 @@ class StoredTraffic:
         forward_apart, backward_apart, moved = self.apart
         own_dtype = self.own != self.tensor
         master = updated if own_dtype else 0.0
-        state = master + state_bytes * updated if self.trained else 0.0
+        state = state_bytes * updated if self.trained else 0.0
+        host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
         nbytes: dict[Role, float] = {
-            "leaf": self.nbytes["held"] + state,
+            "leaf": self.nbytes["held"] + (master if self.trained else 0.0) + state - host,
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,
             "backward": used * (moved or own_dtype) + self.sent * (moved and self.cast),
             "gradient": updated,
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
-            "update": updated,
+            "update": updated if away is None else away.share * (updated + state),
         }
         return StoredCost(
-            sum(totals.values()) / microbatches,
+            (sum(totals.values()) + coming) / microbatches,
             beside,
             fetched,
             refetched,
             totals["reduce"],
-            totals["update"],
+            totals["update"] + coming,
             nbytes,
+            host,
         )
 
 
@@ -172,6 +197,22 @@ def bucket_of(graph: Graph) -> int:
     """Bytes of gradients, or of parameters, that go together: a tenth of a small model."""
     trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
     return max(min(BUCKET, trained // 10), 1)
+
+
+def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
+    """What it means for a parameter that optimizer state lies in host memory.
+
+    Args:
+        graph: whose parameters they are.
+        chip: what the state comes to.
+        bucket: bytes of parameters whose state comes together.
+        waits: whether one bucket goes before the next one comes.
+    """
+    trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
+    return Away(
+        (2 if waits else 1) / (chip.host_bandwidth * chip.host_efficiency),
+        min((1 if waits else IN_FLIGHT) * bucket / max(trained, 1), 1.0),
+    )
 
 
 def undominated(

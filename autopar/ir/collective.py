@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,10 +37,11 @@ from numpy.typing import NDArray
 
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 # Steps that put together what may be parts of different lengths.
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")
+SUMS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,16 @@ class Resharder:
     Args:
         mesh: the mesh.
         price: seconds of one Collective on that mesh.
+        widened: dtype -> the one in which sums of it are sent.
     """
 
-    def __init__(self, mesh: Mesh, price: Callable[[Collective], float]) -> None:
-        self.mesh = mesh
+    def __init__(
+        self,
+        mesh: Mesh,
+        price: Callable[[Collective], float],
+        widened: Mapping[str, str] | None = None,
+    ) -> None:
+        self.mesh, self._widened = mesh, dict(widened or {})
         self.price = price
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
@@ -206,9 +213,13 @@ class Resharder:
     ) -> list[tuple[float, Step]]:
         key = (tensor, layout, grad)
         if key not in self._moves:
+            wide = self._widened.get(tensor.dtype)
+            found = moves(layout, tensor, self.mesh, grad)
+            if wide is not None:
+                factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
+                found = (_wider(move, factor) for move in found)
             self._moves[key] = [
-                (sum(self._price(c) for c in move.collectives), move)
-                for move in moves(layout, tensor, self.mesh, grad)
+                (sum(self._price(c) for c in move.collectives), move) for move in found
             ]
         return self._moves[key]
 
@@ -243,6 +254,17 @@ class _Net:
         rows = np.stack([self._rows[start] for start in starts])
         there = [end is not None for end in ends]
         return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)
+
+
+def _wider(step: Step, factor: int) -> Step:
+    """The step whose sums are sent in so many times as many bytes."""
+    forward, backward = (
+        replace(call, nbytes=factor * call.nbytes)
+        if call is not None and call.kind in SUMS
+        else call
+        for call in (step.forward, step.backward)
+    )
+    return replace(step, forward=forward, backward=backward)
 
 
 def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:

@@ -30,19 +30,23 @@ class Precision:
         master: of what the optimizer updates, and of sums of gradients.
         communication: in which gradients of parameters are sent: between replicas, and where they
             are parts of a sum over tensor- or sequence-parallel axes.
+        sums: in which sums of activations over devices are made, and of their gradients, where
+            layouts change; "" as they are computed.
 
     Raises:
-        PrecisionError: a name that is no floating dtype, or a master narrower than `compute`.
+        PrecisionError: a name that is no floating dtype, or a master or sums narrower than
+            `compute`.
     """
 
     compute: str = ""
     master: str = "f32"
     communication: str = "f32"
+    sums: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("compute", "master", "communication"):
+        for name in ("compute", "master", "communication", "sums"):
             given = getattr(self, name)
-            if given not in _FLOATS and not (name == "compute" and given == ""):
+            if given not in _FLOATS and not (name in ("compute", "sums") and given == ""):
                 raise PrecisionError(
                     f"there is no precision {given!r}",
                     why=f"{name} is one of bf16, fp16, fp32, fp64",
@@ -51,6 +55,14 @@ class Precision:
             object.__setattr__(self, name, _FLOATS.get(given, ""))
         if self.compute == self.master == self.communication == "f32":
             object.__setattr__(self, "compute", "")
+        if not self.compute or self.sums == self.compute:
+            object.__setattr__(self, "sums", "")
+        if self.sums and DTYPE_BYTES[self.sums] < DTYPE_BYTES[self.compute]:
+            raise PrecisionError(
+                f"sums are made in {self.sums}, the model computes in {self.compute}",
+                why="a sum in a narrower dtype loses what its terms have",
+                todo="pass sums that are as wide or wider, f32",
+            )
         if self.compute and DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
             raise PrecisionError(
                 f"the master is {self.master}, the model computes in {self.compute}",
@@ -71,10 +83,12 @@ class Precision:
             return cls()
         compute, *more = str(given).split()
         pairs = [word.partition("=") for word in more]
-        if any(name not in ("master", "communication") or not value for name, _, value in pairs):
+        if any(
+            name not in ("master", "communication", "sums") or not value for name, _, value in pairs
+        ):
             raise PrecisionError(
                 f"cannot read the precision {given!r}",
-                todo='write "bf16", "fp16", "fp32" or such as "bf16 master=f32 communication=bf16"',
+                todo='write "bf16", "fp16", "fp32" or such as "bf16 communication=bf16 sums=f32"',
             )
         return cls(compute, **{name: value for name, _, value in pairs})
 
@@ -82,11 +96,17 @@ class Precision:
         if not self.compute:
             return ""
         said = [f"{n}={v}" for n, v in self._others if v != "f32"]
+        said += [f"sums={self.sums}"] if self.sums else []
         return " ".join([self.compute, *said])
 
     @property
     def _others(self) -> tuple[tuple[str, str], ...]:
         return ("master", self.master), ("communication", self.communication)
+
+    @property
+    def widened(self) -> dict[str, str]:
+        """Dtype of activations -> that in which sums of them over devices are made."""
+        return {self.compute: self.sums} if self.sums else {}
 
     @property
     def scaled(self) -> bool:

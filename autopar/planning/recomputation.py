@@ -112,7 +112,7 @@ class _Search:
         assert self.best is not None
         with suppress(InfeasibleError):  # it may not be found in time again
             again = self.branch(self.best.recompute).fitting(self.limit, EXACT)
-            return again if _faster(again, self.best) else self.best
+            return again if faster(again, self.best) else self.best
         return self.best
 
     def attempt(self, chosen: Chosen) -> bool:
@@ -122,11 +122,11 @@ class _Search:
             return True
         self.tried.add(key)
         branch = self.branch(chosen)
-        if self.best is not None and not _faster(branch.free(), self.best):
+        if self.best is not None and not faster(branch.free(), self.best):
             return False
         with suppress(InfeasibleError):
             plan = branch.fitting(self.limit, GAP)
-            if self.best is None or _faster(plan, self.best):
+            if self.best is None or faster(plan, self.best):
                 self.best = plan
         return True
 
@@ -139,7 +139,8 @@ def key_of(chosen: Chosen) -> Key:
     return tuple(sorted((name, str(how)) for name, how in chosen.items()))
 
 
-def _faster(one: Plan, other: Plan) -> bool:
+def faster(one: Plan, other: Plan) -> bool:
+    """Whether a plan is faster than another."""
     a, b = one.predicted["step_seconds"], other.predicted["step_seconds"]
     return a < b * (1 - 1e-9)
 

@@ -37,6 +37,7 @@ from autopar.ir.decompose import decompose_unknown
 from autopar.ir.fusion import fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.offload import Offload, left_of
 from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
@@ -44,6 +45,7 @@ from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
+from autopar.planning import offloading
 from autopar.planning.fitting import EXACT, Made, fitting, solved
 from autopar.planning.fused import fused
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
@@ -75,9 +77,11 @@ class Options:
     whole: Mesh | None = None
     precision: Precision = AS_IS
     fuse: tuple[str, ...] = ()
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses a name that is none before anything is captured
+        offloading.check(self.offload)
 
     def __getstate__(self) -> dict[str, Any]:
         """Sent to another process without the rules that are found there, too."""
@@ -268,25 +272,34 @@ class Planner:
         self.prices = cost_model(mesh, options)
         self.known = Prices(mesh, self.prices)
         self.lies = options.lies(mesh)
-        self._branches: dict[Key, Branch] = {}
+        self._branches: dict[tuple[str, Key], Branch] = {}
         count = options.microbatches if repeated is None else repeated.microbatches
         self._step = {"microbatches": float(count)} if count > 1 else {}
         self._step["bucket"] = float(bucket_of(graph))
 
     def plan(self, limit: float) -> Plan:
         """The fastest plan of at most `limit` bytes a device; InfeasibleError if there is none."""
-        made = cheapest(self.graph, self.options.recompute, limit, self._branch)
+        graph, options = self.graph, self.options
+
+        def planned(offload: Offload, within: float) -> Plan:
+            return cheapest(graph, options.recompute, within, partial(self._branch, offload))
+
+        host = device(self.mesh).host_memory
+        made = offloading.cheapest(
+            graph, options.offload, limit, host, planned, lambda how: self._branch(how, {}).free()
+        )
         within = {"limit": limit} if limit < math.inf else {}
         return replace(made, memory=within | {"state": self.state_bytes})
 
-    def _branch(self, recompute: Mapping[str, Recompute]) -> Branch:
-        """Planning with some blocks computed again."""
-        key = key_of(recompute)
+    def _branch(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
+        """Planning with something in host memory and some blocks computed again."""
+        left = left_of(self.graph, offload, recompute)
+        key = (str(left), key_of(recompute))
         if key not in self._branches:
-            self._branches[key] = self._built(recompute)
+            self._branches[key] = self._built(left, recompute)
         return self._branches[key]
 
-    def _built(self, recompute: Mapping[str, Recompute]) -> Branch:
+    def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
         built = build(
             self.graph,
@@ -303,12 +316,13 @@ class Planner:
             lies=self.lies,
             bucket=bucket_of(self.graph),
             precision=options.precision,
+            offload=offload,
             prices=self.known,
         )
         single = built.problem
         if self.repeated is not None:
             built = self.repeated.of(built, self.graph, self.mesh)
-        if not recompute:
+        if not recompute and not offload:
             limited = replace(built.problem, memory_limit=max(limit_of(self.mesh, options), 0.0))
             self.trace("problem.json", lambda: format_problem(limited))
 
@@ -328,6 +342,7 @@ class Planner:
                 state="" if options.state is None else str(options.state),
                 precision=options.precision,
                 fuse=options.fuse,
+                offload=offload,
             )
             found = replace(found, fused=fused(self.graph, found, options.table, self.prices))
             counted = found.predicted["peak_bytes"]

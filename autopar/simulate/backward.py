@@ -14,6 +14,7 @@ from autopar.cost.memory import Recipe, Transfer
 from autopar.cost.model import NodeWork, Work
 from autopar.ir.collective import Collective
 from autopar.simulate.memory import Buffer, Recorder, Value
+from autopar.simulate.stow import Stowed
 from autopar.simulate.task import Cause
 from autopar.simulate.weights import Used, Weights
 
@@ -74,7 +75,7 @@ class Block:
     again: Callable[[], tuple[list[Entry], list[Value]]]
 
 
-Entry = Ran | Moved | Used | Met | Block
+Entry = Ran | Moved | Used | Met | Block | Stowed
 
 
 def backward(
@@ -109,6 +110,8 @@ def _play(tape: list[Entry], recorder: Recorder, weights: Weights) -> None:
             _move(entry, recorder, weights)
         elif isinstance(entry, Used):
             weights.give(entry)
+        elif isinstance(entry, Stowed):
+            entry.come(recorder, weights.accelerator)
         elif isinstance(entry, Ran):
             _compute(entry, recorder, weights)
         else:

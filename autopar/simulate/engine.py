@@ -5,6 +5,7 @@ CUDA streams and NCCL communicators do. What runs at a time shares the device:
 
 - while a kernel and a collective run side by side, both take `slowdown` times as long: they share
   memory bandwidth, cache and multiprocessors;
+- a copy to the host or back, on a stream of its own each way, counts as a collective there;
 - n collectives on the same links get an n-th of their bandwidth each.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.cost.host import HostCopy
 from autopar.cost.model import Work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
@@ -31,6 +33,10 @@ class Prices(Protocol):
 
     def collective(self, call: Collective, /) -> float:
         """Seconds of one collective."""
+        ...
+
+    def host(self, copy: HostCopy) -> float:
+        """Seconds of one copy to or from host memory."""
         ...
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:
@@ -128,11 +134,15 @@ class _Engine:
             else:
                 streams += self._finish(position)
 
-    def _price(self, what: tuple[Work, ...] | Collective) -> tuple[float, tuple[str, ...]]:
+    def _price(
+        self, what: tuple[Work, ...] | Collective | HostCopy
+    ) -> tuple[float, tuple[str, ...]]:
         """Seconds at full speed, and the links it keeps busy; equal blocks share one object."""
         if id(what) not in self.prices:
             if isinstance(what, Collective):
                 self.prices[id(what)] = self.model.collective(what), self.model.resources(what)
+            elif isinstance(what, HostCopy):
+                self.prices[id(what)] = self.model.host(what), ()
             else:
                 self.prices[id(what)] = sum(map(self.model.compute, what)), ()
         return self.prices[id(what)]

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from autopar.cost.host import HostCopy
 from autopar.cost.model import Work
 from autopar.ir.collective import Collective
-from autopar.simulate.task import COMPUTE, Cause, Phase, Task
+from autopar.simulate.task import COMPUTE, HOST, Cause, Phase, Task
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +59,7 @@ class _Draft:
     node: str
     phase: Phase
     stream: str
-    what: tuple[Work, ...] | Collective
+    what: tuple[Work, ...] | Collective | HostCopy
     after: tuple[int, ...]
     cause: Cause
     allocates: list[Buffer] = field(default_factory=list)
@@ -103,12 +104,30 @@ class Recorder:
         self.pending.add(len(self.drafts) - 1)
         return len(self.drafts) - 1
 
+    def copy(
+        self, name: str, nbytes: float, back: bool, waits: bool, needs: Iterable[int] = ()
+    ) -> int:
+        """A copy to host memory or `back`; its position, -1 if the program `waits` for it."""
+        title = f"{name} from the host" if back else f"{name} to the host"
+        stream = HOST[back]
+        self._add(title, "", stream, HostCopy(nbytes, back), needs, "")
+        place = len(self.drafts) - 1
+        if waits:
+            self.barrier = place
+            return -1
+        self.pending.add(place)
+        return place
+
+    def arrive(self, buffer: Buffer) -> None:
+        """A buffer that others hold already is there, from the start of the current task on."""
+        self.drafts[self.current].allocates.append(buffer)
+
     def _add(
         self,
         name: str,
         node: str,
         stream: str,
-        what: tuple[Work, ...] | Collective,
+        what: tuple[Work, ...] | Collective | HostCopy,
         needs: Iterable[int],
         cause: Cause,
     ) -> None:
@@ -140,11 +159,12 @@ class Recorder:
             self.drafts[self.current if task < 0 else task].frees.append(buffer)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, launched: bool = True) -> Iterator[None]:
         """What is launched inside has its own buffers; behind it the task before is current."""
         before = self.current
         yield
-        self.current = before
+        if launched:
+            self.current = before
 
     def tasks(self) -> tuple[Task, ...]:
         """Everything recorded, buffers by names of their own."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from autopar.cost.memory import Transfer, recipe, transfers
 from autopar.cost.model import CostModel, NodeWork
-from autopar.cost.work import optimizer_work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.ir.stages import SENT
 from autopar.plan import Plan
@@ -35,7 +35,9 @@ from autopar.simulate.program import (
     program,
 )
 from autopar.simulate.settings import OVERLAPS, Settings
+from autopar.simulate.stow import Stow
 from autopar.simulate.task import Cause, Task
+from autopar.simulate.update import Updated, update
 from autopar.simulate.weights import Used, Weight, Weights
 
 _NO_WORK = NodeWork()
@@ -79,7 +81,7 @@ def tasks(
             f"nothing called {', '.join(sorted(settings.overlap - set(OVERLAPS)))} overlaps",
             why=f"what may overlap is {', '.join(OVERLAPS)}",
         )
-    resharder = Resharder(plan.mesh, model.collective)
+    resharder = Resharder(plan.mesh, model.collective, plan.precision.widened)
     graph = graph.trained
     player = _Player(graph, plan, works, settings)
     return player.play(program(graph, plan, resharder))
@@ -146,6 +148,9 @@ class _Player:
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
         self.causes: dict[str, bool] = {}
         self.recomputed = of_runs(graph, plan.recompute)
+        self.stowing = offloaded_runs(graph, plan.offload, plan.recompute)
+        self.stow = Stow(self.recorder, settings.accelerator)
+        self.away = plan.offload.optimizer
         self.twice: _Twice | None = None  # the block that is being played, if it is played twice
 
     def play(self, made: Program) -> tuple[Task, ...]:
@@ -160,13 +165,20 @@ class _Player:
         for value in outputs:
             self.recorder.hold(value.buffer)
         self._leave(frame)
+        self.stow.gone()
         for value in outputs:
             if value not in ends:
                 self.recorder.drop(value.buffer)
         backward(self.tape, ends, self.recorder, self.weights)
         for value in ends:
             self.recorder.drop(value.buffer)
-        self._optimizer()
+        plan, updated = self.plan, self.updated
+        trained = [
+            Updated(node.name, updated[node.name], plan.precision.updated(node.type).dtype)
+            for node in self.graph.leaves("param")
+            if self.leaves[node.name].gradient is not None
+        ]
+        update(self.recorder, self.settings, trained, plan.bucket if self.away else None)
         self.weights.gather()
         return self.recorder.tasks()
 
@@ -206,7 +218,7 @@ class _Player:
         if master:
             nbytes = self.updated[node.name]
             self.recorder.hold(self.recorder.allocate("optimizer", f"{node.name}, master", nbytes))
-        if node.requires_grad and self.settings.state_bytes:
+        if node.requires_grad and self.settings.state_bytes and not self.away:
             state = self.updated[node.name] * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
 
@@ -246,12 +258,16 @@ class _Player:
     def _call(self, line: Call, frame: dict[str, Value], made: Program) -> None:
         repeat, function = self.graph.repeats[line.run], made.blocks[line.run]
         outside = [frame[variable] for variable in line.outside]
-        how = self.recomputed[line.run]
+        how, (first, end) = self.recomputed[line.run], self.stowing[line.run]
         for number, block in enumerate(repeat.iterations):
             names = dict(zip(repeat.iterations[0], block, strict=True))
             arguments = [*(frame[variable] for variable in line.targets), *outside]
             if how is not None and number < how.blocks:
                 results = self._play_twice(function, arguments, names, made, how.kind, repeat)
+            elif first <= number < end:
+                self.stow.begin()
+                results = self._results(function, arguments, names, made)
+                self.tape.append(self.stow.end())
             else:
                 results = self._results(function, arguments, names, made)
             for variable, value in zip(line.targets, results, strict=True):
@@ -366,6 +382,9 @@ class _Player:
             for nbytes in made.extra:
                 extra = recorder.allocate("activation", f"kept by {name}", nbytes)
                 saved.append(recorder.hold(extra))
+            value.buffer.holders += 1  # a variable will hold it
+            saved = self.stow.put(saved)
+            value.buffer.holders -= 1
             for operand, gradient in zip(operands, made.gradients, strict=False):
                 operand.readers += gradient >= 0
             self.tape.append(Ran(name, operator, operands, value, saved))
@@ -378,6 +397,7 @@ class _Player:
         if read.kept is None:
             return read
         self.weights.save(read.kept)
+        self.stow.leave(read.kept)
         return read.kept
 
     def _use(self, line: Use, names: dict[str, str]) -> Value:
@@ -387,6 +407,7 @@ class _Player:
             target = Value(self._left(""), source.grad, ready=source.ready)
         else:
             target = self.weights.use(weight)
+            self.stow.leave(target.buffer)
             if twice is None:
                 self.weights.keep(weight, target)
         if source.grad and (twice is None or twice.second):
@@ -405,7 +426,9 @@ class _Player:
     def _move(self, line: Move, source: Value, names: dict[str, str]) -> Value:
         recorder, step = self.recorder, line.step
         if id(step) not in self.transfers:
-            self.transfers[id(step)] = transfers(step, line.tensor, self.plan.mesh)
+            self.transfers[id(step)] = transfers(
+                step, line.tensor, self.plan.mesh, self.plan.precision.widened
+            )
         forward, gradient = self.transfers[id(step)]
         value_of = names.get(line.value, line.value)
         parameter, twice = self._of_parameter(line.value), self.twice
@@ -442,31 +465,3 @@ class _Player:
                 root = self.graph[root.alias]
             self.causes[name] = root.op == "param"
         return self.causes[name]
-
-    # Optimizer -------------------------------------------------------------------------------
-
-    def _optimizer(self) -> None:
-        recorder, settings = self.recorder, self.settings
-        recorder.phase = "optimizer"
-        trained = [
-            (node, self.updated[node.name])
-            for node in self.graph.leaves("param")
-            if self.leaves[node.name].gradient is not None
-        ]
-        groups = [trained] if settings.at_once and trained else [[pair] for pair in trained]
-        last: Buffer | None = None
-        for group in groups:
-            nbytes = sum(size for _, size in group)
-            name = "update" if settings.at_once else f"update of {group[0][0].name}"
-            dtype = self.plan.precision.updated(group[0][0].type).dtype
-            recorder.compute(name, "", (optimizer_work(nbytes, settings.state_bytes, dtype),))
-            recorder.scratch(
-                "temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0)
-            )
-            # The loop's variable keeps it until the next parameter has its own.
-            kept = recorder.hold(recorder.allocate("temporary", f"in {name}", nbytes))
-            if last is not None:
-                recorder.drop(last)
-            last = kept
-        if last is not None:
-            recorder.drop(last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.cost.host import HostCopy
 from autopar.cost.model import Work
 from autopar.ir.collective import Collective
 
@@ -13,6 +14,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 # their gradients), or an operator that asks other devices itself.
 Cause = Literal["", "parameter", "gradient", "accumulation", "activation", "exchange"]
 COMPUTE = "compute"
+HOST = ("to the host", "from the host")
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Task:
         name: what it is to a person, "linear_3" or "all_gather of %h_0_weight".
         node: the graph's node that it is for, "" for none.
         phase: of the step.
-        stream: "compute", or the mesh axes that a collective spans, joined by ",". The tasks of one
-            stream run in their order, one at a time.
-        what: kernels that run one after another, one collective, or nothing that takes time.
+        stream: "compute", the mesh axes that a collective spans, joined by ",", or one of `HOST`.
+            The tasks of one stream run in their order, one at a time.
+        what: kernels that run one after another, one collective, one copy to or from host memory,
+            or nothing that takes time.
         after: positions, in the tuple of all tasks, of those that must have ended before.
         allocates: (buffer, bytes) that it needs from its start on. A buffer's name begins with its
             kind: "activation linear_3".
@@ -37,7 +40,7 @@ class Task:
     node: str
     phase: Phase
     stream: str
-    what: tuple[Work, ...] | Collective
+    what: tuple[Work, ...] | Collective | HostCopy
     after: tuple[int, ...] = ()
     allocates: tuple[tuple[str, float], ...] = ()
     frees: tuple[str, ...] = ()

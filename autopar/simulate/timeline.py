@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autopar.cost.host import HostCopy
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
-from autopar.simulate.task import COMPUTE, Task
+from autopar.simulate.task import COMPUTE, HOST, Task
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Span:
     Attributes:
         task: what ran.
         start, end: seconds from the beginning of the step.
-        exposed: seconds of a collective in which nothing was computed; several at once share them.
+        exposed: seconds of a collective, or of a copy to or from the host, in which nothing was
+            computed; several at once share them.
     """
 
     task: Task
@@ -171,11 +173,17 @@ class Timeline:
         return sum(span.exposed for span in self.spans)
 
     @cached_property
+    def copies(self) -> tuple[float, float]:
+        """Seconds that copies to and from the host take, and those in which nothing is computed."""
+        found = [span for span in self.spans if isinstance(span.task.what, HostCopy)]
+        return sum(span.seconds for span in found), sum(span.exposed for span in found)
+
+    @cached_property
     def products(self) -> dict[str, float]:
         """FLOPs of matrix products by dtype, as they run on this device."""
         found: dict[str, float] = {}
         for span in self.spans:
-            for work in () if isinstance(span.task.what, Collective) else span.task.what:
+            for work in span.task.what if isinstance(span.task.what, tuple) else ():
                 if work.gemm is not None:
                     found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
         return found
@@ -200,6 +208,8 @@ class Timeline:
             "compute_seconds": self.computing,
             "utilisation": self.utilisation,
             "exposed_seconds": self.exposed,
+            "host_seconds": self.copies[0],
+            "exposed_host_seconds": self.copies[1],
             "communication": {
                 name: {
                     key: {"seconds": seconds, "exposed_seconds": exposed}
@@ -221,7 +231,7 @@ class Timeline:
             {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "simulated device"}}
         ]
         for number, stream in enumerate(streams):
-            title = stream if stream == COMPUTE else f"network: {stream}"
+            title = stream if stream in (COMPUTE, *HOST) else f"network: {stream}"
             events.append(_event("thread_name", "M", number, args={"name": title}))
         for span in self.spans:
             if span.seconds:

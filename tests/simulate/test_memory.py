@@ -15,10 +15,12 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
+from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
+from autopar.planning.offloading import told
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Task, run, tasks
 from tests import models
@@ -132,10 +134,21 @@ def recomputing(case: Case, how: str) -> Case:
     return replace(case, plan=replace(case.plan, recompute={run_name: Recompute.parse(how)}))
 
 
+OFFLOADED = ("optimizer", "activations 4", "optimizer+activations")
+
+
+def offloading(case: Case, what: str) -> Case:
+    """The same with something in host memory, behind what is computed again."""
+    whole = told(case.captured.graph, what)
+    offload = left_of(case.captured.graph, whole, case.plan.recompute)
+    return replace(case, plan=replace(case.plan, offload=offload))
+
+
 def test_predicted_bytes_are_measured_bytes() -> None:
     every = [case for name, plans in QUICK.items() for case in cases(name, plans, 2)]
     again = [recomputing(case, how) for case, how in zip(every, RECOMPUTED, strict=True)]
-    compare([*every, *again], 0.05)
+    away = [offloading(every[0], "optimizer+activations"), offloading(again[1], "activations")]
+    compare([*every, *again, *away], 0.05)
 
 
 @pytest.mark.slow
@@ -143,11 +156,13 @@ def test_predicted_bytes_are_measured_bytes() -> None:
 def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
     every = cases(name, list(PLANS), 6)
     again = [recomputing(case, how) for case in every for how in ("full 6", "selective 4")]
-    compare([*every, *again], 0.05)
+    away = [offloading(case, how) for case in every for how in OFFLOADED]
+    away += [offloading(case, "activations") for case in again]
+    compare([*every, *again, *away], 0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "bf16 communication=bf16"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16 communication=bf16", "bf16 sums=f32"])
 def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
     compare(
         cases("gpt2", ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"], 2, precision), 0.05

@@ -1,0 +1,84 @@
+"""When blocks do something special in a step: are computed again, or are in host memory.
+
+Moments are those of `lifetimes.py`: operator i of n runs forwards at i and backwards at 2 n - i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph
+from autopar.ir.recompute import Again, Recompute, again
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that is computed again: what of it, when, and when its backward is done."""
+
+    what: Again
+    when: float
+    done: float
+
+
+@dataclass(frozen=True)
+class Away:
+    """A block whose activations are offloaded: when they are gone, and when they are back."""
+
+    gone: float
+    back: float
+
+
+def recomputed(
+    graph: Graph, recompute: Sequence[Recompute | None], place: Mapping[str, int]
+) -> dict[str, Block]:
+    """The block of each operator that is in one which is computed again.
+
+    Args:
+        graph: with its repeats.
+        recompute: what is said of each run.
+        place: of each operator, among all.
+    """
+    found: dict[str, Block] = {}
+    end = len(place)
+    for repeat, how in zip(graph.repeats, recompute, strict=True):
+        if how is None:
+            continue
+        what = again(graph, repeat, how.kind)
+        for names in repeat.iterations[: how.blocks]:
+            places = [place[name] for name in names if name in place]
+            begin, done = 2 * end - max(places), 2 * end - min(places)
+            found |= dict.fromkeys(names, Block(what, begin - 0.5, done))
+    return found
+
+
+def offloaded(
+    graph: Graph, runs: Sequence[tuple[int, int]], place: Mapping[str, int], beside: bool
+) -> dict[str, Away]:
+    """The block of each operator that is in one which is offloaded.
+
+    Args:
+        graph: with its repeats.
+        runs: of each run the first offloaded block and the one behind the last.
+        place: of each operator, among all.
+        beside: whether copies run beside what is computed, as on accelerators: while a block goes
+            the next one is computed, while it comes the one behind it is.
+    """
+    found: dict[str, Away] = {}
+    end = len(place)
+    for repeat, (first, stop) in zip(graph.repeats, runs, strict=True):
+        last = [max(place.get(name, -1) for name in names) for names in repeat.iterations]
+        for number in range(first, stop):
+            behind = number + beside
+            gone = end if behind >= stop else last[behind]
+            comes = last[min(behind, repeat.count - 1)]
+            away = Away(gone, 2 * end - comes - 0.5)
+            found |= dict.fromkeys(repeat.iterations[number], away)
+    return found
+
+
+def spans(away: Away | None, begin: float, end: float) -> list[tuple[float, float]]:
+    """When something is on the device that is kept from one moment to another."""
+    if away is None or away.back <= away.gone:
+        return [(begin, end)]
+    return [(begin, max(away.gone, begin)), (min(away.back, end), end)]
