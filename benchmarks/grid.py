@@ -178,12 +178,12 @@ class Grid:
     def _play(self, point: Point, recompute: str) -> bool:
         """Take note of a plan if it is among the best; False where it does not fit."""
         name = "1f1b" if point.chunks == 1 else f"interleaved_1f1b chunks={point.chunks}"
-        rule = law("1f1b") if point.chunks == 1 else law("interleaved_1f1b", chunks=point.chunks)
         count = self.batch // (point.data * point.micro_batch)
         spans = self.spans(point.pipeline * point.chunks, point.counted)
         priced = self.costs(point.tensor, point.data, recompute)
         if spans is None or priced is None or self._weigh(point) > self.memory:
             return False
+        rule = _law(point.chunks)
         if not rule.fits(point.pipeline, count):
             return True
         costs, part = priced
@@ -214,6 +214,11 @@ class Grid:
         assert costs is not None
         fixed = sum(costs.alone(kind, self.batch)[1] for kind in kinds)
         return fixed * (0.5 + 0.5 / point.data) / ways
+
+
+@cache
+def _law(chunks: int) -> Law:
+    return law("1f1b") if chunks == 1 else law("interleaved_1f1b", chunks=chunks)
 
 
 def _stage(
