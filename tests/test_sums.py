@@ -57,6 +57,7 @@ def collectives() -> list[list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_sums_are_made_in_the_wider_dtype() -> None:
     ranks = run_ranks(collectives)
     for number in range(4):

@@ -3,10 +3,10 @@
 with mesh.stowed():
     hidden = h_block(mesh, p, i, hidden)
 
-Autograd's saved tensors go there storage by storage, each once; parameters and the
-batch stay where they are. When the backward asks for the first of a block all of the block come
-back. On accelerators copies run beside what is computed: a block goes while the next one is
-computed, and comes back while the backward computes the one behind it.
+Autograd's saved tensors go there storage by storage, each once; parameters and the batch stay where
+they are. When the backward asks for the first of a block all of the block come back. On
+accelerators copies run beside what is computed: a block goes while the next one is computed, and
+comes back while the backward computes the one behind it.
 """
 
 from __future__ import annotations

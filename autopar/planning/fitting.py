@@ -28,7 +28,8 @@ EXACT = 1e-6  # the relative gap at which a choice counts as optimal
 TRIES = 4  # plans that are simulated before one fits
 SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 # Seconds of a solve under a limit: of any, and more for each pair of choices of an edge, at most.
-LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 5.0, 1e-5, 60.0
+# The least is for a busy machine and a process that still has to load what the solver compiles.
+LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
 LATER = 0.4  # the share of them that a solve has which begins with a choice
 
 

@@ -76,7 +76,7 @@ def told(graph: Graph, wanted: str) -> Offload:
     """What the words of a user say.
 
     Raises:
-        PlanError: nothing.
+        PlanError: they cannot be read.
     """
     if wanted == "none":
         return NOTHING

@@ -26,6 +26,7 @@ def maker() -> Callable[[int], tuple[int, int]]:
     return square
 
 
+@pytest.mark.slow
 def test_another_process_answers_until_it_has_ended() -> None:
     other = Beside(maker)
     found = []

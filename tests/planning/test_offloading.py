@@ -58,6 +58,7 @@ def explanation(offload: str) -> tuple[Explanation, Plan]:
     return explained(graph(), plan, 1e15), plan
 
 
+@pytest.mark.slow
 def test_nothing_is_offloaded_where_memory_suffices() -> None:
     assert planned(1.01 * free().predicted["peak_bytes"], "auto").offload == NOTHING
 
