@@ -91,8 +91,8 @@ class Builder:
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute, offload)
-        waits = slowdown >= TAKE_TURNS
-        self.away = away_of(graph, self.chip, bucket, waits) if offload.optimizer else None
+        self.waits = slowdown >= TAKE_TURNS
+        self.away = away_of(graph, self.chip, bucket, self.waits) if offload.optimizer else None
         runs = offloaded_runs(graph, offload, recompute or {})
         self.stows = {  # node -> how many of its blocks are offloaded
             name: end - first
@@ -180,8 +180,9 @@ class Builder:
             node.type, node.requires_grad, lies, self.bucket, self.precision
         )
         left = self.pins.keep(share, every)
+        pinned = len(left) < len(every)
         alike = (node.type, node.requires_grad, self._again(share))
-        if alike in self.alike and len(left) == len(every):
+        if alike in self.alike and not pinned:
             return self.alike[alike]
         among = set(left)
         costs = [
@@ -190,14 +191,13 @@ class Builder:
             if option in among
         ]
         found = undominated(left, costs)
-        if len(left) == len(every):
+        if not pinned:
             self.alike[alike] = found
         return found
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
-        waits = self.slowdown >= TAKE_TURNS
         return traffic.cost(
-            self.state_bytes, self.microbatches, waits, self._again(share), self.away
+            self.state_bytes, self.microbatches, self.waits, self._again(share), self.away
         )
 
     def _again(self, share: Node) -> float:
