@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.codegen.host import Host, Put, Taken
+from autopar.ir.offload import rows
 
 Slot = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: a mapping, and its key
 
@@ -40,7 +41,7 @@ class HostState:
     ) -> None:
         self._optimizer, self._averages = optimizer, averages
         self._host = Host(device)
-        self._rows = list(_rows(parameters, bucket))
+        self._rows = list(rows(parameters, bucket))
         self._puts: dict[tuple[int, Any], Put] = {}
 
     def settle(self) -> None:
@@ -120,15 +121,3 @@ class HostState:
 def _give(row: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for parameter, gradient in zip(row, gradients, strict=True):
         parameter.grad = gradient
-
-
-def _rows(parameters: Sequence[nn.Parameter], bucket: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, of at least so many bytes together, but for the last ones."""
-    row: list[nn.Parameter] = []
-    for parameter in parameters:
-        row.append(parameter)
-        if sum(each.nbytes for each in row) >= bucket:
-            yield row
-            row = []
-    if row:
-        yield row

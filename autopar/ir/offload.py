@@ -10,8 +10,9 @@ first lies idle the longest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import Graph
@@ -19,6 +20,28 @@ from autopar.ir.recompute import Recompute, of_runs, run_names
 
 # Buckets of optimizer state on the device at a time: one comes, one is updated, one goes.
 IN_FLIGHT = 3
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> float: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+def rows(parameters: Sequence[T], bucket: int) -> Iterator[list[T]]:
+    """Those whose state comes together: in their order, of at least so many bytes but for the last
+    ones.
+    """
+    row: list[T] = []
+    for parameter in parameters:
+        row.append(parameter)
+        if sum(each.nbytes for each in row) >= bucket:
+            yield row
+            row = []
+    if row:
+        yield row
 
 
 @dataclass(frozen=True)

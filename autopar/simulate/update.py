@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.work import optimizer_work
+from autopar.ir.offload import rows
 from autopar.simulate.memory import Buffer, Recorder
 from autopar.simulate.settings import Settings
 
@@ -42,21 +43,21 @@ def update(
     if bucket is None:
         _step(recorder, settings, trained)
         return
-    rows = list(_rows(trained, bucket))
-    coming = _come(recorder, settings, rows, 0)
+    buckets = list(rows(trained, bucket))
+    coming = _come(recorder, settings, buckets, 0)
     going: _Away | None = None
-    for number, row in enumerate(rows):
+    for number, row in enumerate(buckets):
         here = coming
         if here is not None and here.task >= 0:
             recorder.compute("wait for optimizer state", "", (), [here.task])
         if settings.accelerator:
-            coming = _come(recorder, settings, rows, number + 1)
+            coming = _come(recorder, settings, buckets, number + 1)
         _step(recorder, settings, row)
         if going is not None:
             _gone(recorder, going)
         going = None if here is None else _go(recorder, settings, here)
         if not settings.accelerator:
-            coming = _come(recorder, settings, rows, number + 1)
+            coming = _come(recorder, settings, buckets, number + 1)
     if going is not None:
         _gone(recorder, going)
 
@@ -80,26 +81,14 @@ def _step(recorder: Recorder, settings: Settings, trained: Sequence[Updated]) ->
         recorder.drop(last)
 
 
-def _rows(trained: Sequence[Updated], bucket: int) -> Iterator[list[Updated]]:
-    """Parameters whose state comes together; see `codegen/host_state.py`."""
-    row: list[Updated] = []
-    for each in trained:
-        row.append(each)
-        if sum(one.nbytes for one in row) >= bucket:
-            yield row
-            row = []
-    if row:
-        yield row
-
-
 def _come(
-    recorder: Recorder, settings: Settings, rows: Sequence[Sequence[Updated]], number: int
+    recorder: Recorder, settings: Settings, buckets: Sequence[Sequence[Updated]], number: int
 ) -> _Away | None:
     """The state of a bucket comes."""
-    if number >= len(rows) or not settings.state_bytes:
+    if number >= len(buckets) or not settings.state_bytes:
         return None
-    nbytes = settings.state_bytes * sum(each.nbytes for each in rows[number])
-    title = f"state of {rows[number][0].name}"
+    nbytes = settings.state_bytes * sum(each.nbytes for each in buckets[number])
+    title = f"state of {buckets[number][0].name}"
     with recorder.aside(settings.accelerator):
         task = recorder.copy(title, nbytes, True, not settings.accelerator)
         return _Away(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
