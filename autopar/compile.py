@@ -23,7 +23,6 @@ from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.groups import GroupsLike, options_of
-from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory, elementwise
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
@@ -198,8 +197,8 @@ def compile(
             to the device bucket by bucket for the update, "activations" those that blocks keep for
             their backward, "optimizer+activations", "activations 8" of the first eight blocks that
             are not computed again, "auto" what memory asks for, or nothing. Numerics stay.
-        backend: "eager", or "inductor" to have torch.compile compile each block's function, with
-            collectives and kernels left as they are.
+        backend: "eager", or "inductor" to have torch.compile compile what lies between two calls of
+            the mesh, kernels opaque inside; "aot_eager" does all of that but generate code.
 
     Raises:
         MeshError: the mesh does not fit the processes.
@@ -207,7 +206,8 @@ def compile(
         PlanError: nothing can be offloaded or computed again as it is said.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
-        ProgramError: there is no such pattern to fuse, or no such backend for this program.
+        ProgramError: there is no such pattern to fuse, or no such backend for this program. A
+            step raises it where a backend cannot compile, for want of a compiler say.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
         PrecisionError: there is no such precision, or the device does not compute in it.
         ProgramError: the optimizer, its groups or the average are nonsense.
@@ -314,7 +314,7 @@ class Program(Trained, Checkpointed):
         number = zlib.crc32(self._source.encode())
         name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
         self._executor = Executor(
-            inductor.compiled(load(self._source, name), self._source, self._backend),
+            inductor.loaded(self._source, name, self._backend),
             runtime,
             values_of(self._model, captured),
             self._training,

@@ -91,6 +91,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     dropout: float = 0.0
     fuse: bool = False
+    backend: str = "eager"
 
     @property
     def key(self) -> tuple[torch.dtype, float, bool]:
@@ -235,6 +236,7 @@ def _train(case: Case, plan: autopar.Plan | None, model: nn.Module, batch: Batch
         example_inputs=batch,
         plan=plan,
         fuse=case.fuse,
+        backend=case.backend,
     )
     torch.manual_seed(1)
     losses = [program.step(**batch).item() for _ in range(STEPS)]

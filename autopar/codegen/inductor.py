@@ -1,46 +1,46 @@
-"""A loaded program whose block functions torch.compile has compiled, one by one.
+"""A loaded program whose segments torch.compile has compiled, each a graph without a break.
 
-Kernels are opaque inside them; collectives stay outside of what is compiled, since they are calls
-of another library with an order that all ranks must keep. All blocks of a run are one compiled
-function: it reads its parameters under the first block's names.
+Collectives stay outside of what is compiled (see `segments`), since they are calls of another
+library with an order that all ranks must keep; kernels are opaque inside. The function of a block
+is the same for all blocks of a run, and so are its segments: each is compiled once.
 """
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Callable, Mapping
-from types import CodeType, ModuleType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from autopar.codegen.runtime import Runtime
+from autopar.codegen import torch_private
+from autopar.codegen.load import load
+from autopar.codegen.segments import segmented
 from autopar.errors import ProgramError
 
-BACKENDS = ("eager", "inductor")
-_BLOCK = re.compile(r"_block(_\d+)?$")
+# "aot_eager" traces forward and backward of a segment as inductor does, and generates no code.
+BACKENDS = ("eager", "aot_eager", "inductor")
 
 
-def compiled(module: ModuleType, source: str, backend: str) -> ModuleType:
-    """`module`, its blocks compiled if the backend is "inductor".
+def loaded(source: str, filename: str, backend: str) -> ModuleType:
+    """The module that a program defines, compiled by a backend.
 
     Args:
-        module: loaded from `source`, and nobody else's.
         source: a program that `emit` wrote.
+        filename: what tracebacks call it.
         backend: one of `BACKENDS`.
 
     Raises:
-        ProgramError: there is no such backend.
+        ProgramError: there is no such backend, or see `load`. A step raises one where a segment
+            cannot be compiled, as without a C++ compiler on a CPU and without Triton on a GPU.
     """
     check(backend)
     if backend == "eager":
-        return module
-    for function in ast.parse(source).body:
-        if isinstance(function, ast.FunctionDef) and _BLOCK.search(function.name):
-            block = _Block(getattr(module, function.name), function)
-            setattr(module, function.name, block)
+        return load(source, filename)
+    tree, segments = segmented(source)
+    module = load(source, filename, tree)
+    for name in segments:
+        setattr(module, name, _Compiled(getattr(module, name), backend))
     return module
 
 
@@ -48,48 +48,23 @@ def check(backend: str) -> None:
     """ProgramError unless there is such a backend."""
     if backend not in BACKENDS:
         raise ProgramError(
-            f"there is no backend {backend!r}", why=f"there are {' and '.join(BACKENDS)}"
+            f"there is no backend {backend!r}", why=f"there are {', '.join(BACKENDS)}"
         )
 
 
-class _Block:
-    """The function of one run of blocks: (mesh, p, number of the block or its names, *values)."""
+class _Compiled:
+    """A segment, compiled when it is called for the first time."""
 
-    def __init__(self, function: Callable[..., Any], text: ast.FunctionDef) -> None:
-        self.function = torch.compile(function, dynamic=False)
-        self.index = text.args.args[2].arg
-        self.keys = tuple(_reads(text))
-        self.first: Any = None
-        self.mesh: _Outside | None = None
+    def __init__(self, function: Callable[..., Any], backend: str) -> None:
+        self._name, self._backend, self._eager = function.__name__, backend, function
+        self._function = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
-    def __call__(self, mesh: Runtime, p: Mapping[str, Tensor], index: Any, *values: Tensor) -> Any:
-        if self.first is None:
-            self.first, self.mesh = index, _Outside(mesh)
-        read = {self._key(key, self.first): p[self._key(key, index)] for key in self.keys}
-        return self.function(self.mesh, read, self.first, *values)
-
-    def _key(self, key: CodeType, index: Any) -> str:
-        """The name under which a block reads a parameter."""
-        return str(eval(key, {self.index: index}))
-
-
-def _reads(text: ast.FunctionDef) -> list[CodeType]:
-    """The expressions for names of parameters, `p[...]`, in a function."""
-    found = {
-        ast.unparse(node.slice)
-        for node in ast.walk(text)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
-        if node.value.id == "p"
-    }
-    return [compile(expression, "<names of parameters>", "eval") for expression in sorted(found)]
-
-
-class _Outside:
-    """A runtime of which every call interrupts what is compiled."""
-
-    def __init__(self, mesh: Runtime) -> None:
-        self.device = mesh.device
-        for name in dir(mesh):
-            method = None if name.startswith("_") else getattr(mesh, name)
-            if callable(method) and hasattr(method, "__func__"):
-                setattr(self, name, torch.compiler.disable(method))
+    def __call__(self, *values: Any) -> Any:
+        try:
+            return self._function(*values)
+        except torch_private.compile_error() as error:
+            raise ProgramError(
+                f"the backend {self._backend!r} cannot compile {self._name}",
+                why=str(error).strip().partition("\n")[0],
+                todo='pass backend="eager", or install what is missing',
+            ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 from pathlib import Path
 from types import ModuleType
@@ -9,12 +10,13 @@ from types import ModuleType
 from autopar.errors import ProgramError
 
 
-def load(source: str, filename: str) -> ModuleType:
+def load(source: str, filename: str, tree: ast.Module | None = None) -> ModuleType:
     """The module that `source` defines.
 
     Args:
         source: a program that `emit` wrote, edited or not.
         filename: what tracebacks call it; need not exist, the lines are kept with it.
+        tree: what is run in its place, with its lines.
 
     Raises:
         ProgramError: the source is no Python, fails, or lacks what a program defines.
@@ -24,7 +26,7 @@ def load(source: str, filename: str) -> ModuleType:
     # An entry without a modification time is never checked against the disk.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     try:
-        exec(compile(source, filename, "exec"), module.__dict__)
+        exec(compile(tree or source, filename, "exec"), module.__dict__)
     except Exception as error:
         raise ProgramError(
             f"the program {filename} does not load", why=f"{type(error).__name__}: {error}"

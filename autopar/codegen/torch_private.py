@@ -42,6 +42,14 @@ def storage_id(tensor: Tensor) -> int:
     return number
 
 
+def compile_error() -> type[Exception]:
+    """What torch.compile raises where it fails, by whatever part of it."""
+    from torch._dynamo.exc import TorchDynamoException  # takes a second to load
+
+    error: type[Exception] = TorchDynamoException
+    return error
+
+
 def profiling() -> bool:
     """Whether torch's profiler records this thread."""
     enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
