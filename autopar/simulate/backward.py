@@ -142,7 +142,8 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
     fetched = weights.fetch(entry.saved)
     work = entry.operator.work.backward
     if work or any(size > 0 for size in made.gradients):
-        recorder.compute(f"{entry.name} backward", entry.name, work, [ready])
+        needs = [ready, *(there for _, there in fetched)]
+        recorder.compute(f"{entry.name} backward", entry.name, work, needs)
         recorder.scratch("temporary", f"of {entry.name} backward", made.backward_scratch)
         ready = -1
     given: list[tuple[Value, Buffer]] = []
@@ -158,7 +159,7 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
         recorder.collective(title, entry.name, call, "exchange")
     recorder.drop(gradient)
     value.gradient = None
-    for buffer in (*entry.saved, *fetched):
+    for buffer in (*entry.saved, *(buffer for buffer, _ in fetched)):
         recorder.drop(buffer)
     for operand, buffer in given:
         _give(operand, buffer, ready, recorder, weights)

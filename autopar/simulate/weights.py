@@ -164,8 +164,12 @@ class Weights:
         weight = self.again[id(kept)]
         self.refetched.members.setdefault(weight.block, {})[weight.name] = weight
 
-    def fetch(self, saved: Iterable[Buffer]) -> list[Buffer]:
-        """Gather again what an operator's backward finds in parts; the new buffers, held."""
+    def fetch(self, saved: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
+        """Gather again what an operator's backward finds in parts.
+
+        Returns:
+            The new buffers, held, each with the task that makes it or -1.
+        """
         found = []
         for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
             if weight.name not in self.refetched.arrived:
@@ -174,8 +178,8 @@ class Weights:
                     self._arrive(self.refetched, weight, 0, f"{weight.name} again")
                 else:
                     self._arrive(self.refetched, weight, -1)
-            buffer, _ = self.refetched.take(weight)
-            found.append(self.recorder.hold(buffer))
+            buffer, ready = self.refetched.take(weight)
+            found.append((self.recorder.hold(buffer), ready))
         return found
 
     def _arrive(self, gather: _Gather, weight: Weight, step: int, block: str = "") -> None:

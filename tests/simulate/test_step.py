@@ -202,6 +202,18 @@ def test_parameters_are_gathered_ahead(graph: Graph, plans: dict[str, Plan]) -> 
     assert found.seconds < waits.seconds
 
 
+def test_a_backward_waits_for_parameters_that_are_gathered_again(graph: Graph) -> None:
+    """Over links that are slower than kernels no task frees what has not come."""
+    slow = autopar.Mesh.parse("toy[1TFLOP/s 64GiB 1TB/s]: data=2 @10MB/s 1us")
+    options = Options(pins=data_parallel(), state="zero3, gathered again", recompute="none")
+    plan = make_plan(graph, slow, options, Trace(None))
+    _, timeline = simulate(graph, plan, overlap=frozenset({"parameter", "gradient"}))
+    came: dict[str, float] = {}
+    for span in timeline.spans:
+        came |= {name: span.end for name, _ in span.task.allocates}
+        assert all(came[name] <= span.end for name in span.task.frees), span.task.name
+
+
 def test_every_buffer_comes_once_and_goes_once(graph: Graph, plans: dict[str, Plan]) -> None:
     for plan in plans.values():
         made, found = simulate(graph, plan)
