@@ -183,8 +183,10 @@ def compile(
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
         precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer updates
             a master in float32 where its state lies; gradients are sent and added up in float32.
-            "fp32" leaves the model as it is, and None does what the plan says. For others see
-            `autopar.Precision`. With "fp16" the loss is scaled; see `Program.scaler`.
+            "fp32" leaves the model as it is, and None does what the plan says. With "fp16" the
+            loss is scaled; see `Program.scaler`. "bf16 weights=int8 gradients=int8", or without
+            the "bf16", sends these as int8 blocks, which changes numerics. For others see
+            `autopar.Precision`.
         groups: options of the optimizer by parameter: `autopar.groups({"*.bias": {"weight_decay":
             0.0}})`, or a function of a name and a parameter that returns them.
         ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
@@ -449,7 +451,7 @@ def precision_of(plan: Plan | PipelinePlan | None, wanted: str | Precision | Non
         return Precision.read(wanted) if plan is None else plan.precision
     if Precision.read(wanted) != plan.precision:
         raise PlanMismatchError(
-            f"the plan computes in {plan.precision or 'the dtypes of the model'}",
+            f"the plan's precision is {str(plan.precision) or 'that of the model'}",
             why=f"precision={str(wanted)!r} is asked for",
             todo="leave out the precision, or plan again",
         )

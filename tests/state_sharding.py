@@ -19,6 +19,7 @@ from autopar.codegen import runtime, torch_private
 from autopar.codegen.fetch import Fetch
 from autopar.codegen.optimizer import elementwise
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.pins import Word, data_parallel, megatron
 from autopar.planning.single import Trace
 from tests import parity
@@ -94,6 +95,7 @@ class Case:
         recompute, offload: as users write them.
         steps: of training.
         ahead: whether parameters are on their way while the block before computes.
+        precision: as users write it.
     """
 
     state: str
@@ -107,6 +109,7 @@ class Case:
     offload: str = "none"
     steps: int = 3
     ahead: bool = False
+    precision: str = ""
 
     @property
     def pins(self) -> list[Word]:
@@ -190,6 +193,11 @@ def recorded(mesh: Mesh) -> Iterator[Calls]:
         patch.object(
             torch.distributed, "all_reduce", watching("all_reduce", 0, torch.distributed.all_reduce)
         ),
+        patch.object(
+            torch.distributed,
+            "all_to_all_single",
+            watching("all_to_all", 1, torch.distributed.all_to_all_single),
+        ),
     ):
         yield calls
 
@@ -215,8 +223,9 @@ class Jobs:
             recompute=case.recompute,
             offload=case.offload,
             elementwise=elementwise(case.optimizer),
+            precision=Precision.read(case.precision),
         )
-        key = (case.make, case.microbatches)
+        key = (case.make, case.microbatches, options.precision.compute)
         if key not in _captures:
             model, batch = case.make()
             _captures[key] = pipelined.capture_microbatch(
@@ -231,7 +240,8 @@ class Jobs:
     def program(self, number: int) -> tuple[autopar.Program, dict[str, Tensor]]:
         """The program of a case on this rank, and its batch."""
         case, plan = self.cases[number], self.plans[number]
-        captured = self.captured[case.make, case.microbatches]
+        key = (case.make, case.microbatches, plan.precision.compute)
+        captured = self.captured[key]
         model, batch = case.make()
         pipelined = importlib.import_module("autopar.pipelined")
         with (

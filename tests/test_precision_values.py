@@ -124,7 +124,7 @@ def test_plans_say_in_which_precision_they_are() -> None:
     assert isinstance(plan, Plan)
     assert Plan.from_toml(plan.to_toml()) == plan
     assert plan.precision == Precision("bf16")
-    with pytest.raises(PlanMismatchError, match="the plan computes in bf16"):
+    with pytest.raises(PlanMismatchError, match="the plan's precision is bf16"):
         autopar.compile(model, "cpu: gpu=1", plan=plan, precision="fp16")
     one = autopar.compile(model, "cpu: gpu=1", precision="bf16", example_inputs=batch)
     again = autopar.compile(model, "cpu: gpu=1", plan=one.plan, example_inputs=batch)

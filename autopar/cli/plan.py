@@ -66,7 +66,8 @@ from autopar.planning.single import (
     metavar="NAME",
     help="bf16 or fp16: computed and held so, with a master in fp32 that the optimizer updates; "
     '"bf16 communication=bf16" sends gradients so, "bf16 sums=f32" sums activations over devices '
-    "in fp32; else as the model is.",
+    "in fp32; else as the model is. Numerics change by weights=int8 and gradients=int8, which "
+    "gather and reduce in int8 blocks.",
 )
 @click.option(
     "--solver",

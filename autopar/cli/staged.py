@@ -151,6 +151,7 @@ def render(opened: Opened) -> list[RenderableType]:
         f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
         f"{format_seconds(step.seconds)} a step, {step.timeline.bubble:.1%} bubble; simulated"
     )
+    head += f"\n{plan.precision.caution}" if plan.precision.caution else ""
     return [
         head,
         "",

@@ -125,6 +125,7 @@ def _header(graph: Graph, plan: Plan) -> str:
             f"Predicted: {format_seconds(figures['step_seconds'])} a step, "
             f"{format_bytes(figures['peak_bytes'])} a device at the peak.\n"
         )
+    text += f"{plan.precision.caution}\n" if plan.precision.caution else ""
     return text + (
         "A comment such as f32[8@data, 64] +sum(tensor) is the value's dtype, global shape and\n"
         'layout: split over data, and along tensor a part of a sum that is still owed.\n"""\n'

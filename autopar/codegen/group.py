@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen import torch_private
+from autopar.codegen.quantised import added, pack, unpack
 from autopar.errors import LayoutError
 from autopar.ir.tensor import part_of
 
@@ -168,14 +169,23 @@ class Group:
         flat = total.split([x.numel() for x in xs])
         return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]
 
-    def reduce_scatter_all(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
-        """`reduce_scatter` of each along its dimension."""
+    def reduce_scatter_all(
+        self, xs: Sequence[Tensor], dims: Sequence[int], quantised: bool = False
+    ) -> list[Tensor]:
+        """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks."""
         blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
         rows = [block.view(self.size, -1) for block in blocks]
-        sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        out = sent.new_empty(sent.shape[1])
-        torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
-        parts = out.split([row.shape[1] for row in rows])
+        lengths = [row.shape[1] for row in rows]
+        if quantised:
+            sent = pack(rows)
+            out = torch.empty_like(sent)
+            dist.all_to_all_single(out, sent, group=self.process_group)
+            parts: Sequence[Tensor] = added(out, lengths, xs[0].dtype)
+        else:
+            sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            out = sent.new_empty(sent.shape[1])
+            torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
+            parts = out.split(lengths)
         return [
             _trimmed(part.view(block.shape[1:]), dim, self.own(int(x.shape[dim]))[1])
             for part, block, x, dim in zip(parts, blocks, xs, dims, strict=True)
@@ -193,11 +203,20 @@ class Group:
         dims: Sequence[int],
         extents: Sequence[int | None],
         ahead: bool,
+        quantised: bool = False,
     ) -> Callable[[], list[Tensor]]:
-        """`gather_all` in two parts: the function returned waits, if it is done `ahead`."""
+        """`gather_all` in two parts: the function returned waits, if it is done `ahead`.
+
+        What is `quantised` is sent as int8 blocks, a device's own part as well, so that all have
+        the same.
+        """
         padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
         flat = [x.reshape(-1) for x, _ in padded]
-        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        lengths = [part.numel() for part in flat]
+        if quantised:
+            sent = pack([part.unsqueeze(0) for part in flat]).view(-1)
+        else:
+            sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         out = sent.new_empty((self.size, sent.numel()))
         work = torch_private.all_gather_single(
             out.view(-1), sent, group=self.process_group, async_op=ahead
@@ -206,7 +225,9 @@ class Group:
         def arrive() -> list[Tensor]:
             if work is not None:
                 work.wait()
-            rows = out.split([part.numel() for part in flat], 1)
+            rows: Sequence[Tensor] = (
+                unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
+            )
             return [
                 self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
                 for row, (x, extent), dim in zip(rows, padded, dims, strict=True)

@@ -103,9 +103,9 @@ class Printer:
         for hop in self.hops(leaf, storage):
             seconds = hop.seconds(self.price, self.plan.bucket)
             size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
-            said = f"{hop.call.kind} {size}"
+            said = f"{hop.call.title} {size}"
             if hop.when == "forward":
-                note += f"  {size}"
+                note += f"  {'int8 ' if hop.call.quantised else ''}{size}"
             elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
                 note += f"  backward {said}"
             else:

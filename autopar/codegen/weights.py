@@ -64,8 +64,8 @@ class Weight:
 
     def way(self, when: str) -> Way:
         """What it has in common with those that it can go together with."""
-        calls = tuple((hop.call.kind, hop.call.axes) for hop in self.path(when))
-        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, calls)
+        ways = tuple(hop.way for hop in self.path(when))
+        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
 
 
 class Weights:
@@ -263,8 +263,9 @@ def _moved(
     kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
     if kind == "all_reduce":
         return group.reduce_all(tensors)
-    if kind == "reduce_scatter":
-        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops])
+    if kind in ("reduce_scatter", "all_to_all"):
+        quantised = bool(hops[0].call.quantised)
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], quantised)
     return _gather(comm, weights, tensors, hops, False)()
 
 
@@ -276,4 +277,5 @@ def _gather(
         comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
         for hop, dim, weight in zip(hops, dims, weights, strict=True)
     ]
-    return comm.group(hops[0].call.axes).begin_gather(tensors, dims, extents, ahead)
+    call = hops[0].call
+    return comm.group(call.axes).begin_gather(tensors, dims, extents, ahead, bool(call.quantised))

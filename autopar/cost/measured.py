@@ -14,13 +14,14 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
 from autopar.cost.calibration import Calibration, Product, Timing
 from autopar.cost.host import HostCopy
 from autopar.cost.model import AnalyticModel
-from autopar.cost.work import Gemm, Work
+from autopar.cost.work import Gemm, Work, quantising
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -72,9 +73,14 @@ class MeasuredModel:
     def collective(self, call: Collective, /) -> float:
         """Seconds of one collective; one over a group of one device is free.
 
+        One that is quantised takes what its bytes and its kernels take.
+
         Raises:
             MeshError, CostError: see `AnalyticModel.collective`.
         """
+        if call.quantised:
+            kernels = sum(map(self.compute, quantising(call)))
+            return kernels + self.collective(replace(call, quantised=0))
         seconds = self.analytic.collective(call)
         curve = self._calls.get((call.kind, self._ordered(call.axes)))
         if not seconds or curve is None:

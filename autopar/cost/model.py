@@ -10,7 +10,7 @@ from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.host import HostCopy, host_seconds
 from autopar.cost.network import Network
-from autopar.cost.work import Gemm, NodeWork, Work
+from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
@@ -71,7 +71,8 @@ class AnalyticModel:
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of `call` over the levels of its axes (see cost/network.py, cost/collective.py).
+        """Seconds of `call` over the levels of its axes (see cost/network.py, cost/collective.py),
+        and of the kernels of one that is quantised.
 
         Raises:
             MeshError: an axis that the mesh does not have.
@@ -79,6 +80,7 @@ class AnalyticModel:
         """
         if call not in self._sent:
             seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
+            seconds += sum(map(self.compute, quantising(call)))
             self._sent[call] = _price(seconds, call, call.nbytes)
         return self._sent[call]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.collective import Collective
 from autopar.ir.tensor import DTYPE_BYTES
 
 
@@ -43,6 +44,12 @@ class NodeWork:
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()
+
+
+def quantising(call: Collective) -> tuple[Work, ...]:
+    """The kernels of a collective of int8 blocks: before it and after it, bound by memory."""
+    kernel = Work("quantize", 0.0, call.quantised / 2, "f32")
+    return (kernel, kernel) if call.quantised else ()
 
 
 def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:

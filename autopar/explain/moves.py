@@ -115,7 +115,7 @@ def _of_parameters(
             # What is computed again gathers as in the forward, and has it for the backward then.
             calls = tuple(
                 Call(
-                    hop.call.kind,
+                    hop.call.title,
                     hop.call.axes,
                     hop.call.nbytes,
                     hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,

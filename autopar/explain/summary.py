@@ -149,6 +149,7 @@ class Explanation:
         peak: bytes per device at the peak of the step, where that has been simulated.
         copies: seconds of copies to host memory and back.
         host: bytes per device in host memory.
+        caution: what its precision does to results; see `Precision.caution`.
     """
 
     graph: str
@@ -163,6 +164,7 @@ class Explanation:
     peak: float | None = None
     copies: float = 0.0
     host: float = 0.0
+    caution: str = ""
 
     @property
     def step(self) -> float:
@@ -250,7 +252,7 @@ def explain(
     copies = stowed[1] + states * coming / plan.microbatches
     return Explanation(
         plan.graph, str(plan.mesh), dict(plan.predicted), sections, table, memory, limit,
-        tuple(whole), hidden, peak, copies, states + stowed[0],
+        tuple(whole), hidden, peak, copies, states + stowed[0], plan.precision.caution,
     )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ def render_summary(explanation: Explanation) -> RenderableType:
         *_never_at_once(held, peak),
         *_in_host_memory(explanation),
     ]
+    if explanation.caution:
+        parts.append(Text(f"\n{explanation.caution}", style="yellow"))
     if explanation.stale:
         said = explanation.predicted
         note = (

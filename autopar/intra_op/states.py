@@ -11,13 +11,15 @@ again" says so.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.errors import StateError
+from autopar.errors import PrecisionError, StateError
 from autopar.intra_op.options import behind, fits
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.ir.state import Groups, StateSharding
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
@@ -29,7 +31,7 @@ STATES: dict[str, StateSharding] = {
         "zero1": "NNG",  # arXiv:1910.02054, as are the next two
         "zero2": "NGG",
         "zero3": "GGG",
-        "zero++": "GGG+I",  # arXiv:2306.10209, without quantisation
+        "zero++": "GGG+I",  # arXiv:2306.10209; int8 blocks are a matter of precision
         "hsdp": "III",  # arXiv:2304.11277, hybrid sharding
         "mics": "III",  # arXiv:2205.00119
         "paro-nig": "NIG",  # arXiv:2310.06003, as are the next two
@@ -69,11 +71,14 @@ class StateChoice:
         sharding: what is split how far.
         inter: the mesh axes that lead from group to group.
         again: whether parameters are gathered again for the backward, None if that is left open.
+        hops: whether what goes over all devices may go in two hops, whatever the sharding. Over
+            nodes an all_to_all sends the less the more has been added up inside them.
     """
 
     sharding: StateSharding
     inter: tuple[str, ...]
     again: bool | None = None
+    hops: bool = False
 
     @classmethod
     def read(cls, said: str | StateSharding, mesh: Mesh) -> StateChoice:
@@ -113,6 +118,25 @@ class StateChoice:
         backward = next((f", {word}" for word, again in _AGAIN.items() if again is self.again), "")
         return f"{self.sharding} over {', '.join(self.inter) or 'none'}{backward}"
 
+    def sending(self, precision: Precision) -> StateChoice:
+        """The same where parameters or gradients go as a precision says.
+
+        Raises:
+            PrecisionError: they are to go as int8 blocks, and do not go at all.
+        """
+        sharding = self.sharding
+        for what, level, way in (
+            ("weights", sharding.params, "gathers no parameters for the forward"),
+            ("gradients", sharding.optimizer, "deals out no gradients: an all_reduce adds them up"),
+        ):
+            if getattr(precision, what) and level == "N":
+                raise PrecisionError(
+                    f"{what} cannot go as int8 blocks under the state sharding {self}",
+                    why=f"it {way}",
+                    todo=f'leave out "{what}=int8", or pass state="zero++" or "zero3"',
+                )
+        return replace(self, hops=bool(precision.gradients))
+
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
         """Where the states of a parameter lie that is used as `used`.
 
@@ -122,11 +146,12 @@ class StateChoice:
         whole = Layout(used.dims)
         inside = tuple(axis for axis in used.varying if axis not in self.inter)
         outside = tuple(axis for axis in used.varying if axis in self.inter)
-        everywhere = (*inside, *outside) if self.sharding.grouped else used.varying
-        axes = {"N": (), "I": inside, "G": everywhere}
+        ways = [(*inside, *outside)] if self.sharding.grouped or self.hops else []
+        ways += [] if self.sharding.grouped else [used.varying]
         levels = (self.sharding.params, self.sharding.grads, self.sharding.optimizer)
         found = []
-        for dim in range(len(used.dims)):
+        for everywhere, dim in itertools.product(ways, range(len(used.dims))):
+            axes = {"N": (), "I": inside, "G": everywhere}
             held, grads, updated = (behind(whole, dim, axes[level]) for level in levels)
             if fits(updated, tensor, mesh):
                 copies = {None: (whole, held), False: (whole,), True: (held,)}[self.again]

@@ -50,11 +50,24 @@ class Collective:
 
     For all_gather that is its shard, for reduce_scatter, all_reduce and all_to_all the tensor it
     holds before the call.
+
+    Attributes:
+        kind: what it does.
+        axes: over which devices.
+        nbytes: the payload.
+        quantised: bytes that kernels move on a device to make int8 blocks of the payload and
+            numbers of what arrives; 0 where it goes as it is. See `quantise.py`.
     """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
+    quantised: int = 0
+
+    @property
+    def title(self) -> str:
+        """Its name to a person: "all_gather", "int8 all_gather"."""
+        return f"int8 {self.kind}" if self.quantised else self.kind
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,10 @@ master, wherever the parameter's optimizer state lies (Micikevicius et al., "Mix
 Training", arXiv:1710.03740, section 3.1; ZeRO, arXiv:1910.02054, section 3.1: 2 bytes a parameter,
 2 a gradient, 12 for the master and Adam's moments). Gradients are added up over microbatches in the
 master's dtype, and sent in that of `communication`.
+
+On request parameters and gradients go as int8 blocks (ZeRO++, arXiv:2306.10209; see `quantise.py`).
+That rounds to 8 bits what operators compute with, or every device's gradients before they are added
+up, so that training is no longer that of one device.
 """
 
 from __future__ import annotations
@@ -32,16 +36,21 @@ class Precision:
             are parts of a sum over tensor- or sequence-parallel axes.
         sums: in which sums of activations over devices are made, and of their gradients, where
             layouts change; "" as they are computed.
+        weights: "int8" where parameters are gathered as int8 blocks for forward and backward.
+        gradients: "int8" where gradients are split over devices as int8 blocks; those that stay
+            whole go by all_reduces as `communication` says.
 
     Raises:
-        PrecisionError: a name that is no floating dtype, or a master or sums narrower than
-            `compute`.
+        PrecisionError: a name that is no floating dtype, a master or sums narrower than `compute`,
+            or blocks of anything but int8.
     """
 
     compute: str = ""
     master: str = "f32"
     communication: str = "f32"
     sums: str = ""
+    weights: str = ""
+    gradients: str = ""
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "communication", "sums"):
@@ -55,6 +64,13 @@ class Precision:
             object.__setattr__(self, name, _FLOATS.get(given, ""))
         if self.compute == self.master == self.communication == "f32":
             object.__setattr__(self, "compute", "")
+        for name, given in self._quantised:
+            if given not in ("", "int8"):
+                raise PrecisionError(
+                    f"{name} cannot be sent as {given!r}",
+                    why="blocks of int8 are the only ones",
+                    todo=f'write "{name}=int8", or leave it out',
+                )
         if not self.compute or self.sums == self.compute:
             object.__setattr__(self, "sums", "")
         if self.sums and DTYPE_BYTES[self.sums] < DTYPE_BYTES[self.compute]:
@@ -72,7 +88,8 @@ class Precision:
 
     @classmethod
     def read(cls, given: str | Precision | None) -> Precision:
-        """From its text: "bf16", "fp16 communication=bf16"; "fp32" leaves the model as it is.
+        """From its text: "bf16", "fp16 communication=bf16", "weights=int8"; "fp32" leaves the model
+        as it is.
 
         Raises:
             PrecisionError: it is none.
@@ -81,23 +98,41 @@ class Precision:
             return given
         if not given:
             return cls()
-        compute, *more = str(given).split()
-        pairs = [word.partition("=") for word in more]
-        if any(
-            name not in ("master", "communication", "sums") or not value for name, _, value in pairs
-        ):
+        words = str(given).split()
+        compute = "" if "=" in words[0] else words.pop(0)
+        pairs = [word.partition("=") for word in words]
+        known = {"weights", "gradients"} | (
+            {"master", "communication", "sums"} if compute else set()
+        )
+        if any(name not in known or not value for name, _, value in pairs):
             raise PrecisionError(
                 f"cannot read the precision {given!r}",
-                todo='write "bf16", "fp16", "fp32" or such as "bf16 communication=bf16 sums=f32"',
+                todo='write "bf16", "fp16", "fp32" or such as "bf16 communication=bf16 sums=f32 '
+                'weights=int8 gradients=int8"',
             )
         return cls(compute, **{name: value for name, _, value in pairs})
 
     def __str__(self) -> str:
-        if not self.compute:
+        said = [self.compute, *(f"{n}={v}" for n, v in self._others if v != "f32")]
+        said = [*said, f"sums={self.sums}" if self.sums else ""] if self.compute else []
+        said += [f"{name}={given}" for name, given in self._quantised if given]
+        return " ".join(filter(None, said))
+
+    @property
+    def _quantised(self) -> tuple[tuple[str, str], ...]:
+        return ("weights", self.weights), ("gradients", self.gradients)
+
+    @property
+    def rounded(self) -> str:
+        """What goes as int8 blocks, "weights and gradients"; "" for nothing."""
+        return " and ".join(name for name, given in self._quantised if given)
+
+    @property
+    def caution(self) -> str:
+        """What it does to results beyond rounding in the dtypes that it names; "" for nothing."""
+        if not self.rounded:
             return ""
-        said = [f"{n}={v}" for n, v in self._others if v != "f32"]
-        said += [f"sums={self.sums}"] if self.sums else []
-        return " ".join([self.compute, *said])
+        return f"Numerics change: {self.rounded} go as int8 blocks where that is fewer bytes."
 
     @property
     def _others(self) -> tuple[tuple[str, str], ...]:

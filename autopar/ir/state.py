@@ -87,7 +87,7 @@ class StateSharding:
     """The levels of the three states; `str` gives what `parse` reads.
 
     `secondary` keeps a copy of globally split parameters in every group for the backward (ZeRO++,
-    arXiv:2306.10209, without its quantisation), written "GGG+I".
+    arXiv:2306.10209; its int8 blocks are told by a `Precision`), written "GGG+I".
 
     Raises:
         StateError: a level that is not one of LEVELS, or a secondary copy of parameters that are

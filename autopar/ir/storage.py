@@ -15,11 +15,15 @@ one is a beginning of the other: axes are added to one dimension, behind those t
 call, `768@node@gpu`; where the order turns a new call begins, so that `768@gpu@node` is gathered
 over nodes first and inside them after that, and scattered the other way round.
 
-`hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run.
+`hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run. Those
+that a precision sends as int8 blocks are told by `Collective.quantised`: gathers of what is held,
+so that forward and backward have the same, and reduce_scatters of gradients. After the update
+nothing is rounded, or devices would go on from that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +31,8 @@ from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.quantise import in_blocks
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
 BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
@@ -58,8 +63,15 @@ class Hop:
         """Of one such collective: its part of one for several parameters in `bucket` bytes."""
         if self.whole >= bucket:
             return price(self.call)
-        several = replace(self.call, nbytes=self.call.nbytes * bucket // max(self.whole, 1))
+        sizes = self.call.nbytes, self.call.quantised
+        nbytes, quantised = (size * bucket // max(self.whole, 1) for size in sizes)
+        several = replace(self.call, nbytes=nbytes, quantised=quantised)
         return price(several) * self.whole / bucket
+
+    @property
+    def way(self) -> tuple[str, tuple[str, ...], bool]:
+        """What it has in common with those that it can go together with."""
+        return self.call.kind, self.call.axes, bool(self.call.quantised)
 
 
 @dataclass(frozen=True)
@@ -156,23 +168,38 @@ class Storage:
             mesh: the devices.
             microbatches: how many a step accumulates.
             trained: whether it has a gradient.
-            precision: says in which dtype gradients are sent.
+            precision: says in which dtype gradients are sent, and what goes as int8 blocks.
         """
-        sent = precision.sent(tensor, trained)
-        return tuple(self._hops(tensor, sent, mesh, microbatches, trained))
+        return tuple(self._hops(tensor, mesh, microbatches, trained, precision))
 
     def _hops(
-        self, tensor: TensorType, sent: TensorType, mesh: Mesh, microbatches: int, trained: bool
+        self,
+        tensor: TensorType,
+        mesh: Mesh,
+        microbatches: int,
+        trained: bool,
+        precision: Precision,
     ) -> Iterator[Hop]:
+        sent = precision.sent(tensor, trained)
+
+        def blocks(call: Collective, part: Layout, kind: TensorType) -> Collective:
+            parts = math.prod(mesh.axis_size(axis) for axis in call.axes)
+            element = DTYPE_BYTES[kind.dtype]
+            return in_blocks(call, part.local_bytes(kind, mesh) // element, element, parts)
+
         def gathers(when: str, fine: Layout, coarse: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in _path(fine, coarse, mesh):
                 call = Collective("all_gather", axes, src.local_bytes(tensor, mesh))
+                if precision.weights and when != "update" and fine.dims == self.held.dims:
+                    call = blocks(call, src, tensor)
                 yield Hop(when, call, src, dst, dim, times, dst.local_bytes(tensor, mesh))
 
         def scatters(when: str, coarse: Layout, fine: Layout, times: int) -> Iterator[Hop]:
             for dim, axes, src, dst in reversed(list(_path(fine, coarse, mesh))):
                 nbytes = dst.local_bytes(sent, mesh)
                 call = Collective("reduce_scatter", axes, nbytes)
+                if precision.gradients:
+                    call = blocks(call, src, sent)
                 yield Hop(when, call, dst, src, dim, times, nbytes)
 
         yield from gathers("forward", self.held, self.used, microbatches)

@@ -97,8 +97,10 @@ class Options:
 
         Raises:
             StateError: what is said of it is nonsense, or more than the optimizer can do.
+            PrecisionError: what is to be sent as int8 blocks is not sent under it.
         """
-        choice = None if self.state is None else StateChoice.read(self.state, mesh)
+        said = self.state if self.elementwise else self.state or "ddp"
+        choice = None if said is None else StateChoice.read(said, mesh).sending(self.precision)
         if self.elementwise:
             return None if choice is None else choice.storages
         if choice is not None and choice.sharding.optimizer != "N":

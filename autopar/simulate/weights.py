@@ -13,12 +13,14 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
+from autopar.ir.quantise import staged
 from autopar.ir.storage import Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
 
-Key = tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]
+Way = tuple[tuple[str, tuple[str, ...], bool], ...]
+Key = tuple[str, str, Way]
 
 
 @dataclass(eq=False, slots=True)
@@ -203,7 +205,7 @@ class Weights:
             buffers, ready = [weight.value.buffer for weight in row], -1
             for number, hops in enumerate(zip(*(w.path(gather.when) for w in row), strict=True)):
                 call = _one(hops)
-                title = f"{call.kind} of {_titled('parameter', row)}"
+                title = f"{call.title} of {_titled('parameter', row)}"
                 if ahead:
                     ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
                 else:
@@ -215,7 +217,8 @@ class Weights:
                     made.append(self.recorder.hold(new))
                     # What came is joined where it is a part of a row or not alone.
                     joined = bool(hop.dim) or len(row) > 1
-                    self.recorder.scratch("communication", weight.name, joined * nbytes)
+                    staging = joined * nbytes + staged(hop.call, self.mesh)
+                    self.recorder.scratch("communication", weight.name, staging)
                     if number:  # between two hops
                         self.recorder.drop(before)
                 buffers = made
@@ -291,7 +294,7 @@ class Weights:
             self.recorder.drop(gradient)
             gradient = self.recorder.hold(made)
         waiting.append((weight, gradient, ready))
-        if "gradient" not in self.overlap and {kind for kind, _ in path} == {"all_reduce"}:
+        if "gradient" not in self.overlap and {kind for kind, *_ in path} == {"all_reduce"}:
             return  # at the end, all as one
         if sum(buffer.nbytes for _, buffer, _ in waiting) >= self.bucket:
             self._flush(key)
@@ -303,7 +306,7 @@ class Weights:
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
         for hops in zip(*(weight.path(key[0]) for weight in weights), strict=True):
             call = _one(hops)
-            title = f"{call.kind} of {_titled('gradient', weights)}"
+            title = f"{call.title} of {_titled('gradient', weights)}"
             cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
             if "gradient" in self.overlap:
                 needs = [ready, recorder.launched]
@@ -319,8 +322,10 @@ class Weights:
                 buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
                 # Blocks of a row are put side by side, and several tensors into one buffer; gloo
                 # sums in a copy of that.
-                copies = bool(hop.dim) + (len(hops) > 1) + (not self.accelerator)
+                copied = not (self.accelerator or call.quantised)
+                copies = bool(hop.dim) + (len(hops) > 1) + copied
                 staging = copies * self._bytes(weight, hop.src, self._sent(weight))
+                staging += staged(hop.call, self.mesh)
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
@@ -359,7 +364,7 @@ class Weights:
     def _put_together(self, weights: Sequence[Weight]) -> None:
         for place, hops in enumerate(zip(*(w.path("update") for w in weights), strict=True)):
             call = _one(hops)
-            title = f"{call.kind} of {_titled('parameter', weights)}"
+            title = f"{call.title} of {_titled('parameter', weights)}"
             self.recorder.collective(title, weights[0].name, call, "parameter")
             for weight, hop in zip(weights, hops, strict=True):
                 nbytes = self._bytes(weight, hop.dst)
@@ -377,13 +382,16 @@ class Weights:
 
 def _one(hops: Sequence[Hop]) -> Collective:
     """The collective that does for several tensors what each hop does for one."""
-    return replace(hops[0].call, nbytes=sum(hop.call.nbytes for hop in hops))
+    nbytes, quantised = (
+        sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
+    )
+    return replace(hops[0].call, nbytes=nbytes, quantised=quantised)
 
 
 def _titled(what: str, weights: Sequence[Weight]) -> str:
     return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
 
 
-def _way(weight: Weight, when: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _way(weight: Weight, when: str) -> Way:
     """What it has in common with those that go together with it."""
-    return tuple((hop.call.kind, hop.call.axes) for hop in weight.path(when))
+    return tuple(hop.way for hop in weight.path(when))

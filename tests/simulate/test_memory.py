@@ -162,7 +162,10 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "bf16 communication=bf16", "bf16 sums=f32"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", "bf16 communication=bf16", "bf16 sums=f32", "weights=int8 gradients=int8"],
+)
 def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
     compare(
         cases("gpt2", ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"], 2, precision), 0.05
