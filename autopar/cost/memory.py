@@ -162,13 +162,18 @@ def recipe(
 def _chunk_of_logits(
     node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh
 ) -> float:
-    """Logits of a chunk, and the weight's gradient twice in float32: so far, and of the chunk."""
+    """What lives while the loss is made a chunk at a time, beside the gradients that are kept.
+
+    The logits of a chunk, and the weight's gradient in at least f32, so far and of the chunk; what
+    is kept of it comes when these go, or is the former.
+    """
     (*rows, _), (words, features) = (
         layout.local_shape(tensor.shape, mesh)
         for tensor, layout in zip(types[:2], into[:2], strict=True)
     )
-    logits = float(min(CHUNK, math.prod(rows)) * words * DTYPE_BYTES[types[0].dtype])
-    return logits + (2.0 * 4 * words * features if node.requires_grad else 0.0)
+    size = DTYPE_BYTES[types[0].dtype]
+    logits = float(min(CHUNK, math.prod(rows)) * words * size)
+    return logits + (words * features * (2.0 * max(size, 4) - size) if node.requires_grad else 0.0)
 
 
 def _mixture_scratch(

@@ -265,24 +265,30 @@ def _kernel(local: _Local, name: str) -> NodeWork:
 
 
 def _chunked_loss(local: _Local) -> NodeWork:
-    """`kernels.linear_cross_entropy`: three products and three passes over the logits at once.
+    """`kernels.linear_cross_entropy`, all of whose work is forwards but the scaling of gradients.
 
-    The gradient of the weight is added up in float32, a chunk of rows at a time.
+    Three products, a chunk of rows at a time, of which each reads the weight anew or adds to its
+    gradient in at least f32; statistics read logits, and their gradient takes their place.
     """
     x, weight, labels = local.operands
     rows, (words, features) = labels.numel, weight.shape
-    logits = rows * words * DTYPE_BYTES[x.dtype]
-    passes = local.work(10.0 * rows * words, 3.0 * logits + 2 * labels.nbytes)
+    size = DTYPE_BYTES[x.dtype]
+    chunks, logits, wide = -(-rows // CHUNK), rows * words * size, max(size, 4) * weight.numel
     gemm = Gemm(1, rows, words, features)
-    product = local.work(gemm.flops, x.nbytes + weight.nbytes + logits, gemm)
+    product = local.work(gemm.flops, x.nbytes + chunks * weight.nbytes + logits, gemm)
     if not local.node.requires_grad:
-        return NodeWork((product, passes))
-    backward = Gemm(1, rows, features, words), Gemm(1, words, features, rows)
-    chunks = -(-rows // CHUNK)
-    added = local.work(weight.numel * chunks, 3.0 * 4 * weight.numel * chunks)
-    both = tuple(local.work(g.flops, x.nbytes + weight.nbytes + logits, g) for g in backward)
-    scaled = tuple(local.gradient(t.numel, 2.0 * t.nbytes) for t in (x, weight))
-    return NodeWork((product, passes, *both, added), scaled)
+        return NodeWork((product, local.work(5.0 * rows * words, logits + labels.nbytes)))
+    passes = local.work(10.0 * rows * words, 3.0 * logits + 2 * labels.nbytes)
+    into_x, into_weight = Gemm(1, rows, features, words), Gemm(1, words, features, rows)
+    rounded = 0 if wide == weight.nbytes else wide + weight.nbytes
+    forward = (
+        product,
+        passes,
+        local.work(gemm.flops, logits + chunks * weight.nbytes + x.nbytes, into_x),
+        local.work(gemm.flops, logits + x.nbytes + chunks * wide, into_weight),
+        local.work(weight.numel * chunks, (3.0 * chunks + 1) * wide + rounded),
+    )
+    return NodeWork(forward, tuple(local.gradient(t.numel, 2.0 * t.nbytes) for t in (x, weight)))
 
 
 def _mixture(local: _Local, signature: Signature) -> NodeWork:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.codegen.calibrate import attention, problems
+from autopar.cost.memory import recipe
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
 from autopar.cost.work import optimizer_work
 from autopar.intra_op.build import build, layouts
@@ -25,9 +26,11 @@ from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
+from autopar.ir.tensor import Layout
 from autopar.ir.text import fingerprint
 from autopar.pins import data_parallel
 from autopar.plan import Plan
+from autopar.planning.single import Options, Trace, capture_graph
 from tests.models import gpt2, llama, vit
 
 ONE = Mesh.parse("cpu: gpu=1")
@@ -190,6 +193,59 @@ def test_gradients_of_several_readers_are_added() -> None:
     ]
     assert len(adds) == sum(count - 1 for count in readers) > 0
     assert {kernel.nbytes for kernel in adds} == {3 * x.nbytes}
+
+
+class Head(nn.Module):
+    """The last linear of a language model and its loss."""
+
+    def __init__(self, words: int, features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(words, features, dtype=dtype, device="meta"))
+        self.bias = nn.Parameter(torch.zeros(1, features, dtype=dtype, device="meta"))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x + self.bias, self.weight).float(), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_price_of_a_chunked_loss_is_that_of_its_lines(dtype: torch.dtype) -> None:
+    """Counted by hand on the lines of `autopar_kernels.linear_cross_entropy.chunked`."""
+    words, features, size = 3000, 96, dtype.itemsize
+    chunks = [2048, 2048, 904]  # of 5000 rows
+    x = torch.zeros(sum(chunks), features, dtype=dtype, device="meta")
+    labels = torch.zeros(sum(chunks), dtype=torch.int64, device="meta")
+    model, fused = Head(words, features, dtype), Options(fuse=("linear_cross_entropy",))
+    graph = capture_graph(model, (x, labels), {}, fused, Trace(None)).graph
+    (node,) = (node for node in graph.folded if node.op == "kernels.linear_cross_entropy")
+    work = works(graph, planned(graph, ONE), rules())[node.name]
+
+    weight, kept = words * features, (x.nbytes, words * features * size)
+    flops, moved = 0.0, 4.0 * weight  # zeros to add to
+    for rows in chunks:
+        flops += 3 * 2 * rows * words * features  # logits, and both gradients
+        logits, own, wide = rows * words * size, rows * features * size, 4 * weight
+        moved += own + weight * size + logits  # own @ weight.T
+        moved += logits + 2 * logits  # statistics; the gradient in the place of logits
+        moved += logits + weight * size + own  # logits @ weight
+        moved += logits + own + wide  # logits.T @ own, in float32
+        moved += 3 * wide  # total +=
+    moved += 0 if dtype == torch.float32 else 4 * weight + kept[1]  # total.to(weight.dtype)
+    assert sum(w.flops for w in work.forward if w.gemm) == flops
+    rows_of_numbers = 2 * labels.nbytes
+    assert sum(w.nbytes for w in work.forward) == moved + rows_of_numbers
+    # No logits are computed again: what the backward does is scale what was found.
+    assert sorted(w.nbytes for w in work.backward) == sorted(2.0 * nbytes for nbytes in kept)
+
+    layouts = [
+        tuple(Layout.replicated(len(t.shape)) for t in ts)
+        for ts in ([graph[name].type for name in node.inputs], node.types)
+    ]
+    operands = tuple(graph[name] for name in node.inputs)
+    bytes_of = recipe(node, operands, *layouts, ONE, accelerator=True)
+    assert sum(bytes_of.extra) == sum(kept)
+    # While the last product of a chunk is added: logits, both sums of gradients, and that of x.
+    peak = chunks[0] * words * size + 2 * 4 * weight + kept[0]
+    assert bytes_of.scratch + sum(bytes_of.extra) == peak
 
 
 def test_views_are_free() -> None:
