@@ -23,7 +23,7 @@ from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.groups import GroupsLike, options_of
-from autopar.codegen.optimizer import OptimizerFactory, elementwise
+from autopar.codegen.optimizer import OptimizerFactory, elementwise, fusable
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     MeshLike,
@@ -103,7 +103,7 @@ def plan(
         state=state,
         elementwise=elementwise(optimizer),
         precision=Precision.read(precision),
-        fuse=choose(fuse),
+        fuse=fusable(optimizer, choose(fuse)),
         offload=offload or "none",
     )
     tracer = Trace(trace)
@@ -192,9 +192,9 @@ def compile(
         ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
             `Program.ema_state_dict`.
         fuse: whether kernels take the place of operators that a model writes out: all or none of
-            the patterns of `autopar/ir/fusion/patterns/`, a list of their names, or a mapping that
-            switches some off. On CPUs, where their references run, they are no faster. A
-            given plan says it by itself.
+            the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step, a list
+            of their names, or a mapping that switches some off. On CPUs, where their references
+            run, they are no faster. A given plan says it by itself.
         offload: what lies in host memory while nothing needs it: "optimizer" its state, which comes
             to the device bucket by bucket for the update, "activations" those that blocks keep for
             their backward, "optimizer+activations", "activations 8" of the first eight blocks that
@@ -234,7 +234,7 @@ def compile(
         state=state,
         elementwise=elementwise(optimizer),
         precision=precision_of(plan, precision),
-        fuse=fused_by(plan) if plan is not None else choose(fuse),
+        fuse=fusable(optimizer, choose(fuse)) if plan is None else fused_by(plan),
         offload=offload or "none",
     )
     request = Request(stages, microbatches, schedule)

@@ -22,6 +22,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from autopar.errors import AutoparError, PlanError, PlanMismatchError
+from autopar.ir.fusion import UPDATE
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
@@ -99,7 +100,8 @@ class Plan:
         step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
             parameters that go together, in bytes.
         state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
-        fuse: the patterns in whose place kernels stand wherever they are found.
+        fuse: the patterns in whose place kernels stand wherever they are found, and "adamw" where
+            the optimizer's step is one.
         fused: kernel -> where it was placed, and what it saves.
         precision: in which dtypes it computes, updates and sends gradients.
         solver: how it was found: "name", the "nodes" of the problem, how many of them the
@@ -146,6 +148,11 @@ class Plan:
     def bucket(self) -> int:
         """Bytes of gradients, or of parameters, that go together; 1 if each goes by itself."""
         return int(self.step.get("bucket", 1))
+
+    @property
+    def fuses_update(self) -> bool:
+        """Whether the optimizer's step is a kernel, on state that is on the device."""
+        return UPDATE in self.fuse and not self.offload.optimizer
 
     @property
     def microbatches(self) -> int:

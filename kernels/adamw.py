@@ -81,24 +81,26 @@ def hyperparameters(
     scale: Tensor,
     *,
     rate: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float | Tensor,
+    decay: float | Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What one step of `adamw_` reads, f32[8]; made on the device of its arguments.
+    """What one step of `adamw_` reads, [8]; made on the device of its arguments.
 
     Args:
-        step: f64[], steps made so far; counts this one too if it is made.
+        step: f32[], steps made so far; counts this one too if it is made.
         scale: f32[], times which gradients are taken; a step is made if it is finite.
-        rate, betas, eps, decay: as torch.optim.AdamW's lr, betas, eps and weight_decay.
+        rate, betas, eps, decay: as torch.optim.AdamW's lr, betas, eps and weight_decay. Nothing is
+            sent to a device if they are tensors there.
+        dtype: of the result; the kernel takes f32, the reference f64 as well.
     """
     step += scale.isfinite()
-    given = (rate, *betas, eps, decay, 1.0, 1.0)
-    made = torch.stack([torch.as_tensor(x, dtype=step.dtype, device=step.device) for x in given])
-    # In float64: 1 - β^t of a β near 1 would lose most of its digits.
-    made[5] = 1 / (1 - betas[0] ** step)
-    made[6] = (1 - betas[1] ** step).rsqrt()
-    return torch.cat([made, scale.to(step.dtype).reshape(1)]).float()
+    count = step.double()  # 1 - β^t of a β near 1 would lose most of its digits
+    given = (rate, *betas, eps, decay)
+    made = [torch.as_tensor(x, dtype=count.dtype, device=step.device) for x in given]
+    made += [1 / (1 - betas[0] ** count), (1 - betas[1] ** count).rsqrt(), scale.double()]
+    return torch.stack(made).to(dtype)
 
 
 def gradient_scale(squares: Tensor, most: float | None, loss_scale: float | Tensor = 1.0) -> Tensor:

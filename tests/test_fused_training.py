@@ -27,6 +27,7 @@ def trained(name: str, cases: list[Case]) -> list[Run]:
         runs, reference = [rank[number] for rank in ranks], whole[case.dtype, case.dropout]
         error = max(run.error(reference) for run in runs)
         assert error <= TOLERANCE[case.dtype], f"{case}: off by {error:.2g}"
+        assert "FUSED_UPDATE = True" in runs[0].source
         for kernel in KERNELS[name]:
             assert f"kernels.{kernel}(" in runs[0].source, case
     return ranks[0]

@@ -70,12 +70,12 @@ def check_masters(found: dict[str, Tensor], microbatches: int) -> None:
 # Bad gradients ------------------------------------------------------------------------------------
 
 
-def overflowing() -> list[tuple[float, bool, float, dict[str, Tensor]]]:
+def overflowing(**how: Any) -> list[tuple[float, bool, float, dict[str, Tensor]]]:
     """After each step the scale, whether it was skipped, an lr and the parameters.
 
     In the third step one element of one gradient is infinite on one rank.
     """
-    program, batch = made(precision="fp16", state="zero3", optimizer=ADAMW)
+    program, batch = made(precision="fp16", state="zero3", optimizer=ADAMW, **how)
     program.scaler.interval = 2
     found = []
     take = program._executor.gradients.take
@@ -119,10 +119,10 @@ def check_overflow(ranks: list[list[tuple[float, bool, float, dict[str, Tensor]]
 # Groups, averages, schedules, adapters, checkpoints -----------------------------------------------
 
 
-def tuned(folder: str) -> dict[str, Any]:
-    """A run, and one under another plan that goes on from its checkpoint."""
+def tuned(folder: str, **more: Any) -> dict[str, Any]:
+    """A run, of which `more` may be said, and one under another plan that goes on from it."""
     how = {"adapted": True, "groups": autopar.groups(GROUPS), "ema": 0.9}
-    program, batch = made(torch.float64, state="zero3", **how)
+    program, batch = made(torch.float64, state="zero3", **how, **more)
     schedule = torch.optim.lr_scheduler.LinearLR(program.optimizer, 0.5, total_iters=3)
     losses = []
     for _ in range(2):
@@ -156,12 +156,12 @@ def check_tuned(found: dict[str, Any]) -> None:
     assert found["rates"] == pytest.approx([1e-2, 3e-2])
 
 
-def low(folder: str) -> dict[str, Any]:
+def low(folder: str, **how: Any) -> dict[str, Any]:
     """bf16 under ZeRO-3, saved, and gone on with under DDP."""
-    program, batch = made(precision="bf16", state="zero3")
+    program, batch = made(precision="bf16", state="zero3", **how)
     found = run(program, batch, 2)
     program.save_checkpoint(folder)
-    resumed, batch = made(precision="bf16", state="ddp", microbatches=2)
+    resumed, batch = made(precision="bf16", state="ddp", microbatches=2, **how)
     resumed.load_checkpoint(folder)
     after = run(resumed, batch, 1)
     held = {k: t.dtype for k, t in program._executor.named.items()}
@@ -184,17 +184,18 @@ def check_low(found: dict[str, Any], folder: str) -> None:
         assert torch.equal(value, found["saved"][name])
 
 
-def quickly(folder: str) -> dict[str, Any]:
+def quickly(folder: str, how: dict[str, Any]) -> dict[str, Any]:
     return {
-        "overflow": overflowing(),
-        "tuned": tuned(f"{folder}/tuned"),
-        "low": low(f"{folder}/low"),
+        "overflow": overflowing(**how),
+        "tuned": tuned(f"{folder}/tuned", **how),
+        "low": low(f"{folder}/low", **how),
     }
 
 
-def test_training_on_two_ranks_is_that_of_one_device() -> None:
+@pytest.mark.parametrize("how", [{}, {"fuse": ["adamw"]}], ids=["torch", "kernel"])
+def test_training_on_two_ranks_is_that_of_one_device(how: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        check_all(run_ranks(quickly, folder, count=2), folder)
+        check_all(run_ranks(quickly, folder, how, count=2), folder)
 
 
 def check_all(ranks: list[dict[str, Any]], folder: str) -> None:
@@ -210,7 +211,7 @@ def thoroughly(folder: str) -> dict[str, Any]:
     found = [masters(state, count) for state, count in CASES]
     # Tied weights in two stages, and backwards in halves.
     found += [masters("zero1", 4, pins=None, stages=2, schedule=name) for name in STAGED]
-    return {**quickly(folder), "masters": found}
+    return {**quickly(folder, {}), "masters": found}
 
 
 def gone_on(folder: str) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
         + (f'PRECISION = "{plan.precision}"\n' if plan.precision != AS_IS else "")
         + (_HOST_STATE if plan.offload.optimizer else "")
+        + (_FUSED_UPDATE if plan.fuses_update else "")
         + (_ASIDE if graph.aside else "")
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
@@ -101,6 +102,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
 
 
 _ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
+_FUSED_UPDATE = "FUSED_UPDATE = True  # AdamW's step is a kernel\n"
 _HOST_STATE = "HOST_STATE = True  # optimizer state lies in host memory between updates\n"
 
 

@@ -18,7 +18,14 @@ from autopar.codegen.optimizer import refuse_what_shards_break
 from autopar.codegen.parts import PHASE, part
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
-from autopar.codegen.state import State, host_bucket_of, parameters_of, precision_of, widened_of
+from autopar.codegen.state import (
+    State,
+    fuses_update,
+    host_bucket_of,
+    parameters_of,
+    precision_of,
+    widened_of,
+)
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
@@ -69,9 +76,13 @@ class Executor:
         )
         if self.loaded:
             self._load(values, broadcast=True)
-        named = self.weights.named
         self.update = Update(
-            training, precision_of(program), named, runtime.device, host_bucket_of(program)
+            training,
+            precision_of(program),
+            self.weights.named,
+            runtime.device,
+            host_bucket_of(program),
+            self.weights.rounded if fuses_update(program) else None,
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
@@ -116,9 +127,9 @@ class Executor:
                 self.gradients.collect()
             with part(PHASE, "optimizer"):
                 gradients = self.weights.gradients
-                clip = partial(self.state.clip_grad_norm_, gradients)
-                self.grad_norm = self.update.step(gradients, self._everyone.maximum, clip)
-                self.weights.gather()
+                norm = partial(self.state.norm, gradients)
+                self.grad_norm = self.update.step(gradients, self._everyone.maximum, norm)
+                self.weights.gather(self.update.written)
         return loss.detach()
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
+from autopar.ir.fusion import UPDATE
 
 # Of parameters, or of groups of them.
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -72,6 +73,36 @@ def elementwise(optimizer: OptimizerFactory) -> bool:
         )
         for part in (slice(0, 1), slice(1, None))
     )
+
+
+def fusable(optimizer: OptimizerFactory, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """What is to be fused, without the optimizer's step where that is none that the kernel takes.
+
+    Args:
+        optimizer: makes it.
+        chosen: names as `autopar.ir.fusion.choose` gives them.
+
+    Raises:
+        ProgramError: the factory makes no optimizer.
+    """
+    if UPDATE not in chosen:
+        return chosen
+    from autopar.codegen import adamw  # and Triton, where it is installed
+
+    made = _made(optimizer, nn.Parameter(torch.zeros(_SIDE)))
+    return chosen if adamw.takes(made) else tuple(name for name in chosen if name != UPDATE)
+
+
+def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
+    """An optimizer of one parameter; ProgramError if the factory makes none."""
+    try:
+        return optimizer([parameter])
+    except Exception as error:  # a factory is the user's code and may raise anything
+        raise ProgramError(
+            f"cannot make the optimizer {_name(optimizer)}",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass a function of parameters that returns a torch optimizer",
+        ) from error
 
 
 def state_bytes(optimizer: OptimizerFactory) -> float:

@@ -29,10 +29,10 @@ from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
 from autopar.codegen.state import (
     State,
+    fuses_update,
     host_bucket_of,
     parameters_of,
     precision_of,
-    scale,
     widened_of,
 )
 from autopar.codegen.update import Training, Update
@@ -109,7 +109,11 @@ class Pipeline(PipelineState):
         named = [pair for stage in self.stages.values() for pair in stage.weights.named]
         buckets = [host_bucket_of(stage.module) for stage in self.stages.values()]
         away = max((bucket for bucket in buckets if bucket is not None), default=None)
-        self.update = Update(training, precision_of(modules[0]), named, device, away)
+        held = {k: v for stage in self.stages.values() for k, v in stage.weights.rounded.items()}
+        fused = fuses_update(modules[0])
+        self.update = Update(
+            training, precision_of(modules[0]), named, device, away, held if fused else None
+        )
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(
@@ -174,9 +178,9 @@ class Pipeline(PipelineState):
                 self.copies.add_up()
             with part(PHASE, "optimizer"):
                 own = [g for stage in self.stages.values() for g in stage.weights.gradients]
-                self.grad_norm = self.update.step(own, self._largest, self._clip)
+                self.grad_norm = self.update.step(own, self._largest, self._norm)
                 for stage in self.stages.values():
-                    stage.weights.gather()
+                    stage.weights.gather(self.update.written)
             with part(PHASE, "loss"):
                 return self._mean(losses)
 
@@ -248,19 +252,15 @@ class Pipeline(PipelineState):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return number
 
-    def _clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients; their global norm, in which every parameter counts once."""
+    def _norm(self) -> Tensor:
+        """The global norm of all gradients, in which every parameter counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients: list[Tensor | None] = []
         for stage in self.stages.values():
             own = stage.weights.gradients
             total += stage.state.squares(own, self.copies.counted_elsewhere(stage))
-            gradients += own
         if self.world > 1:
             dist.all_reduce(total)
-        norm = total.sqrt()
-        scale(gradients, norm, max_norm)
-        return norm
+        return total.sqrt()
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> list[Tensors]:
         """The microbatches, after checks, on this device."""

@@ -49,14 +49,18 @@ class Scaler:
         for gradient in found:
             gradient.mul_(1 / self.scale)
             broken = torch.maximum(broken, (~torch.isfinite(gradient)).any().float())
-        self.skipped = bool(largest(broken))
+        self.follow(not bool(largest(broken)))
+        return not self.skipped
+
+    def follow(self, finite: bool) -> None:
+        """Choose the next scale after gradients that were, or were not, finite on all ranks."""
+        self.skipped = not finite
         if self.skipped:
             self.scale, self.good = self.scale * self.backoff, 0
         else:
             self.good += 1
             if self.good >= self.interval:
                 self.scale, self.good = self.scale * self.growth, 0
-        return not self.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on."""

@@ -105,6 +105,11 @@ def host_bucket_of(program: ModuleType) -> int | None:
     return getattr(program, "BUCKET", 1) if getattr(program, "HOST_STATE", False) else None
 
 
+def fuses_update(program: ModuleType) -> bool:
+    """Whether AdamW's step is a kernel."""
+    return bool(getattr(program, "FUSED_UPDATE", False))
+
+
 def parameters_of(program: ModuleType) -> list[Parameter]:
     """What a loaded program stores, in its precision."""
     precision = precision_of(program)
@@ -273,22 +278,14 @@ class State:
         piece = self.parameters[numbers[0]].piece
         return parts[0] if piece is None else torch.cat(parts, piece.dim)
 
-    def clip_grad_norm_(self, gradients: Sequence[Tensor | None], max_norm: float) -> Tensor:
-        """Scale the gradients in place so that their global L2 norm is at most `max_norm`.
-
-        As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
+    def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The global L2 norm of gradients, a float64 scalar.
 
         Args:
             gradients: of the parameters, in their order, as they are updated.
-            max_norm: the bound.
-
-        Returns:
-            The norm before scaling, a float64 scalar.
         """
-        total = self.comm.all_reduce(self.squares(gradients), self.comm.mesh.names)
-        norm = total.sqrt()
-        scale(gradients, norm, max_norm)
-        return norm
+        total: Tensor = self.comm.all_reduce(self.squares(gradients), self.comm.mesh.names)
+        return total.sqrt()
 
     def squares(self, gradients: Sequence[Tensor | None], without: Collection[str] = ()) -> Tensor:
         """This device's part of the sum of the gradients' squares; parts of all devices add up.
@@ -315,8 +312,11 @@ class State:
         return total
 
 
-def scale(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
-    """Multiply gradients, whose norm is `norm`, in place so that it is at most `max_norm`."""
+def clip(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
+    """Multiply gradients, whose norm is `norm`, in place so that it is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         if gradient is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,12 @@ from autopar.codegen.groups import Options, grouped
 from autopar.codegen.host_state import HostState
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
 from autopar.codegen.scaler import Scaler
+from autopar.codegen.state import clip
 from autopar.errors import ProgramError
 from autopar.ir.precision import Precision
+
+if TYPE_CHECKING:
+    from autopar.codegen.adamw import AdamW
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Update:
         device: where it is.
         bucket: bytes of parameters whose state comes together from host memory; None if it is on
             the device.
+        held: where AdamW's step is a kernel, what is held of masters that are only rounded, by
+            their ids, which it writes too; None to leave every optimizer as it is.
 
     Raises:
         ProgramError: the state is in host memory, and the optimizer does not update each parameter
@@ -79,6 +85,8 @@ class Update:
         averages: of `trained`, by the id of the parameter, in host memory where the state is; {}
             without.
         away: takes the state to host memory and back; None where it stays.
+        kernel: the optimizer, where its step is a kernel, else None.
+        written: ids of masters of which a step makes what is held as well.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class Update:
         trained: Sequence[tuple[str, nn.Parameter]],
         device: torch.device,
         bucket: int | None = None,
+        held: Mapping[int, Tensor] | None = None,
     ) -> None:
         if bucket is not None:
             refuse_what_steps_break(training.optimizer)
@@ -96,6 +105,14 @@ class Update:
         name = next(iter(training.options), "")
         nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
         self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
+        self.kernel: AdamW | None = None
+        self.written: frozenset[int] = frozenset()
+        if held is not None and bucket is None:
+            from autopar.codegen import adamw  # and Triton, where it is installed
+
+            if adamw.takes(self.optimizer):
+                self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held)
+                self.written = frozenset(held)
         self.scaler = Scaler() if precision.scaled else None
         self.averages: dict[int, Tensor] = {}
         self.away: HostState | None = None
@@ -130,32 +147,54 @@ class Update:
         self,
         gradients: Sequence[Tensor | None],
         largest: Callable[[Tensor], Tensor],
-        clip: Callable[[float], Tensor],
+        norm: Callable[[], Tensor],
     ) -> Tensor | None:
         """Update the parameters, unless gradients overflowed somewhere.
 
         Args:
             gradients: of this rank.
             largest: gives the largest of a number over all ranks.
-            clip: bounds the global norm of the gradients, and returns it.
+            norm: gives the global norm of the gradients.
 
         Returns:
             The norm before clipping, None without clipping.
         """
+        if self.kernel is not None:
+            return self._fused(self.kernel, norm)
         finite = self.scaler is None or self.scaler.unscale(gradients, largest)
-        norm = None if self.training.clip_norm is None else clip(self.training.clip_norm)
+        before = None
+        if self.training.clip_norm is not None:
+            before = norm()
+            clip(gradients, before, self.training.clip_norm)
         if finite and self.away is not None:
             self.away.step(self._averaged)
         elif finite:
             self.optimizer.step()
             self._averaged(self._trained)
-        return norm
+        return before
+
+    def _fused(self, kernel: AdamW, norm: Callable[[], Tensor]) -> Tensor | None:
+        """The same by a kernel, which leaves the step out by itself."""
+        bound, scale = self.training.clip_norm, self.scale
+        if self.scaler is None and bound is None:
+            kernel.step()
+            self._averaged(self._trained)
+            return None
+        total = norm()
+        finite = kernel.take(total, bound, scale)
+        kernel.step()
+        self._averaged(self._trained, finite)
+        if self.scaler is not None:
+            self.scaler.follow(bool(finite))
+        return None if bound is None else total / scale
 
     @torch.no_grad()
-    def _averaged(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:
         if self.training.ema is not None:
+            weight = stepped * (1 - self.training.ema)
             for parameter in parameters:
-                self.averages[id(parameter)].lerp_(parameter, 1 - self.training.ema)
+                part = weight.to(parameter.dtype) if isinstance(weight, Tensor) else weight
+                self.averages[id(parameter)].lerp_(parameter, part)
 
     def state_dict(self) -> dict[str, Any]:
         """What is alike on all ranks and no option of the optimizer."""

@@ -10,7 +10,7 @@ one collective moves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,15 +117,28 @@ class Weights:
         """Whether some are gathered again for the backward."""
         return any(weight.path("backward") for weight in self.all)
 
+    @property
+    def rounded(self) -> dict[int, Tensor]:
+        """What is held of those that are only rounded after an update, by the id of the master."""
+        return {
+            id(weight.updated): weight.held
+            for weight in self.all
+            if weight.has_master and not weight.path("update")
+        }
+
     @torch.no_grad()
-    def gather(self) -> None:
-        """Put together what other devices have updated, as far as this one holds it."""
+    def gather(self, written: Collection[int] = ()) -> None:
+        """Put together what other devices have updated, as far as this one holds it.
+
+        Args:
+            written: ids of masters of which what is held is made already.
+        """
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
             if weight.path("update"):
                 part = weight.updated.detach().to(weight.held.dtype)
                 _store(bucket.add(weight, part))
-            elif weight.has_master:
+            elif weight.has_master and id(weight.updated) not in written:
                 weight.held.copy_(weight.updated)
         for way in bucket.ways:
             _store(bucket.send(way))

@@ -61,3 +61,17 @@ def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
     values = nbytes / DTYPE_BYTES[dtype]
     moved = nbytes * (3 + 2 * state_bytes)
     return Work("optimizer", 4 * values * (1 + state_bytes), moved, dtype)
+
+
+def adamw_work(nbytes: float, rounded: float, dtype: str) -> Work:
+    """The update of parameters of `nbytes` bytes by the kernel that also writes what is held.
+
+    Parameter and both moments are read and written, gradients read, and `rounded` bytes of what is
+    held in a lower precision written. 15 operations for each of the values.
+    """
+    return Work("adamw_", 15 * nbytes / DTYPE_BYTES[dtype], 7 * nbytes + rounded, dtype)
+
+
+def rounding_work(nbytes: float, rounded: float, dtype: str) -> Work:
+    """What is held made of `nbytes` bytes of masters: `rounded` bytes in a lower precision."""
+    return Work("rounding", nbytes / DTYPE_BYTES[dtype], nbytes + rounded, dtype)

@@ -40,6 +40,7 @@ def build(
     bucket: int = 1,
     precision: Precision = AS_IS,
     offload: Offload = NOTHING,
+    fused_update: bool = False,
     prices: Prices | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
@@ -64,6 +65,7 @@ def build(
         bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
         precision: in which dtypes parameters are updated and gradients sent.
         offload: what lies in host memory.
+        fused_update: whether the optimizer's step is AdamW's kernel.
         prices: what earlier problems on this mesh and of this model have found out.
         progress: told of each stage as it begins.
 
@@ -83,6 +85,7 @@ def build(
     builder = Builder(
         graph, prices or Prices(mesh, model), table, state_bytes, unknown_ops, fixed, slowdown,
         limited, recompute, microbatches, lies, bucket, precision, offload,
+        fused_update,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:

@@ -68,6 +68,7 @@ class Builder:
         bucket: int = 1,
         precision: Precision = AS_IS,
         offload: Offload = NOTHING,
+        fused_update: bool = False,
     ) -> None:
         self.precision, self.chip = precision, device(prices.mesh)
         self.slowdown, self.limited = slowdown, limited
@@ -92,6 +93,7 @@ class Builder:
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, recompute, offload)
         self.waits = slowdown >= TAKE_TURNS
+        self.fused_update = fused_update and self.accelerator and not offload.optimizer
         self.away = away_of(graph, self.chip, bucket, self.waits) if offload.optimizer else None
         runs = offloaded_runs(graph, offload, recompute or {})
         self.stows = {  # node -> how many of its blocks are offloaded
@@ -197,7 +199,12 @@ class Builder:
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         return traffic.cost(
-            self.state_bytes, self.microbatches, self.waits, self._again(share), self.away
+            self.state_bytes,
+            self.microbatches,
+            self.waits,
+            self._again(share),
+            self.away,
+            self.fused_update,
         )
 
     def _again(self, share: Node) -> float:

@@ -110,6 +110,7 @@ class StoredTraffic:
         waits: bool,
         again: float = 0.0,
         away: Away | None = None,
+        fused: bool = False,
     ) -> StoredCost:
         """The price of the choice.
 
@@ -119,6 +120,7 @@ class StoredTraffic:
             waits: whether the program waits for each collective.
             again: which part of its blocks is computed again in the backward, and fetches it again.
             away: said where its optimizer state lies in host memory.
+            fused: whether the update is a kernel that needs no temporaries.
         """
         totals = {
             when: seconds * (microbatches if when in EACH else 1)
@@ -143,7 +145,7 @@ class StoredTraffic:
             "backward": used * (moved or own_dtype) + self.sent * (moved and self.cast),
             "gradient": updated,
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
-            "update": updated if away is None else away.share * (updated + state),
+            "update": 0.0 if fused else updated if away is None else away.share * (updated + state),
         }
         return StoredCost(
             (sum(totals.values()) + coming) / microbatches,

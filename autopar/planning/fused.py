@@ -9,11 +9,14 @@ from autopar.cost.model import CostModel, NodeWork, Work
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.works import node_work, works
+from autopar.ir.fusion import UPDATE
 from autopar.ir.fusion.written import written
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Fused, Plan
+from autopar.simulate.update import update_works, updated_of
 
 
 def fused(
@@ -50,6 +53,45 @@ def fused(
             last.count + times, last.first, last.nbytes + sums[0], last.seconds + sums[1]
         )
     return found
+
+
+def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> tuple[str, ...]:
+    """What is to be fused, without the optimizer's kernel where a dtype is none that it updates.
+
+    Args:
+        chosen: names as `autopar.ir.fusion.choose` gives them.
+        graph: whose parameters are trained.
+        precision: in which dtypes they are updated.
+    """
+    trained = (leaf.type for leaf in graph.leaves("param") if leaf.requires_grad)
+    fits = {precision.updated(kind).dtype for kind in trained} <= {"f32", "f64"}
+    return chosen if fits else tuple(name for name in chosen if name != UPDATE)
+
+
+def fused_update(
+    graph: Graph, plan: Plan, prices: CostModel, state_bytes: float
+) -> dict[str, Fused]:
+    """The optimizer's kernel: how many parameters it updates, and what a device saves in a step.
+
+    Otherwise an optimizer in one pass would do the same, and round masters in another. {} if the
+    plan has no such kernel.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        prices: of kernels.
+        state_bytes: optimizer state in units of what is updated.
+    """
+    read = [node for node in graph.leaves("param") if graph.users[node.name]]
+    trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
+    if not (plan.fuses_update and trained):
+        return {}
+    before, after = (update_works(trained, state_bytes, kernel) for kernel in (False, True))
+    nbytes, seconds = (
+        math.fsum(map(price, before)) - math.fsum(map(price, after))
+        for price in (lambda work: work.nbytes, prices.compute)
+    )
+    return {"adamw_": Fused(len(trained), "the optimizer's step", nbytes, seconds)}
 
 
 def _line(node: Node) -> str:

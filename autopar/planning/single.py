@@ -34,7 +34,7 @@ from autopar.intra_op.words import PinsLike, spell_out
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
-from autopar.ir.fusion import fuse
+from autopar.ir.fusion import UPDATE, fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.offload import Offload, left_of
@@ -47,7 +47,7 @@ from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning import offloading
 from autopar.planning.fitting import EXACT, Made, fitting, solved
-from autopar.planning.fused import fused
+from autopar.planning.fused import applicable, fused, fused_update
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
 from autopar.simulate import run, settings_on, tasks
@@ -268,6 +268,7 @@ class Planner:
     ) -> None:
         self.graph, self.mesh, self.options, self.trace = graph, mesh, options, trace
         self.state_bytes, self.repeated = state_bytes, repeated
+        self.fuse = applicable(options.fuse, graph, options.precision)
         self.pins = spell_out(
             options.pins, graph, mesh, options.table, stored=options.state is None
         )
@@ -319,6 +320,7 @@ class Planner:
             bucket=bucket_of(self.graph),
             precision=options.precision,
             offload=offload,
+            fused_update=UPDATE in self.fuse,
             prices=self.known,
         )
         single = built.problem
@@ -343,10 +345,14 @@ class Planner:
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
                 precision=options.precision,
-                fuse=options.fuse,
+                fuse=self.fuse,
                 offload=offload,
             )
-            found = replace(found, fused=fused(self.graph, found, options.table, self.prices))
+            found = replace(
+                found,
+                fused=fused(self.graph, found, options.table, self.prices)
+                | fused_update(self.graph, found, self.prices, self.state_bytes),
+            )
             counted = found.predicted["peak_bytes"]
             others = counted - evaluate(single, choice).peak  # other microbatches
             alone = replace(found, predicted=found.predicted | {"peak_bytes": counted - others})

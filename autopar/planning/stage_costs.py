@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 
 from autopar.cost.device import device
 from autopar.cost.model import CostModel
-from autopar.cost.work import optimizer_work
 from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.build import build
-from autopar.intra_op.options import Lies
+from autopar.intra_op.options import Lies, Option
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve
-from autopar.ir.graph import Graph
+from autopar.ir.fusion import UPDATE
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import alike
@@ -40,12 +40,14 @@ from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
 from autopar.planning import layered as layers
 from autopar.planning.beside import Beside
+from autopar.planning.fused import applicable
 from autopar.planning.layered import Layered, Signature, runs
 from autopar.planning.recomputation import told
 from autopar.planning.repeated import copies
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
 from autopar.planning.stage_problem import StageProblem
+from autopar.simulate.update import update_works, updated_in
 
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
@@ -271,6 +273,7 @@ class StageCosts:
         ]
 
     def _plan(self, graph: Graph, mesh: Mesh, microbatches: int, recompute: str) -> StageProblem:
+        fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph,
@@ -286,6 +289,7 @@ class StageCosts:
             lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
+            fused_update=fused,
             prices=prices,
         )
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
@@ -302,31 +306,26 @@ class StageCosts:
         )
         updates = []
         for name, options in zip(built.names, built.options, strict=True):
-            count, leaf = graph.multiplicity[name], self.options.precision.updated(graph[name].type)
-            trained = options[0].stored is not None and graph[name].requires_grad
-            updates.append(
-                np.array(
-                    [
-                        count
-                        * model.compute(
-                            optimizer_work(
-                                option.storage.updated.local_bytes(leaf, mesh),
-                                self.state_bytes,
-                                leaf.dtype,
-                            )
-                        )
-                        if trained and option.storage is not None
-                        else 0.0
-                        for option in options
-                    ]
-                )
-            )
+            node, found = graph[name], np.zeros(len(options))
+            if options[0].stored is not None and node.requires_grad:
+                found += [self._update(model, node, option, mesh, fused) for option in options]
+            updates.append(graph.multiplicity[name] * found)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(
             copies(built, graph, mesh, name, options)
             for name, options in zip(built.names, built.options, strict=True)
         )
         return StageProblem(built, grows, edges, counts, tuple(updates), kept, recompute)
+
+    def _update(
+        self, model: CostModel, node: Node, option: Option, mesh: Mesh, fused: bool
+    ) -> float:
+        """Seconds of the update of a parameter under a choice."""
+        if option.storage is None:
+            return 0.0
+        updated = updated_in(option.storage, node, mesh, self.options.precision)
+        works = update_works([updated], self.state_bytes, fused)
+        return sum(map(model.compute, works))
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
         if mesh not in self._prices:

@@ -37,7 +37,7 @@ from autopar.simulate.program import (
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.stow import Stow
 from autopar.simulate.task import Cause, Task
-from autopar.simulate.update import Updated, update
+from autopar.simulate.update import Updated, update, updated_of
 from autopar.simulate.weights import Used, Weight, Weights
 
 _NO_WORK = NodeWork()
@@ -142,7 +142,7 @@ class _Player:
             for leaf in graph.leaves("param")
         }
         self.leaves: dict[str, Value] = {}
-        self.updated: dict[str, float] = {}  # bytes of each parameter that this device updates
+        self.updated: dict[str, Updated] = {}
         self.tape: list[Entry] = []
         self.operators: dict[str, Operator] = {}
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
@@ -172,13 +172,13 @@ class _Player:
         backward(self.tape, ends, self.recorder, self.weights)
         for value in ends:
             self.recorder.drop(value.buffer)
-        plan, updated = self.plan, self.updated
         trained = [
-            Updated(node.name, updated[node.name], plan.precision.updated(node.type).dtype)
+            self.updated[node.name]
             for node in self.graph.leaves("param")
             if self.leaves[node.name].gradient is not None
         ]
-        update(self.recorder, self.settings, trained, plan.bucket if self.away else None)
+        bucket = self.plan.bucket if self.away else None
+        update(self.recorder, self.settings, trained, bucket, self.plan.fuses_update)
         self.weights.gather()
         return self.recorder.tasks()
 
@@ -213,13 +213,12 @@ class _Player:
             nbytes = self.leaves[node.name].buffer.nbytes
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
-        own = plan.precision.updated(node.type, trained)
-        self.updated[node.name] = float(storage.updated.local_bytes(own, plan.mesh))
+        updated = self.updated[node.name] = updated_of(self.graph, plan, node)
         if master:
-            nbytes = self.updated[node.name]
+            nbytes = updated.nbytes
             self.recorder.hold(self.recorder.allocate("optimizer", f"{node.name}, master", nbytes))
         if node.requires_grad and self.settings.state_bytes and not self.away:
-            state = self.updated[node.name] * self.settings.state_bytes
+            state = updated.nbytes * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
 
     # Forward ---------------------------------------------------------------------------------

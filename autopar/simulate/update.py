@@ -1,23 +1,85 @@
-"""The optimizer of a simulated step; its state may come from host memory, bucket by bucket."""
+"""The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
+
+Masters are rounded to what is held afterwards, unless AdamW's kernel has written that as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cost.work import optimizer_work
+from autopar.cost.work import Work, adamw_work, optimizer_work, rounding_work
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
+from autopar.ir.precision import Precision
+from autopar.ir.storage import Storage
+from autopar.plan import Plan
 from autopar.simulate.memory import Buffer, Recorder
 from autopar.simulate.settings import Settings
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What this device updates of a parameter: the node, bytes, and their dtype."""
+    """What this device updates of a parameter.
+
+    Attributes:
+        name: of the node.
+        nbytes, dtype: of what is updated.
+        rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
+        stays: whether that is what this device holds, and not sent to others.
+    """
 
     name: str
     nbytes: float
     dtype: str
+    rounded: float = 0.0
+    stays: bool = False
+
+
+def updated_of(graph: Graph, plan: Plan, node: Node) -> Updated:
+    """What a device updates of a parameter, under the storage that a plan gives it.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        node: a parameter that something reads.
+    """
+    share = graph.template[graph.users[node.name][0]]
+    storage = plan.storage(graph.template[node.name], share)
+    return updated_in(storage, node, plan.mesh, plan.precision)
+
+
+def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -> Updated:
+    """What a device updates of a parameter that lies in a storage."""
+    own = precision.updated(node.type, node.requires_grad)
+    nbytes = float(storage.updated.local_bytes(own, mesh))
+    if not precision.has_master(node.type, node.requires_grad):
+        return Updated(node.name, nbytes, own.dtype)
+    hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
+    stays = not any(hop.when == "update" for hop in hops)
+    rounded = float(storage.updated.local_bytes(node.type, mesh))
+    return Updated(node.name, nbytes, own.dtype, rounded, stays)
+
+
+def update_works(trained: Sequence[Updated], state_bytes: float, fused: bool) -> list[Work]:
+    """The kernels of an update of all of these at once, and of the rounding of masters.
+
+    Args:
+        trained: not empty.
+        state_bytes: optimizer state in units of what is updated.
+        fused: whether it is AdamW's kernel, which rounds what stays.
+    """
+    dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
+    works = [optimizer_work(nbytes, state_bytes, dtype)]
+    left = [each for each in trained if each.rounded]
+    if fused:
+        works = [adamw_work(nbytes, sum(each.rounded for each in left if each.stays), dtype)]
+        left = [each for each in left if not each.stays]
+    if left:
+        masters, rounded = (sum(getattr(e, n) for e in left) for n in ("nbytes", "rounded"))
+        works.append(rounding_work(masters, rounded, dtype))
+    return works
 
 
 @dataclass
@@ -29,7 +91,11 @@ class _Away:
 
 
 def update(
-    recorder: Recorder, settings: Settings, trained: Sequence[Updated], bucket: int | None
+    recorder: Recorder,
+    settings: Settings,
+    trained: Sequence[Updated],
+    bucket: int | None,
+    fused: bool = False,
 ) -> None:
     """Play the optimizer's phase.
 
@@ -38,10 +104,11 @@ def update(
         settings: of the step.
         trained: what has a gradient.
         bucket: bytes of parameters whose state comes together; None where it is on the device.
+        fused: whether it is AdamW's kernel, which needs no temporaries on accelerators.
     """
     recorder.phase = "optimizer"
     if bucket is None:
-        _step(recorder, settings, trained)
+        _step(recorder, settings, trained, fused)
         return
     buckets = list(rows(trained, bucket))
     coming = _come(recorder, settings, buckets, 0)
@@ -62,15 +129,18 @@ def update(
         _gone(recorder, going)
 
 
-def _step(recorder: Recorder, settings: Settings, trained: Sequence[Updated]) -> None:
+def _step(
+    recorder: Recorder, settings: Settings, trained: Sequence[Updated], fused: bool = False
+) -> None:
     """One step of the optimizer."""
     groups = [list(trained)] if settings.at_once and trained else [[each] for each in trained]
     last: Buffer | None = None
     for group in groups:
         nbytes = sum(each.nbytes for each in group)
         name = "update" if settings.at_once else f"update of {group[0].name}"
-        work = optimizer_work(nbytes, settings.state_bytes, group[0].dtype)
-        recorder.compute(name, "", (work,))
+        recorder.compute(name, "", tuple(update_works(group, settings.state_bytes, fused)))
+        if fused and settings.accelerator:
+            continue
         recorder.scratch("temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0))
         # The loop's variable keeps it until the next parameter has its own.
         kept = recorder.hold(recorder.allocate("temporary", f"in {name}", nbytes))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.codegen.calibrate import attention, problems
 from autopar.cost.memory import recipe
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
-from autopar.cost.work import optimizer_work
+from autopar.cost.work import adamw_work, optimizer_work
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
@@ -31,6 +31,8 @@ from autopar.ir.text import fingerprint
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
+from autopar.simulate.update import Updated, update_works
+from autopar_kernels.registry import operators
 from tests.models import gpt2, llama, vit
 
 ONE = Mesh.parse("cpu: gpu=1")
@@ -258,6 +260,23 @@ def test_an_optimizer_reads_and_writes_its_state() -> None:
     """AdamW: parameter, gradient and two moments in; parameter and two moments out."""
     assert optimizer_work(400.0, 2.0, "f32").nbytes == 7 * 400
     assert optimizer_work(400.0, 0.0, "f32").nbytes == 3 * 400  # plain SGD
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_price_of_adamws_kernel_is_what_its_file_says(rounded: bool) -> None:
+    kernel = operators()["adamw_"]
+    parameter, m, v, gradient = (torch.zeros(300) for _ in range(4))
+    low = torch.zeros(300, dtype=torch.bfloat16) if rounded else None
+    price = adamw_work(4 * 300, 2 * 300 * rounded, "f32")
+    hyper = torch.zeros(8)
+    assert price.nbytes + hyper.nbytes == kernel.nbytes((parameter, m, v, gradient, low, hyper), ())
+    assert kernel.flops == "15 ..."
+    assert price.flops == 15 * 300
+    # Otherwise masters are read once more, to be rounded.
+    masters = [Updated("w", 1200.0, "f32", 600.0 * rounded, stays=True)]
+    plain, fused = (update_works(masters, 2.0, fused) for fused in (False, True))
+    saved = sum(w.nbytes for w in plain) - sum(w.nbytes for w in fused)
+    assert saved == 1200 * rounded
 
 
 def test_a_fused_chain_moves_its_ends_and_is_launched_once() -> None:

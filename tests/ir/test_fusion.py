@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ProgramError
 from autopar.intra_op.rules import rules
-from autopar.ir.fusion import choose, fuse, names
+from autopar.ir.fusion import choose, fuse, names, switches
 from autopar.ir.graph import PREFIX, Graph
 from autopar.ir.interpret import run
 from autopar.ir.passes import FINDING, NORMALISING, prepare
@@ -267,10 +267,11 @@ def test_torch_s_own_modules() -> None:
 
 
 def test_patterns_are_chosen_by_name() -> None:
-    assert choose(True) == names()
+    assert choose(True) == switches() == (*names(), "adamw")
     assert choose(False) == ()
     assert choose(["rotary"]) == ("rotary",)
-    assert set(choose({"rms_norm": False})) == {*names()} - {"rms_norm"}
+    assert set(choose({"rms_norm": False})) == {*switches()} - {"rms_norm"}
+    assert "adamw" not in choose({"adamw": False})
     with pytest.raises(ProgramError, match="no pattern 'softmax'"):
         choose(["softmax"])
 

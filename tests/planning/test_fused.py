@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,10 @@ from torch import Tensor, nn
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.works import works
-from autopar.ir.fusion import names
+from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.graph import PREFIX, Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, settings_on, tasks
@@ -41,12 +44,12 @@ class Model(nn.Module):
         return loss, logits
 
 
-def planned(fuse: tuple[str, ...]) -> tuple[Graph, Plan, float, float]:
+def planned(fuse: tuple[str, ...], **how: Any) -> tuple[Graph, Plan, float, float]:
     """The graph and its plan, and the seconds and bytes of the simulated step."""
     with torch.device("meta"):
         model = Model()
     ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
-    options = Options(fuse=fuse)
+    options = Options(fuse=fuse, **how)
     graph = capture_graph(model, (ids, ids), {}, options, Trace(None)).graph
     plan = make_plan(graph, GPUS, options, Trace(None))
     prices = AnalyticModel(GPUS)
@@ -58,7 +61,7 @@ def planned(fuse: tuple[str, ...]) -> tuple[Graph, Plan, float, float]:
 @pytest.fixture(scope="module")
 def both() -> tuple[Graph, Plan]:
     plain, _, seconds, peak = planned(())
-    graph, plan, fused_seconds, fused_peak = planned(names())
+    graph, plan, fused_seconds, fused_peak = planned(switches())
     assert not any(node.op.startswith(PREFIX) for node in plain.nodes)
     assert fused_seconds < seconds
     assert fused_peak < peak  # neither logits nor their gradients are there at once
@@ -68,8 +71,12 @@ def both() -> tuple[Graph, Plan]:
 def test_a_plan_says_what_was_fused_and_what_it_saves(
     both: tuple[Graph, Plan],
 ) -> None:
-    _, plan = both
-    assert set(plan.fused) == {"add_rms_norm", "swiglu", "linear_cross_entropy"}
+    graph, plan = both
+    assert set(plan.fused) == {"add_rms_norm", "swiglu", "linear_cross_entropy", "adamw_"}
+    trained = [leaf for leaf in graph.leaves("param") if leaf.requires_grad]
+    assert plan.fused["adamw_"].count == len(trained)
+    # One pass is what it would be otherwise, too.
+    assert plan.fused["adamw_"].nbytes == pytest.approx(0.0)
     for name in ("add_rms_norm", "swiglu"):
         entry = plan.fused[name]
         assert entry.count == 1
@@ -77,6 +84,23 @@ def test_a_plan_says_what_was_fused_and_what_it_saves(
         assert entry.seconds > 0
         assert "test_fused.py:" in entry.first
     assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_the_optimizers_kernel_rounds_masters_and_needs_no_temporaries() -> None:
+    how = {"precision": Precision.read("bf16"), "state": "ddp"}
+    graph, plan, seconds, peak = planned((UPDATE,), **how)
+    _, plain, plain_seconds, plain_peak = planned((), **how)
+    assert plan.fuses_update
+    assert not plain.fuses_update
+    assert not plain.fused
+    elements = sum(leaf.type.numel for leaf in graph.leaves("param"))
+    assert plan.fused["adamw_"].nbytes == 4 * elements  # masters are not read once more
+    assert plan.fused["adamw_"].seconds > 0
+    assert seconds < plain_seconds
+    assert peak <= plain_peak
+    prices = AnalyticModel(GPUS).collective
+    assert "FUSED_UPDATE = True" in emit(graph, plan, prices)
+    assert "FUSED_UPDATE" not in emit(graph, plain, prices)
 
 
 def test_programs_leave_out_what_nobody_asks_for(

@@ -163,6 +163,7 @@ def optimizer_parts(
 def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
     """A tensor of the optimizer's state: like the parameter, or one for all of it."""
     name, box, shape = f"optimizer.{h.name}.{key}", h.updated_box, tuple(value.shape)
+    value = value if shape else value.clone()  # counts may be shared
     if shape == box.sizes:
         return Part(name, value, box, h.shape)
     if shape == () or box == Box.whole(h.shape):
@@ -252,6 +253,7 @@ def room_for(
     device = updated.device if on_device else torch.device("cpu")
     wanted = (box.sizes, kind, device)
     fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
+    fits = fits and bool(box.sizes)  # a count may be shared
     tensor = old if fits else torch.empty(box.sizes, dtype=kind, device=device)
     return Part(f"optimizer.{h.name}.{key}", tensor, box, stored.shape)
 

@@ -1,7 +1,8 @@
 """A pass that puts kernels in the place of what models write out.
 
 Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
-does not reach over the border of a repeated block, so that all blocks stay alike.
+does not reach over the border of a repeated block, so that all blocks stay alike. One more kernel
+has no pattern, since it is no part of the graph: the optimizer's step.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
-__all__ = ["Fuse", "Match", "Pattern", "choose", "fuse", "names", "patterns"]
+__all__ = ["UPDATE", "Fuse", "Match", "Pattern", "choose", "fuse", "names", "patterns", "switches"]
+
+UPDATE = "adamw"  # by what `fuse` switches the optimizer's kernel on and off
 
 Fuse = bool | Mapping[str, bool] | Sequence[str]
 
 Home = tuple[int, int] | None  # run and block
 Known = dict[tuple[str, tuple[Arg, ...]], Ref]
+
+
+def switches() -> tuple[str, ...]:
+    """All that `fuse` may name."""
+    return (*names(), UPDATE)
 
 
 def choose(fuse: Fuse) -> tuple[str, ...]:
@@ -36,18 +44,18 @@ def choose(fuse: Fuse) -> tuple[str, ...]:
         ProgramError: there is no pattern of such a name.
     """
     if isinstance(fuse, bool):
-        return names() if fuse else ()
+        return switches() if fuse else ()
     listed = (fuse,) if isinstance(fuse, str) else tuple(fuse)
-    unknown = [name for name in listed if name not in names()]
+    unknown = [name for name in listed if name not in switches()]
     if isinstance(fuse, str) or unknown:
         raise ProgramError(
             f"there is no pattern {(unknown or listed)[0]!r} to fuse",
-            why=f"there are {', '.join(names())}",
+            why=f"there are {', '.join(switches())}",
             todo="pass True, False, a list of these, or a mapping of them to True or False",
         )
     if isinstance(fuse, Mapping):
-        return tuple(name for name in names() if fuse.get(name, True))
-    return tuple(name for name in names() if name in listed)
+        return tuple(name for name in switches() if fuse.get(name, True))
+    return tuple(name for name in switches() if name in listed)
 
 
 def _matches(
