@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
+from autopar.codegen.cuda_graph import CudaGraph, Results, refuse
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import refuse_what_shards_break
@@ -24,6 +25,7 @@ from autopar.codegen.state import (
     host_bucket_of,
     parameters_of,
     precision_of,
+    stows,
     widened_of,
 )
 from autopar.codegen.update import Training, Update
@@ -43,10 +45,11 @@ class Executor:
         values: every parameter and buffer by name, whole; the first rank's count.
         training: how the local parameters are updated.
         tied: further names of parameters.
+        cuda_graph: whether a step is captured and replayed.
 
     Raises:
         StateError: `values` does not fit the program.
-        ProgramError: the optimizer cannot work on shards.
+        ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Executor:
         training: Training,
         *,
         tied: Mapping[str, str] | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = widened_of(program)
@@ -90,7 +94,23 @@ class Executor:
         runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
         self._everyone = everyone = runtime.group(runtime.mesh.names)
+        self.graph: CudaGraph | None = None
+        if cuda_graph:
+            self.graph = self._graphed()
         self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
+
+    def _graphed(self) -> CudaGraph:
+        """What captures and replays a step; ProgramError if one cannot be captured."""
+        program, kernel = self.program, self.update.kernel
+        refuse(
+            self.runtime.device,
+            random=program.RANDOM,
+            scaled=self.update.scaler is not None,
+            offloaded=self.update.away is not None or stows(program),
+            counted=kernel is not None,
+        )
+        assert kernel is not None
+        return CudaGraph(self._step, kernel.refresh)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -117,20 +137,26 @@ class Executor:
         with self.watch:
             with part(PHASE, "batch"):
                 inputs = self._prepare(batch)
-                self.optimizer.zero_grad(set_to_none=True)
-                self.gradients.drop()  # those of a step that failed
-            with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
-                loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
-            with part(PHASE, "backward"):
-                torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
-                self.runtime.fetch.drop()
-                self.gradients.collect()
-            with part(PHASE, "optimizer"):
-                gradients = self.weights.gradients
-                norm = partial(self.state.norm, gradients)
-                self.grad_norm = self.update.step(gradients, self._everyone.maximum, norm)
-                self.weights.gather(self.update.written)
-        return loss.detach()
+            run = self._step if self.graph is None else self.graph
+            loss, self.grad_norm = run(inputs)
+        return loss
+
+    def _step(self, inputs: Mapping[str, Tensor]) -> Results:
+        """The loss of inputs on the device, and the gradients' norm; parameters are others then."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.drop()  # those of a step that failed
+        with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
+            loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
+        with part(PHASE, "backward"):
+            torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
+            self.runtime.fetch.drop()
+            self.gradients.collect()
+        with part(PHASE, "optimizer"):
+            gradients = self.weights.gradients
+            norm = partial(self.state.norm, gradients)
+            before = self.update.step(gradients, self._everyone.maximum, norm)
+            self.weights.gather(self.update.written)
+        return loss.detach(), before
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -189,11 +215,15 @@ class Executor:
         """Make what is held again of what the optimizer updates."""
         self.weights.gather()
         self.update.settle()
+        if self.graph is not None:
+            self.graph.reset()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         self._load(values)
         self.update.restart()
+        if self.graph is not None:
+            self.graph.reset()
         self.loaded = True
 
     def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:

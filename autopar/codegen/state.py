@@ -110,6 +110,11 @@ def fuses_update(program: ModuleType) -> bool:
     return bool(getattr(program, "FUSED_UPDATE", False))
 
 
+def stows(program: ModuleType) -> bool:
+    """Whether activations lie in host memory between forward and backward."""
+    return "stowed" in program.forward.__code__.co_names
+
+
 def parameters_of(program: ModuleType) -> list[Parameter]:
     """What a loaded program stores, in its precision."""
     precision = precision_of(program)
