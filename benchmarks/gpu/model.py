@@ -1,13 +1,16 @@
 """A whole model on one GPU: steps by autopar, fused and not, beside eager torch and torch.compile.
 
-llama in 8 layers of the 8B shape, bf16, 4 samples of 4096 tokens, AdamW in torch's fused form.
+llama in 8 layers of the 8B shape, bf16, 4 samples of 4096 tokens, AdamW in torch's fused form. All
+begin with the same weights and get the same batch; of some the losses of 50 steps are compared with
+those of eager torch. A small model on the CPU takes the same way, and has neither times nor bytes.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,55 +18,139 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.zoo import load
+from autopar.errors import AutoparError
+from autopar.zoo.build import build, example_inputs
+from autopar.zoo.spec import spec
 
-LAYERS, BATCH, SEQ = 8, 4, 4096
 WARM, STEPS, CURVE = 3, 10, 50
-MESH = "H200: gpu=1"
 OURS: dict[str, dict[str, Any]] = {
     "autopar": {"fuse": False},
     "autopar fused": {"fuse": True},
     "autopar inductor": {"fuse": False, "backend": "inductor"},
     "autopar fused inductor": {"fuse": True, "backend": "inductor"},
+    # With masters, which the others have not: what AdamW's kernel updates.
+    "autopar fused masters": {"fuse": True, "precision": "bf16"},
+    "autopar fused masters graph": {"fuse": True, "precision": "bf16", "cuda_graph": True},
 }
 PROVIDERS = ("eager", "torch.compile", *OURS)
+CURVED = ("eager", "torch.compile", "autopar fused", "autopar fused inductor")
+FIGURES = ("step_ms", "peak_GiB", "of_eager", "of_compile", "curve_off", "failed")
 Step = Callable[[], Tensor]
 Row = dict[str, object]
 
 
-def rows() -> list[Row]:
-    """One for each provider; without a GPU their figures are empty."""
-    empty: Row = dict.fromkeys(("step_ms", "peak_GiB", "of_compile", "curve_off"), "")
-    if not torch.cuda.is_available():
-        return [{"provider": name, **empty} for name in PROVIDERS]
-    found: dict[str, Row] = {}
-    curves: dict[str, list[float]] = {}
-    for name in PROVIDERS:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step = _ready(name)
-        milliseconds = _timed(step)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        found[name] = {"step_ms": round(milliseconds, 2), "peak_GiB": round(peak, 2)}
-        del step
-        curves[name] = [float(loss) for loss in _losses(_ready(name), CURVE)]
-        print(name, found[name], flush=True)
-    rival = float(str(found["torch.compile"]["step_ms"]))
-    for name, row in found.items():
-        pairs = zip(curves[name], curves["eager"], strict=True)
-        row["of_compile"] = round(float(str(row["step_ms"])) / rival, 3)
+@dataclass(frozen=True)
+class Size:
+    """What is trained, and where.
+
+    Attributes:
+        layers, batch, seq: of the model and of its batch.
+        device: "cuda" or "cpu".
+        config: entries of the 8B configuration that are others.
+    """
+
+    layers: int
+    batch: int
+    seq: int
+    device: str
+    config: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def mesh(self) -> str:
+        """One device, as autopar takes it."""
+        return "H200: gpu=1" if self.device == "cuda" else "cpu: gpu=1"
+
+
+REAL = Size(8, 4, 4096, "cuda")
+SMALL = Size(
+    2, 2, 16, "cpu",
+    (("hidden_size", 64), ("intermediate_size", 96), ("num_attention_heads", 4),
+     ("num_key_value_heads", 2), ("vocab_size", 128)),
+)  # fmt: skip
+
+
+@dataclass
+class Trained:
+    """Losses of some steps, the median milliseconds of one, and GiB at the peak; 0 on a CPU."""
+
+    losses: list[float]
+    milliseconds: float = 0.0
+    peak: float = 0.0
+
+
+def empty() -> list[Row]:
+    """The rows without a GPU."""
+    return [{"provider": name, **dict.fromkeys(FIGURES, "")} for name in PROVIDERS]
+
+
+def rows(size: Size = REAL, providers: Sequence[str] = PROVIDERS) -> tuple[list[Row], list[Row]]:
+    """A row for each provider, and one for each step with the losses of `CURVED`.
+
+    A provider that fails says so in its row.
+    """
+    found: dict[str, Trained] = {}
+    failed: dict[str, str] = {}
+    for name in providers:
+        try:
+            found[name] = _trained(name, size)
+            print(f"  {name}: {found[name]}"[:100], flush=True)
+        except (AutoparError, RuntimeError) as error:  # the others are still worth the run
+            failed[name] = " ".join(str(error).split())[:200]
+            print(f"  {name} failed: {failed[name]}", flush=True)
+    table = [_row(name, found, failed.get(name, "")) for name in providers]
+    curved = {name: found[name].losses for name in CURVED if name in found}
+    steps = zip(*curved.values(), strict=True)
+    return table, [
+        {"step": n, **dict(zip(curved, each, strict=True))} for n, each in enumerate(steps)
+    ]
+
+
+def _row(name: str, found: dict[str, Trained], failed: str) -> Row:
+    row: Row = {"provider": name, **dict.fromkeys(FIGURES, "")}
+    if name not in found:
+        return row | {"failed": failed}
+    own, eager = found[name], found.get("eager")
+    if own.milliseconds:
+        row |= {"step_ms": round(own.milliseconds, 2), "peak_GiB": round(own.peak, 2)}
+        for column, rival in (("of_eager", "eager"), ("of_compile", "torch.compile")):
+            if rival in found:
+                row[column] = round(own.milliseconds / found[rival].milliseconds, 3)
+    if eager is not None and name in CURVED:
+        pairs = zip(own.losses, eager.losses, strict=True)
         row["curve_off"] = f"{max(abs(a - b) / b for a, b in pairs):.1e}"
-    return [{"provider": name, **row} for name, row in found.items()]
+    return row
 
 
-def _ready(name: str) -> Step:
+def _trained(name: str, size: Size) -> Trained:
+    """The steps of one provider, from the first on."""
+    count = CURVE if name in CURVED else WARM + STEPS
+    gc.collect()
+    if size.device == "cpu":
+        step = _ready(name, size)
+        return Trained([float(step()) for _ in range(count)])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step = _ready(name, size)
+    times, losses = list[float](), list[Tensor]()
+    for number in range(count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        losses.append(step())
+        end.record()
+        end.synchronize()
+        if number > WARM:  # in which a graph is captured
+            times.append(start.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return Trained([float(loss) for loss in losses], statistics.median(times), peak)
+
+
+def _ready(name: str, size: Size) -> Step:
     """One step of training from the same weights on the same batch."""
-    model, batch = _model()
+    model, batch = _model(size)
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     if name in OURS:
         program = autopar.compile(
-            model, MESH, optimizer=optimizer, example_inputs=batch, **OURS[name]
+            model, size.mesh, optimizer=optimizer, example_inputs=batch, **OURS[name]
         )
         return partial(program.step, **batch)
     updates = optimizer(model.parameters())
@@ -79,39 +166,22 @@ def _ready(name: str) -> Step:
     return step
 
 
-def _model() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model with its weights, and a batch, on the GPU."""
+def _model(size: Size) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model with its weights, and a batch, on the device."""
     torch.manual_seed(0)
-    module, batch = load("llama-3-8b", batch=BATCH, seq=SEQ, layers=LAYERS)
-    module = module.to(torch.bfloat16).to_empty(device="cuda")
+    known = spec("llama-3-8b")
+    wanted = replace(known, config={**known.config, **dict(size.config)})
+    module = build(wanted, layers=size.layers).to(torch.bfloat16).to_empty(device=size.device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        inverse = 500000.0 ** (-torch.arange(0, 128, 2, device="cuda").float() / 128)
         for name, buffer in module.named_buffers():
             if name.endswith("inv_freq"):
-                buffer.copy_(inverse)
+                places = torch.arange(buffer.numel(), device=size.device).float()
+                buffer.copy_(500000.0 ** (-places / buffer.numel()))
     words = next(iter(module.parameters())).shape[0]
-    tokens = torch.randint(0, words, (BATCH, SEQ), device="cuda")
-    return module, dict.fromkeys(batch, tokens)
-
-
-def _timed(step: Step) -> float:
-    """Median milliseconds of a step."""
-    times: list[float] = []
-    for number in range(WARM + STEPS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        if number >= WARM:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def _losses(step: Step, count: int) -> list[Tensor]:
-    return [step() for _ in range(count)]
+    tokens = torch.randint(0, words, (size.batch, size.seq), device=size.device)
+    return module, dict.fromkeys(example_inputs(wanted, size.batch, size.seq), tokens)

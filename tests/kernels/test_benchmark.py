@@ -9,6 +9,7 @@ from torch import Tensor
 from autopar_kernels.registry import operators
 from autopar_kernels.registry.draw import Draw
 from autopar_kernels.registry.operator import listed
+from benchmarks.gpu import model
 from benchmarks.gpu.cases import CASES, Case
 from benchmarks.kernels import arithmetic
 
@@ -46,3 +47,24 @@ def test_a_row_without_a_gpu_has_bytes_and_no_times() -> None:
     row = arithmetic(CASES[0])
     assert float(str(row["megabytes"])) > 8192 * 16032 * 2 / 1e6
     assert row["ms"] == row["copy_TBps"] == row["error"] == ""
+
+
+@pytest.mark.parametrize(
+    "providers",
+    [
+        ("eager", "autopar fused"),
+        pytest.param(model.PROVIDERS, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_a_small_model_takes_the_way_of_the_large_one(providers: tuple[str, ...]) -> None:
+    rows, curve = model.rows(model.SMALL, providers)
+    assert [row["provider"] for row in rows] == list(providers)
+    assert len(curve) == model.CURVE
+    for row in rows:
+        assert row["step_ms"] == row["peak_GiB"] == row["of_eager"] == ""  # not of a GPU
+        graph = row["provider"] == "autopar fused masters graph"
+        assert ("graphs are CUDA's" in str(row["failed"])) == graph
+        if row["provider"] in model.CURVED:
+            assert float(str(row["curve_off"])) < 0.02  # of bf16
+    assert curve[-1]["eager"] < curve[0]["eager"]
