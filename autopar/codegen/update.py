@@ -191,10 +191,10 @@ class Update:
     @torch.no_grad()
     def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:
         if self.training.ema is not None:
-            weight = stepped * (1 - self.training.ema)
+            part = 1 - self.training.ema
             for parameter in parameters:
-                part = weight.to(parameter.dtype) if isinstance(weight, Tensor) else weight
-                self.averages[id(parameter)].lerp_(parameter, part)
+                made = stepped.to(parameter.dtype) if isinstance(stepped, Tensor) else stepped
+                self.averages[id(parameter)].lerp_(parameter, made * part)
 
     def state_dict(self) -> dict[str, Any]:
         """What is alike on all ranks and no option of the optimizer."""
