@@ -77,6 +77,10 @@ class Trained:
     milliseconds: float = 0.0
     peak: float = 0.0
 
+    def __str__(self) -> str:
+        ends = f"loss {self.losses[0]:.4f} to {self.losses[-1]:.4f}"
+        return f"{ends}, {self.milliseconds:.2f} ms, {self.peak:.2f} GiB"
+
 
 def empty() -> list[Row]:
     """The rows without a GPU."""
@@ -93,7 +97,7 @@ def rows(size: Size = REAL, providers: Sequence[str] = PROVIDERS) -> tuple[list[
     for name in providers:
         try:
             found[name] = _trained(name, size)
-            print(f"  {name}: {found[name]}"[:100], flush=True)
+            print(f"  {name}: {found[name]}", flush=True)
         except (AutoparError, RuntimeError) as error:  # the others are still worth the run
             failed[name] = " ".join(str(error).split())[:200]
             print(f"  {name} failed: {failed[name]}", flush=True)
@@ -124,6 +128,7 @@ def _row(name: str, found: dict[str, Trained], failed: str) -> Row:
 def _trained(name: str, size: Size) -> Trained:
     """The steps of one provider, from the first on."""
     count = CURVE if name in CURVED else WARM + STEPS
+    torch.compiler.reset()
     gc.collect()
     if size.device == "cpu":
         step = _ready(name, size)
