@@ -172,12 +172,6 @@ def recorded(mesh: Mesh) -> Iterator[Calls]:
 
         return watched
 
-    reduce_many = torch_private.all_reduce_many
-
-    def summed(tensors: list[Tensor], group: Any) -> None:
-        calls.append(("all_reduce", axes(group), sum(tensor.nbytes for tensor in tensors)))
-        reduce_many(tensors, group)
-
     with (
         patch.object(
             torch_private,
@@ -189,7 +183,6 @@ def recorded(mesh: Mesh) -> Iterator[Calls]:
             "reduce_scatter_single",
             watching("reduce_scatter", 1, torch_private.reduce_scatter_single),
         ),
-        patch.object(torch_private, "all_reduce_many", summed),
         patch.object(
             torch.distributed, "all_reduce", watching("all_reduce", 0, torch.distributed.all_reduce)
         ),

@@ -7,6 +7,7 @@ the order in which the backward makes them, and when a buffer is full one collec
 (Li et al., "PyTorch Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device that runs on a
 stream of its own while the backward goes on. Elsewhere it runs at once; but all_reduces, which save
 no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
+Nobody may write to what the backward gives: an all_reduce sums in the buffer that it is put into.
 
 A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
 takes the sums to where they are updated once. In mixed precision a gradient is cast to the dtype in
@@ -119,11 +120,7 @@ class Gradients:
         if not path:
             self._done.append((known.weight, total))
             return
-        total = total.to(known.weight.sent)
-        own = known.own or total is not known.total
-        if path[0].call.kind == "all_reduce" and not (own and total.is_contiguous()):
-            total = total.clone(memory_format=torch.contiguous_format)  # it is summed in place
-        self._done += self._whole.add(known.weight, total)
+        self._done += self._whole.add(known.weight, total.to(known.weight.sent))
 
     @contextmanager
     def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:

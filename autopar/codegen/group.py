@@ -155,16 +155,13 @@ class Group:
         return self.gather_all([x], [dim], [extent])[0]
 
     # Several tensors at once, in one flat buffer: gloo wants equal ranks, and every backend takes
-    # them. Of one tensor the buffer is the tensor itself.
+    # them. Of one tensor that is only sent the buffer is the tensor itself.
 
     def reduce_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of each over the group; the tensors, contiguous ones, may be overwritten."""
+        """The sum of each over the group."""
         if self.process_group is None:
             return list(xs)
-        if len(xs) == 1 or xs[0].device.type == "cpu":
-            torch_private.all_reduce_many(list(xs), self.process_group)
-            return list(xs)
-        total = torch.cat([x.view(-1) for x in xs])
+        total = torch.cat([x.reshape(-1) for x in xs])
         dist.all_reduce(total, group=self.process_group)
         flat = total.split([x.numel() for x in xs])
         return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]

@@ -54,9 +54,3 @@ def profiling() -> bool:
     """Whether torch's profiler records this thread."""
     enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return enabled
-
-
-def all_reduce_many(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each of several tensors of one dtype over a group, in place, by one collective."""
-    coalesced: Any = group
-    coalesced.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()

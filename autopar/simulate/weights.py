@@ -289,10 +289,6 @@ class Weights:
             return
         key = (when, self._sent(weight).dtype, path)
         waiting = self.waiting.setdefault(key, [])
-        if path[0][0] == "all_reduce" and self.microbatches == 1:  # summed in place, in a copy
-            made = self.recorder.allocate("temporary", gradient.name, gradient.nbytes)
-            self.recorder.drop(gradient)
-            gradient = self.recorder.hold(made)
         waiting.append((weight, gradient, ready))
         if "gradient" not in self.overlap and {kind for kind, *_ in path} == {"all_reduce"}:
             return  # at the end, all as one
@@ -315,21 +311,25 @@ class Weights:
             else:
                 recorder.collective(title, weights[0].name, call, cause, [ready])
                 ready = -1
-            if call.kind == "all_reduce":
-                continue
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst, self._sent(weight))
                 buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
-                # Blocks of a row are put side by side, and several tensors into one buffer; gloo
-                # sums in a copy of that.
-                copied = not (self.accelerator or call.quantised)
-                copies = bool(hop.dim) + (len(hops) > 1) + copied
-                staging = copies * self._bytes(weight, hop.src, self._sent(weight))
-                staging += staged(hop.call, self.mesh)
+                staging = self._staging(weight, hop, len(hops))
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
             self._arrived(key[0], weight, buffer, ready)
+
+    def _staging(self, weight: Weight, hop: Hop, together: int) -> float:
+        """What a collective of several gradients needs of one, beside it and what comes of it."""
+        if hop.call.kind == "all_reduce":
+            return 0.0  # summed in the buffer that comes of it
+        # Blocks of a row are put side by side, and several tensors into one buffer; gloo sums in a
+        # copy of that.
+        copied = not (self.accelerator or hop.call.quantised)
+        copies = bool(hop.dim) + (together > 1) + copied
+        whole = self._bytes(weight, hop.src, self._sent(weight))
+        return copies * whole + staged(hop.call, self.mesh)
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         if when == "reduce":
