@@ -309,6 +309,7 @@ class Builder:
         if node.inputs and node.inputs[0] in self.entering:
             # What enters a block that is computed again is all that it keeps.
             saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])
+        saved += self.alive.products.get(node.name, 0) * np.array(rows["value", -1])
         self.sums[node.name] = tuple(saved.tolist())
         return rows
 

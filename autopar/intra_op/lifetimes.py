@@ -68,12 +68,14 @@ class Lifetimes:
             What several operators keep is one tensor if all want one layout. So each pays for an
             equal part of it, and for none is it free to keep another one.
         stowed: the same of what lies in host memory between the two.
+        products: node -> how many of its results are kept so that they need not be computed again.
     """
 
     points: tuple[str, ...]
     copies: dict[str, dict[tuple[Role, int], Copies]]
     payers: dict[tuple[str, int], float]
     stowed: dict[tuple[str, int], float] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
 
 
 def pieces_of(memory: Copies) -> list[Held]:
@@ -134,6 +136,7 @@ class _Step:
         self.changes: dict[str, dict[tuple[Role, int], Copies]] = {}
         self.payers: dict[tuple[str, int], float] = {}
         self.stowed: dict[tuple[str, int], float] = {}
+        self.products: dict[str, int] = {}
 
     def result(self) -> Lifetimes:
         self._leaves()
@@ -143,7 +146,7 @@ class _Step:
             name: {key: np.cumsum(change)[:-1].round(12) for key, change in changes.items()}
             for name, changes in self.changes.items()
         }
-        return Lifetimes(self.names, copies, self.payers, self.stowed)
+        return Lifetimes(self.names, copies, self.payers, self.stowed, self.products)
 
     def _returns(self) -> dict[str, int]:
         """When the function of each operator returns, where that is a block's."""
@@ -255,12 +258,18 @@ class _Step:
             if self._is_parameter(node):
                 first = keepers.get(self._storage(node.name))
                 self._gathered(node, i, end, end if first is None else 2 * self.end - first[0][0])
-            elif node.alias is None and node.name not in keepers:
-                self._value(node, i, end)
-                if block is not None and self._is_one_of(node, block.what.kept):
-                    self._alive(node.name, "value", end + 0.5, block.when)
-                elif block is not None and self._is_one_of(node, block.what.operators):
-                    self._value(node, block.when, block.when)
+            elif node.alias is None:
+                product = block is not None and self._is_one_of(node, block.what.kept)
+                if node.name not in keepers:
+                    self._value(node, i, end)
+                    if block is not None and self._is_one_of(node, block.what.operators):
+                        self._value(node, block.when, block.when)
+                if block is not None and product:
+                    # As it was computed; how its readers want it is made again from that.
+                    until = block.when - 0.25 if node.name in keepers else block.when
+                    self._alive(node.name, "value", end + 0.5, until)
+                    template = self.graph.template[node.name]
+                    self.products[template] = self.products.get(template, 0) + 1
 
     def _is_one_of(self, node: Node, templates: Collection[str]) -> bool:
         return self.graph.template[node.name] in templates
@@ -268,7 +277,7 @@ class _Step:
     def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> Block | None:
         """The block that is computed again which makes a value, if nobody else keeps that."""
         block = self.again.get(root)
-        if block is None or self._is_one_of(self.graph[root], block.what.kept):
+        if block is None:
             return None
         alone = all(self.again.get(self.nodes[i].name) is block for i, _ in keepers)
         return block if alone else None
