@@ -22,7 +22,8 @@ from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.text import fingerprint
 from autopar.pins import data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan, simulated_peak
+from autopar.planning.peak import simulated_peak
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.models import MODELS
 
 PLANS: dict[str, tuple[str, PinsLike]] = {

@@ -35,7 +35,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
-from autopar.planning.single import simulated_peak
+from autopar.planning.peak import simulated_peak
 
 
 @click.command("explain")

@@ -44,6 +44,11 @@ def key(value: str) -> str:
     return f"{SENT}{value}"
 
 
+def is_trained(graph: Graph) -> bool:
+    """Whether there is a backward: from a loss, or from values that are sent to later stages."""
+    return graph.loss is not None or any(user.startswith(SENT) for user, _ in graph.outputs)
+
+
 def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
     """The graphs of the stages.
 

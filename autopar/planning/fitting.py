@@ -25,12 +25,14 @@ from autopar.intra_op.solvers import find, solve
 from autopar.plan import Plan
 
 EXACT = 1e-6  # the relative gap at which a choice counts as optimal
+ALIKE = 1e-3  # plans of a stage so close in seconds are as good
 TRIES = 4  # plans that are simulated before one fits
 SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there may be a plan
 # Seconds of a solve under a limit: of any, and more for each pair of choices of an edge, at most.
 # The least is for a busy machine and a process that still has to load what the solver compiles.
 LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
 LATER = 0.4  # the share of them that a solve has which begins with a choice
+SOON = 0.15  # the same where the optimum is not asked for
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def solved(
 
     def once(problem: Problem) -> Solution:
         nonlocal start
-        limit = seconds if start is None else LATER * seconds
+        share = LATER if gap <= EXACT else SOON
+        limit = seconds if start is None else share * seconds
         said = {"start": start, "time_limit": limit, "gap": gap}
         found = solve(problem, solver=solver, **_understood(solver, said))
         start = found.choice

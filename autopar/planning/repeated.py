@@ -14,6 +14,7 @@ from autopar.intra_op.options import Option
 from autopar.intra_op.problem import Choices, Held
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.stages import SENT
 
 Figures = dict[str, tuple[float, ...]]
 
@@ -58,9 +59,16 @@ class Repeated:
 def copies(
     built: Built, graph: Graph, mesh: Mesh, name: str, options: tuple[Option, ...]
 ) -> tuple[float, ...]:
-    """Bytes that each choice of a node keeps for every microbatch in flight."""
+    """Bytes that each choice of a node keeps for every microbatch in flight.
+
+    Results are kept until the backward begins with their gradients.
+    """
     if options[0].stored is None:
-        return built.sums.get(name, (0.0,) * len(options))
+        kept = built.sums.get(name, (0.0,) * len(options))
+        if name not in {node for user, node in graph.outputs if user.startswith(SENT)}:
+            return kept
+        sent = (option.results[0].local_bytes(graph[name].type, mesh) for option in options)
+        return tuple(nbytes + more for nbytes, more in zip(kept, sent, strict=True))
     # A block that recomputes gathers its parameters again.
     leaf, count = graph[name].type, graph.multiplicity[name] - built.again.get(name, 0)
     return tuple(

@@ -29,7 +29,7 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.schedules import schedule_of
 from autopar.planning.single import Options, cost_model
-from autopar.simulate import Task, run, settings_on, tasks
+from autopar.simulate import after_forward, kept_bytes, run, settings_on, tasks
 
 Priced = AnalyticModel | MeasuredModel
 
@@ -162,12 +162,12 @@ def stage_figures(
     for span in found.spans:
         task = span.task
         seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
-    left = _after_forward(done)
+    left = after_forward(done)
     trained = {f"parameter {leaf.name}" for leaf in graph.leaves("param") if leaf.requires_grad}
     gradients = sum(nbytes for name, nbytes in left.items() if name in trained)
     state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
     summed = sum(n for name, n in left.items() if name.startswith("gradient"))
-    kept = sum(left.values()) - state - summed
+    kept = kept_bytes(left)
     fixed = state + (summed or gradients)
     overlapped = "gradient" in settings_on(plan.mesh.device, state_bytes).overlap
     slowdown = chip.slowdown if overlapped else 2.0
@@ -180,18 +180,6 @@ def stage_figures(
         kept,
         max(found.memory.peak - fixed - kept, 0.0),
     )
-
-
-def _after_forward(done: Sequence[Task]) -> dict[str, float]:
-    """The buffers, with their bytes, that the forward leaves to the backward."""
-    sizes: dict[str, float] = {}
-    for task in done:
-        if task.phase != "forward":
-            break
-        sizes |= dict(task.allocates)
-        for name in task.frees:
-            del sizes[name]
-    return sizes
 
 
 def _crossings(

@@ -23,7 +23,7 @@ from autopar.intra_op.build import build, layouts
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies, in_one_piece
 from autopar.intra_op.prices import Prices
-from autopar.intra_op.problem import Problem, Solution, evaluate
+from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
@@ -31,7 +31,6 @@ from autopar.intra_op.states import StateChoice
 from autopar.intra_op.stored import bucket_of
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
-from autopar.intra_op.works import works
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
 from autopar.ir.fusion import UPDATE, fuse
@@ -46,11 +45,11 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning import offloading
-from autopar.planning.fitting import EXACT, Made, fitting, solved
+from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
 from autopar.planning.fused import applicable, fused, fused_update
+from autopar.planning.peak import simulated_peak
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
-from autopar.simulate import run, settings_on, tasks
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,6 @@ class Planner:
             fused_update=UPDATE in self.fuse,
             prices=self.known,
         )
-        single = built.problem
         if self.repeated is not None:
             built = self.repeated.of(built, self.graph, self.mesh)
         if not recompute and not offload:
@@ -353,43 +351,21 @@ class Planner:
                 fused=fused(self.graph, found, options.table, self.prices)
                 | fused_update(self.graph, found, self.prices, self.state_bytes),
             )
-            counted = found.predicted["peak_bytes"]
-            others = counted - evaluate(single, choice).peak  # other microbatches
-            alone = replace(found, predicted=found.predicted | {"peak_bytes": counted - others})
-            peak = others + simulated_peak(
-                self.graph, alone, options.table, self.prices, self.state_bytes
+            in_flight = 1.0 if self.repeated is None else self.repeated.in_flight
+            peak = simulated_peak(
+                self.graph, found, options.table, self.prices, self.state_bytes, in_flight
             )
             simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
-            return Made(simulated, counted, choice)
+            return Made(simulated, found.predicted["peak_bytes"], choice)
 
         searches = options.solver != "propagate"
+        exact = EXACT if self.repeated is None else ALIKE
         return Branch(
             lambda: planned(EXACT, math.inf, None).plan,
-            lambda limit, gap: fitting(partial(planned, gap), built.problem, limit, searches),
+            lambda limit, gap: fitting(
+                partial(planned, max(gap, exact)), built.problem, limit, searches
+            ),
         )
-
-
-def simulated_peak(
-    graph: Graph,
-    plan: Plan,
-    known: dict[str, OpRule],
-    prices: CostModel,
-    state_bytes: float = 2.0,
-) -> float:
-    """Bytes a device at the peak of a simulated step; those that the planner counts without a loss.
-
-    Args:
-        graph: prepared.
-        plan: for it.
-        known: rules by operator.
-        prices: under which layouts change, as code generation chooses the collectives.
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
-    """
-    if graph.loss is None:
-        return plan.predicted.get("peak_bytes", 0.0)
-    settings = settings_on(plan.mesh.device, state_bytes)
-    done = tasks(graph, plan, works(graph, plan, known), prices, settings)
-    return run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
 
 
 def found_by(problem: Problem, solution: Solution) -> dict[str, str | float]:

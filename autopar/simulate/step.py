@@ -19,7 +19,7 @@ from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
-from autopar.ir.stages import SENT
+from autopar.ir.stages import SENT, is_trained
 from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Ran, backward
 from autopar.simulate.memory import Buffer, Recorder, Value
@@ -70,7 +70,7 @@ def tasks(
         LayoutError: a layout does not fit its value.
     """
     settings = settings or Settings()
-    if graph.loss is None and not any(user.startswith(SENT) for user, _ in graph.outputs):
+    if not is_trained(graph):
         raise SimulationError(
             "there is no training step to simulate",
             why=f"graph {graph.name} has no loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,3 +46,21 @@ class Task:
     allocates: tuple[tuple[str, float], ...] = ()
     frees: tuple[str, ...] = ()
     cause: Cause = ""
+
+
+def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
+    """The buffers that the forward leaves to the backward, "activation linear_3", in bytes."""
+    sizes: dict[str, float] = {}
+    for task in tasks:
+        if task.phase != "forward":
+            break
+        sizes |= dict(task.allocates)
+        for name in task.frees:
+            del sizes[name]
+    return sizes
+
+
+def kept_bytes(left: Mapping[str, float]) -> float:
+    """Of what a forward leaves, the bytes that every microbatch in flight has for itself."""
+    once = ("parameter", "optimizer", "gradient")
+    return sum(nbytes for name, nbytes in left.items() if not name.startswith(once))

@@ -39,7 +39,7 @@ def planned(part: Graph, mesh: str, repeated: Repeated | None, **options: object
     return make_plan(part, Mesh.parse(mesh), given, Trace(None), 2.0, repeated)
 
 
-def test_what_is_in_flight_is_what_torch_saves(
+def test_what_is_in_flight_is_what_torch_saves_and_the_result(
     perceptron: tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]],
 ) -> None:
     model, batch, graph, ends = perceptron
@@ -57,6 +57,7 @@ def test_what_is_in_flight_is_what_torch_saves(
         x = batch["x"][:16].clone()
         for linear in linears:
             x = torch.nn.functional.gelu(linear(x))
+    save(x)  # until its gradient comes, with which the backward begins
     peaks = [
         planned(part, "cpu: gpu=1", Repeated(8, count)).predicted["peak_bytes"] for count in (1, 4)
     ]

@@ -1,0 +1,38 @@
+"""The most memory that a plan's simulated step takes."""
+
+from __future__ import annotations
+
+from autopar.cost.device import device
+from autopar.cost.model import AnalyticModel, CostModel
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.works import works
+from autopar.ir.graph import Graph
+from autopar.ir.stages import is_trained
+from autopar.plan import Plan
+from autopar.simulate import after_forward, kept_bytes, run, settings_on, tasks
+
+
+def simulated_peak(
+    graph: Graph,
+    plan: Plan,
+    known: dict[str, OpRule],
+    prices: CostModel,
+    state_bytes: float = 2.0,
+    in_flight: float = 1.0,
+) -> float:
+    """Bytes a device at the peak of a simulated step; those that the plan says without a backward.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        known: rules by operator.
+        prices: under which layouts change, as code generation chooses the collectives.
+        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
+        in_flight: microbatches of a stage whose backward has not ended.
+    """
+    if not is_trained(graph):
+        return plan.predicted.get("peak_bytes", 0.0)
+    settings = settings_on(plan.mesh.device, state_bytes)
+    done = tasks(graph, plan, works(graph, plan, known), prices, settings)
+    peak = run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
+    return peak + (in_flight - 1) * kept_bytes(after_forward(done))
