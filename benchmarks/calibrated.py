@@ -1,14 +1,15 @@
 """Predicted against measured step time on this machine: `python benchmarks/calibrated.py`.
 
-The machine is calibrated once, with four processes. Then three small models, of widths 128, 256
-and 512, each with two sizes of batch, train under five plans each, fixed beforehand, and the
-seconds of a step are compared with the simulator's under the calibration, with the plan's own sum
-of prices, and with the simulator's under the closed forms, which know nothing of this machine. No
-step is used to fit anything.
+Three small models, of widths 128, 256 and 512, each with two sizes of batch, train under five plans
+each, fixed beforehand, with four processes. The seconds of a step are compared with the simulator's
+under a calibration, with the plan's own sum of prices under the first one, and with the simulator's
+under the closed forms, which know nothing of this machine. No step is used to fit anything.
 
-A step's time is the slowest process's, the median over steps; all plans take their steps in turns.
-The last lines tell the rank correlation (Spearman) and the median error of each prediction. Writes
-results/calibrated.csv and calibrated.svg. The machine must be quiet.
+A shared machine's speed drifts over minutes, so that it is calibrated several times, and the plans
+train in between, some steps each time; of each problem of a calibration the median over the times
+is taken. A step's time is the slowest process's, the median over steps; all plans take their steps
+in turns. The last lines tell the rank correlation (Spearman) and the median error of each
+prediction. Writes results/calibrated.csv and calibrated.svg. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log10
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from autopar import pins
+from autopar.codegen.bench import timing
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
@@ -56,7 +58,8 @@ from tests import models
 from tests.models import Model
 
 MESH = "cpu: node=2, gpu=2"  # one, so that all plans are priced by one calibration
-STEPS, WARMUP = 9, 1
+PARTS = 3  # calibrations, and as often all plans take their steps
+STEPS, WARMUP = 3, 1  # of each part
 
 
 def gpt2(batch: int) -> Model:
@@ -180,20 +183,43 @@ def measured(programs: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def calibrated(file: Path) -> Calibration:
-    """The calibration in a file, measured now if there is none."""
-    if not file.exists():
-        command = [sys.executable, "-c", "from autopar.cli import main; main()", "calibrate"]
-        subprocess.run([*command, "--mesh", MESH, "-o", str(file), "--json"], cwd=ROOT,
-                       stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+    """This machine, measured now and kept in a file."""
+    command = [sys.executable, "-c", "from autopar.cli import main; main()", "calibrate"]
+    subprocess.run([*command, "--mesh", MESH, "-o", str(file), "--json"], cwd=ROOT,
+                   stdout=subprocess.DEVNULL, check=True)  # fmt: skip
     return Calibration.load(file)
 
 
-def rows(file: Path, names: list[str]) -> Iterator[dict[str, Any]]:
+def middle_of(parts: list[Calibration]) -> Calibration:
+    """A calibration of the same problems, each with the median of what it took."""
+
+    def joined(points: tuple[Any, ...]) -> Any:
+        return replace(points[0], time=timing([point.time.seconds for point in points]))
+
+    def kind(name: str) -> tuple[Any, ...]:
+        return tuple(
+            joined(same) for same in zip(*(getattr(part, name) for part in parts), strict=True)
+        )
+
+    return replace(
+        parts[0], products=kind("products"), kernels=kind("kernels"), exchanges=kind("exchanges")
+    )
+
+
+def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     """One row a plan."""
-    known, began = calibrated(file), time.perf_counter()
-    made = list(cases(names, file))
+    parts = [calibrated(folder / "0.toml")]
+    began = time.perf_counter()
+    made = list(cases(names, folder / "0.toml"))
     print(f"{len(made)} plans made in {time.perf_counter() - began:.0f} s", flush=True)
-    taken = measured([case.program for case in made])
+    programs = [case.program for case in made]
+    taken: list[list[float]] = [[] for _ in made]
+    for number in range(PARTS):
+        if number:
+            parts.append(calibrated(folder / f"{number}.toml"))
+        for seconds, more in zip(taken, measured(programs), strict=True):
+            seconds += more
+    known = middle_of(parts)
     for case, seconds in zip(made, taken, strict=True):
         row = {"model": case.model, "batch": case.batch, "mesh": MESH, "plan": case.pins}
         row |= {"measured": middle(seconds), "fastest": min(seconds), "slowest": max(seconds)}
@@ -259,11 +285,9 @@ def main() -> None:
     """Measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--calibration", type=Path, help="a file to take, or to keep it in")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        file = arguments.calibration or Path(temporary, "calibration.toml")
-        found = list(rows(file, arguments.models))
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(rows(Path(folder), arguments.models))
     for by in ("simulated", "summed", "closed_form"):
         correlation, error = verdict(found, by)
         print(f"{by}: rank correlation {correlation:.3f}, median error {error:.1%}")
