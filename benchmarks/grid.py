@@ -36,6 +36,7 @@ from autopar.ir.mesh import Mesh
 from autopar.planning.search import Borders, Searched, play
 from autopar.planning.single import Options
 from autopar.planning.stage_costs import StageCosts
+from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 from benchmarks.harness import write
 
@@ -252,10 +253,10 @@ def rows(case: Case) -> list[dict[str, Any]]:
     """Our plan and the best of the grid."""
     grid = Grid(case)
     began, busy = time.perf_counter(), _processor()
-    ours: Searched = find_pipeline(
-        grid.wanted, grid.mesh, case.batch, replace(grid.options, recompute="auto"), grid.memory,
-        lambda text: None,
-    )  # fmt: skip
+    options = replace(grid.options, recompute="auto")
+    model = OnMicrobatches(grid.wanted, case.batch, grid.mesh, options)
+    with Workers() as workers:
+        ours: Searched = find_pipeline(model, grid.memory, lambda text: None, workers)
     seconds, busy = time.perf_counter() - began, _processor() - busy
     best = ours.pipeline
     ways = [chunk.candidate for stage in best.stages for chunk in stage.chunks]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from autopar.cli.model import Wanted, capture_model, is_data
 from autopar.errors import GraphError
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.stage import Pipeline, Progress, Stage
-from autopar.ir.deepen import LEAST
+from autopar.ir.deepen import LEAST, deepen
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.rebatch import rebatch
@@ -24,6 +23,7 @@ from autopar.planning.layered import Layered
 from autopar.planning.search import SCHEDULES, Searched, plan_of, search
 from autopar.planning.single import Options, Trace
 from autopar.planning.stages import weights
+from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 
 FEWEST = 4  # microbatches that are worth a pipeline
@@ -48,23 +48,23 @@ def plan_pipeline(
     Raises:
         InfeasibleError: no pipeline fits into memory.
     """
-    found = find_pipeline(wanted, mesh, batch, options, memory, stage)
-    stage("planning the stages")
-    one = replace(wanted, batch=batch // found.pipeline.microbatches)
-    graph = remove_shares(capture_model(one, options, Trace(None)))
-    made = plan_of(found, graph, mesh, options, trace)
+    with Workers(None if mesh.size >= MANY else 0) as workers:
+        model = OnMicrobatches(wanted, batch, mesh, options)
+        found = find_pipeline(model, memory, stage, workers)
+        stage("planning the stages")
+        graph = model.whole(found.pipeline.microbatches)
+        made = plan_of(found, graph, mesh, options, trace, workers=workers)
     return found, replace(made, model={**wanted.table(), "batch": batch})
 
 
 def find_pipeline(
-    wanted: Wanted,
-    mesh: Mesh,
-    batch: int,
-    options: Options,
+    model: OnMicrobatches,
     memory: float,
     stage: Callable[[str], None],
+    workers: Workers | None = None,
 ) -> Searched:
     """What the search finds; raises as `plan_pipeline`."""
+    batch, mesh = model.batch, model.mesh
     counts = [batch // size for size in _sizes(batch) if batch // size >= FEWEST] or [batch]
 
     def told(progress: Progress) -> None:
@@ -72,10 +72,10 @@ def find_pipeline(
         stage(f"{progress.doing}: {progress.calls} stages priced, {known}")
 
     return search(
-        OnMicrobatches(wanted, batch, mesh, options),
+        model,
         mesh,
         counts,
-        options,
+        model.options,
         memory,
         schedules=SCHEDULES,
         most_calls=CALLS,
@@ -83,7 +83,7 @@ def find_pipeline(
         gap=GAP,
         scaling=True,
         progress=told,
-        beside=mesh.size >= MANY and is_data(wanted.source) and (os.cpu_count() or 1) > 1,
+        workers=workers,
     )
 
 
@@ -121,6 +121,19 @@ class OnMicrobatches:
         graph = remove_shares(prepared)
         seconds, _ = weights(graph, prepared, self.mesh, self.options)
         return Layered(graph, find_layers(prepared, seconds), self.more, samples)
+
+    def whole(self, microbatches: int) -> Graph:
+        """All layers on one microbatch, normalised, without shares and repeats."""
+        samples = self.batch // microbatches
+        graph = self._graph(samples)
+        if self.more:
+            fewer = replace(self.wanted, layers=LEAST - 1, batch=samples)
+            try:
+                graph = deepen(capture_model(fewer, self.options, Trace(None)), graph, self.more)
+            except GraphError:  # its blocks differ
+                all_layers = replace(fewer, layers=LEAST + self.more)
+                graph = capture_model(all_layers, self.options, Trace(None))
+        return remove_shares(graph)
 
     def _graph(self, samples: int) -> Graph:
         if samples > max(_TRACED) and is_data(self.wanted.source):

@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError
 from autopar.inter_op import kernels
 from autopar.inter_op.draft import Draft, Space
 from autopar.inter_op.even import Even
-from autopar.inter_op.prices import Floats, LowerBound, Prices, StageCost, Table
+from autopar.inter_op.prices import Cell, Floats, LowerBound, Prices, StageCost, Table
 from autopar.inter_op.stage import Candidate, Chunk, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
@@ -32,6 +32,8 @@ Config = Straight | Even
 
 # Of how many schedules and numbers of microbatches guesses are brought up to date after an answer.
 _FRONT = 8
+# So many stage costs of a pipeline are asked for at once.
+TOGETHER = 4
 # How exactly the best pipeline by guesses is looked for.
 _SLACK = 0.03
 
@@ -54,6 +56,7 @@ def partition(
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
     probes: Sequence[tuple[SubMesh, int]] = (),
+    ahead: Callable[[Sequence[Cell]], None] | None = None,
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
 
@@ -78,15 +81,17 @@ def partition(
         scaling: believe that stages do not get more efficient with more devices, more microbatches
             or fewer layers, nor than the most efficient one that is known (efficient: near to
             `lower_bound`). Far fewer stage costs are asked for; `Found.bound` holds if that is so.
-        progress: called after every stage cost.
+        progress: called after every few stage costs.
         probes: sub-meshes and microbatches of which one stage is asked for first.
+        ahead: told of stage costs that are asked for next, one by one, so that it can work them
+            out at once.
 
     Raises:
         InfeasibleError: nothing fits into memory, or no schedule can be had.
         CostError: a stage cost with a figure that is negative or not finite.
     """
     space = Space(
-        Prices(kinds, submeshes, stage_cost, lower_bound, scaling),
+        Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead),
         max(part.size for part in submeshes),
         memory,
         min(len(kinds), most_stages or len(kinds)),
@@ -168,9 +173,12 @@ class _Search:
             stages = min(space.most_stages, max(1, space.devices // part.size))
             count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
             cells.append((*self._middle(stages, count), part, count))
-        for first, last, part, count in cells[: int(min(self.most_calls, 1e6))]:
-            row = int(prices.row[first, last])
-            prices.ask(count, row, list(prices.submeshes).index(part))
+        prices.ask(
+            [
+                (count, int(prices.row[first, last]), list(prices.submeshes).index(part))
+                for first, last, part, count in cells[: int(min(self.most_calls, 1e6))]
+            ]
+        )
 
     def _middle(self, stages: int, count: int) -> tuple[int, int]:
         """First and last layer of the middle one of equal stages."""
@@ -260,14 +268,14 @@ class _Search:
         return sorted({config.microbatches for config in self.configs})
 
     def _ask(self, draft: Draft, doing: str) -> bool:
-        """Whether a pipeline has prices that are not known; the most frequent one is asked for."""
+        """Whether prices of a pipeline are not known; its most frequent ones are asked for."""
         count = draft.microbatches
         unknown = Counter(
             (q, row) for row, q in draft.cells if (count, row, q) not in self.prices.known
         )
-        if unknown and len(self.prices.known) < self.most_calls:
-            (q, row), _ = max(unknown.items(), key=lambda item: item[1])
-            self.prices.ask(count, row, q)
+        room = min(self.most_calls - len(self.prices.known), TOGETHER)
+        if unknown and room > 0:
+            self.prices.ask([(count, row, q) for (q, row), _ in unknown.most_common(int(room))])
             if self.progress is not None:
                 self.progress(
                     Progress(len(self.prices.known), self.seconds, self.bound, doing)

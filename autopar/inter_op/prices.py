@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # (first layer, last layer, both counted in; sub-mesh; microbatches)
+Cell = tuple[int, int, SubMesh, int]
 StageCost = Callable[[int, int, SubMesh, int], Sequence[Candidate]]
 LowerBound = Callable[[int, int, SubMesh, int], Candidate]
 
@@ -61,10 +62,12 @@ class Prices:
         stage_cost: StageCost,
         lower_bound: LowerBound,
         scaling: bool = False,
+        ahead: Callable[[Sequence[Cell]], None] | None = None,
     ) -> None:
         self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
         self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
         self._stage_cost, self._lower_bound, self._scaling = stage_cost, lower_bound, scaling
+        self._ahead = ahead
         self.row, self.ranges = _signatures(self.kinds)
         families: dict[tuple[Hashable, ...], int] = {}
         self.family = np.array(
@@ -89,14 +92,16 @@ class Prices:
             self._bounds[microbatches] = found
         return self._bounds[microbatches]
 
-    def ask(self, microbatches: int, row: int, submesh: int) -> tuple[Candidate, ...]:
-        """The candidates of a signature, asked for once.
+    def ask(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        """Have the candidates of (microbatches, signature, sub-mesh) known, each asked for once.
 
         Raises:
             CostError: a figure that is negative or not finite.
         """
-        key = (microbatches, row, submesh)
-        if key not in self.known:
+        keys = [key for key in dict.fromkeys(keys) if key not in self.known]
+        if self._ahead is not None:
+            self._ahead([(*self.ranges[row], self.submeshes[q], count) for count, row, q in keys])
+        for microbatches, row, submesh in keys:
             first, last = self.ranges[row]
             part = self.submeshes[submesh]
             answer = tuple(self._stage_cost(first, last, part, microbatches))
@@ -107,8 +112,7 @@ class Prices:
                         f"layers {first} to {last} on {part} are priced {candidate}",
                         why="seconds and bytes are finite and not negative",
                     )
-            self.known[key] = answer
-        return self.known[key]
+            self.known[microbatches, row, submesh] = answer
 
     @property
     def families(self) -> int:

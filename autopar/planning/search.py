@@ -26,18 +26,19 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
-from autopar.planning.beside import Beside
 from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
 from autopar.planning.single import Options, Trace, cost_model
 from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import Devices, plan_stages, weights
+from autopar.planning.together import Together
+from autopar.planning.workers import Workers
 
 _CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", *(f"interleaved_1f1b chunks={n}" for n in _CHUNKS))
 SIMULATED = 24  # of the best pipelines are played through
 _SURE = 8  # of these in any case
-_INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
+INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
 # No operator is more efficient on less work; what is priced so may still differ by rounding.
 _OPTIMISM = 0.98
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
@@ -79,7 +80,7 @@ def search(
     gap: float = 0.0,
     scaling: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    beside: bool = False,
+    workers: Workers | None = None,
 ) -> Searched:
     """The fastest pipeline of a model on a cluster.
 
@@ -93,7 +94,7 @@ def search(
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
-        beside: another process prices stages, too; `layered` and `options` can be sent there.
+        workers: processes that price stages; `options` can be sent there. None: this one alone.
 
     Raises:
         InfeasibleError: nothing fits into memory.
@@ -103,8 +104,12 @@ def search(
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest = min(microbatches)
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
-    make = partial(StageCosts, layered, mesh, options, memory, state_bytes, most, shapes, held)
-    costs = make(beside=Beside(partial(_others, make)) if beside else None)
+    make = partial(
+        StageCosts, mesh=mesh, options=options, memory=memory, state_bytes=state_bytes, most=most,
+        shapes=shapes, held=held,
+    )  # fmt: skip
+    together = Together(make, layered, workers or Workers(0))
+    costs = together.costs
     kinds = costs.layered(fewest).kinds
     parts = submeshes(mesh)
     transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
@@ -125,7 +130,8 @@ def search(
         laws=laws,
         microbatches=microbatches,
         memory=memory,
-        stage_cost=costs,
+        stage_cost=together,
+        ahead=together.ahead,
         lower_bound=lower_bound,
         transfer=transfer,
         borders=list(pairwise(kinds)),
@@ -139,7 +145,7 @@ def search(
     )
     played: list[tuple[float, Pipeline, Timeline]] = []
     for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
-        if number >= _SURE and pipeline.seconds * (1 - _INEXACT) > min(row[0] for row in played):
+        if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
             break
         timeline = play(pipeline, transfer)
         seconds = timeline.seconds + max(stage.once for stage in pipeline.stages)
@@ -157,6 +163,7 @@ def plan_of(
     options: Options,
     trace: Trace,
     state_bytes: float = 2.0,
+    workers: Workers | None = None,
 ) -> PipelinePlan:
     """The plan of what a search found: each stage planned once more, as it will run.
 
@@ -167,6 +174,7 @@ def plan_of(
         options: as of the search.
         trace: keeps what is planned.
         state_bytes: optimizer state in units of a parameter's own bytes.
+        workers: processes that plan stages.
 
     Raises:
         InfeasibleError: a stage's simulated step does not fit after all.
@@ -182,14 +190,17 @@ def plan_of(
         for stage, start in zip(pipeline.stages, starts, strict=True)
     ]
     cuts = [ends[last] for last in lasts[:-1]]
-    made = partial(plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule)
+    made = partial(
+        plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule,
+        options=options, trace=trace, state_bytes=state_bytes, workers=workers,
+    )  # fmt: skip
     chunks = sorted((c for s in pipeline.stages for c in s.chunks), key=lambda chunk: chunk.first)
     if options.recompute == "auto":
         try:
-            return made(options, trace, state_bytes, [c.candidate.recompute for c in chunks])
+            return made(recompute=[c.candidate.recompute for c in chunks])
         except InfeasibleError:
             pass  # its simulated step needs more than it is priced at
-    return made(options, trace, state_bytes)
+    return made()
 
 
 def _usual_label(stage: Stage) -> str:
@@ -280,10 +291,6 @@ def _usual(
         for count in microbatches
         if batch and batch // count * 4 == part.size and part.hosts > 1
     ]
-
-
-def _others(make: Callable[[], StageCosts]) -> Callable[[int, int, SubMesh, int], list[Candidate]]:
-    return make().others
 
 
 def _power(number: int) -> int:

@@ -7,9 +7,9 @@ sub-mesh are priced by scaling it, and take milliseconds.
 One microbatch's forward and backward count in full; what a step does once (gradients next to their
 parameters, the update) counts as one part in the number of microbatches. A plan's memory with f
 microbatches in flight is that of parameters, gradients and optimizer state and f times what
-autograd keeps; for every power of two of f that the plan before does not fit, the problem is solved
-under that limit, which gives the frontier. Where not all of them can be had, blocks may compute
-their activations again, too.
+autograd keeps. The problem is solved for one microbatch in flight, for the most that fit, and for
+powers of two between where these differ, which gives the frontier. Where not all of them can be
+had, blocks may compute their activations again, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,6 @@ from autopar.ir.stages import alike
 from autopar.ir.storage import BUCKET
 from autopar.ir.verify import verify
 from autopar.planning import layered as layers
-from autopar.planning.beside import Beside
 from autopar.planning.fused import applicable
 from autopar.planning.layered import Layered, Signature, runs
 from autopar.planning.recomputation import told
@@ -54,6 +54,7 @@ _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is compu
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
 _PRICED = {"gap": 0.02, "time_limit": 1.0}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
+_EVEN = 0.01  # ways so close in seconds are as good
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _AGAIN = 4 / 3  # of a step is what all its forwards are computed again for, at most
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
@@ -72,7 +73,6 @@ class StageCosts:
         shapes: how many logical shapes of a sub-mesh are tried in any case.
         held: of a rank, its layers times its microbatches in flight, in units of all layers, at
             most.
-        beside: answers for all logical shapes but the first, in another process.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class StageCosts:
         most: int,
         shapes: int = 1,
         held: float = math.inf,
-        beside: Beside[[int, int, SubMesh, int], list[Candidate]] | None = None,
     ) -> None:
-        self._beside = beside
         self.mesh, self.shapes, self.held = mesh, shapes, held
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
         self.most = most
@@ -107,34 +105,24 @@ class StageCosts:
             self._models[microbatches] = self._layered(microbatches)
         return self._models[microbatches]
 
+    def know(self, microbatches: int, model: Layered) -> None:
+        """Take the model on one microbatch as given, so that it is not asked for."""
+        self._models.setdefault(microbatches, model)
+
     def __call__(
         self, first: int, last: int, submesh: SubMesh, microbatches: int
     ) -> tuple[Candidate, ...]:
         """Ways to run layers `first` to `last`, none where they do not fit; see `Candidate`."""
-        several = len(self._shapes(submesh, microbatches)) > 1
-        if several and self._beside is not None:
-            self._beside.ask(first, last, submesh, microbatches)
-        found = self._shaped(slice(1), first, last, submesh, microbatches)
-        if several:
-            others = None if self._beside is None else self._beside.answer()
-            found += self.others(first, last, submesh, microbatches) if others is None else others
-        return tuple(_front(found))
+        meshes = self.meshes(submesh, microbatches)
+        return front([way for mesh in meshes for way in self.on(first, last, mesh, microbatches)])
 
-    def others(self, first: int, last: int, submesh: SubMesh, microbatches: int) -> list[Candidate]:
-        """Ways on all logical shapes but the first."""
-        return self._shaped(slice(1, None), first, last, submesh, microbatches)
-
-    def _shaped(
-        self, shapes: slice, first: int, last: int, submesh: SubMesh, microbatches: int
-    ) -> list[Candidate]:
-        """Ways on some of the logical shapes."""
+    def on(self, first: int, last: int, mesh: Mesh, microbatches: int) -> list[Candidate]:
+        """Ways on one logical mesh."""
         signature = runs(self.layered(microbatches).kinds[first : last + 1])
         graph = self._part(microbatches, signature)
-        found: list[Candidate] = []
-        if graph is not None:
-            for mesh in self._shapes(submesh, microbatches)[shapes]:
-                found += self._with_recomputation(graph, mesh, signature, microbatches)
-        return found
+        if graph is None:
+            return []
+        return self._with_recomputation(graph, mesh, signature, microbatches)
 
     def _with_recomputation(
         self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int
@@ -161,7 +149,7 @@ class StageCosts:
         most = min(self.most, max(held / size, 1), microbatches)
         return [2**k for k in range(int(most).bit_length())]
 
-    def _shapes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
+    def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
         """The logical meshes to try: so many as were asked for, and that on which each row of
         devices takes one sample, if what is left of it lies in one host.
         """
@@ -218,42 +206,38 @@ class StageCosts:
         if key not in self._planned:
             self._planned[key] = self._plan(graph, mesh, microbatches, recompute)
         planned = self._planned[key]
-        repeated = [count for _, count in signature if count > 1]
-        # A run that the graph does not fold stands in it whole.
-        grown = repeated if len(repeated) == len(planned.counts) else list(planned.counts)
-        ratios = [count / has for count, has in zip(grown, planned.counts, strict=True)]
+        # A folded run may hold blocks of other layers besides, such as one next to an embedding.
+        more = [max(count - layers.BLOCKS, 0) for _, count in signature if count > 1]
+        more = more if len(more) == len(planned.counts) else [0] * len(planned.counts)
+        ratios = [(has + added) / has for added, has in zip(more, planned.counts, strict=True)]
         size = sum(count for _, count in signature)
         # What takes longer than that is slower than computing everything again.
         again = self.options.recompute == "auto" and recompute == "none" and graph.repeats
         worth = _AGAIN if again else math.inf
-        found: list[Candidate] = []
-        for in_flight in self._in_flight(signature, microbatches):
-            if any(way.memory(in_flight) <= memory for way in found):
-                continue
+        transient = 0.0  # what plans need for a while differs little
+
+        def fastest(in_flight: int) -> Candidate | None:
+            nonlocal transient
             near = [
                 planned.candidate(ratios, choice, microbatches, str(mesh))
                 for choice in self._near(key, size, in_flight)
             ]
             fits = [way for way in near if way.memory(in_flight) <= memory]
             if fits:
-                found.append(min(fits, key=lambda way: way.seconds))
-                continue
+                return min(fits, key=lambda way: way.seconds)
             for _ in range(_TRIES):
-                # What plans need for a while differs little; this one may need a little more.
-                limit = memory - (1.01 * found[-1].transient if found else 0.0)
+                limit = memory - 1.01 * transient
                 choice = self._solved(planned.scaled(ratios, in_flight, limit))
                 if choice is None:
-                    return found
+                    break
                 way = planned.candidate(ratios, choice, microbatches, str(mesh))
-                if way.seconds > worth * min((w.seconds for w in found), default=math.inf):
-                    return found
-                found.append(way)
+                transient = way.transient
                 if way.memory(in_flight) <= memory:
                     self._choices.setdefault(key, []).append((size, size * in_flight, choice))
-                    break
-            else:
-                return found
-        return found
+                    return way
+            return None
+
+        return _along(self._in_flight(signature, microbatches), fastest, memory, worth)
 
     def _solved(self, problem: Problem) -> tuple[int, ...] | None:
         """The best choice within memory, None where nothing fits."""
@@ -334,13 +318,56 @@ class StageCosts:
         return self._prices[mesh]
 
 
-def _front(found: Sequence[Candidate]) -> list[Candidate]:
+def _along(
+    levels: Sequence[int],
+    fastest: Callable[[int], Candidate | None],
+    memory: float,
+    worth: float,
+) -> list[Candidate]:
+    """The fastest ways for few and for many microbatches in flight, and where these differ between.
+
+    Args:
+        levels: microbatches in flight, ascending.
+        fastest: how many of them -> the fastest way that fits.
+        memory: bytes of a device.
+        worth: what takes so many times the seconds of the first is not wanted.
+    """
+    first = fastest(levels[0])
+    if first is None:
+        return []
+    found = {0: first}
+
+    def at(place: int) -> Candidate | None:
+        fits = [way for way in found.values() if way.memory(levels[place]) <= memory]
+        way = min(fits, key=lambda way: way.seconds) if fits else fastest(levels[place])
+        return way if way and way.seconds <= worth * first.seconds else None
+
+    low, high = 1, len(levels) - 1
+    place = high
+    while low <= high:  # the most that fits
+        way = at(place)
+        if way is None:
+            high = place - 1
+        else:
+            found[place], low = way, place + 1
+        place = (low + high + 1) // 2
+    left = list(pairwise(sorted(found)))
+    while left:
+        low, high = left.pop()
+        if high - low > 1 and found[high].seconds > (1 + _EVEN) * found[low].seconds:
+            middle = (low + high) // 2
+            found[middle] = at(middle) or found[high]
+            left += [(low, middle), (middle, high)]
+    return list(found.values())
+
+
+def front(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates that no other is at least as good as in all figures."""
 
     def figures(way: Candidate) -> tuple[float, ...]:
         return (way.seconds, way.once, way.fixed + way.transient, way.per_microbatch)
 
-    return [
+    return tuple(
         way
         for at, way in enumerate(found)
         if not any(
@@ -349,4 +376,4 @@ def _front(found: Sequence[Candidate]) -> list[Candidate]:
             for before, other in enumerate(found)
             if before != at
         )
-    ]
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +25,13 @@ from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
+from autopar.planning.fitting import ALIKE
 from autopar.planning.repeated import Repeated
 from autopar.planning.schedules import groups_for, read_schedule, schedule_of
 from autopar.planning.simulated import predicted
 from autopar.planning.single import Options, Trace, cost_model, make_plan
 from autopar.planning.stage_pins import stage_pins
+from autopar.planning.workers import Workers
 
 __all__ = [
     "Devices", "equal_parts", "even_ends", "groups_for", "in_flight", "legal_cuts", "plan_stages",
@@ -35,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
-_ALIKE = 1e-3  # plans so close in seconds are as good
+K = TypeVar("K")
 _SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
 
 
@@ -93,6 +97,7 @@ def plan_stages(
     trace: Trace,
     state_bytes: float = 2.0,
     recompute: Sequence[str] | None = None,
+    workers: Workers | None = None,
 ) -> PipelinePlan:
     """The plan of a pipeline whose cuts and devices are given.
 
@@ -110,6 +115,7 @@ def plan_stages(
         trace: keeps what is planned.
         state_bytes: optimizer state in units of a parameter's own bytes.
         recompute: of each stage, in place of what the options say.
+        workers: processes that plan stages, where no files are kept. None: this one alone.
 
     Raises:
         ScheduleError: the schedule is none, or does not fit the sizes.
@@ -142,18 +148,31 @@ def plan_stages(
         # Pins are by name, and equal stages differ in names.
         key = (alike(part), meshes[number], str(number) if pins[number] else "", again[number])
         alone.setdefault(key, []).append(number)
+    kept = {number: in_flight(made, number) for number in range(len(parts))}
+    silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
+    workers = workers if workers and trace.folder is None else Workers(0)
+
+    def planning(one: int, most: float) -> Callable[[], Plan]:
+        room = _room(options, meshes[one], made, one)
+        own = replace(options, pins=pins[one], memory=room, recompute=again[one])
+        repeated = Repeated(microbatches, most)
+        return partial(make_plan, parts[one], meshes[one], own, silent, state_bytes, repeated)
+
+    ready = _at_once(
+        {
+            (same[0], most): planning(same[0], most)
+            for same in alone.values()
+            for most in {min(map(kept.__getitem__, same)), max(map(kept.__getitem__, same))}
+        },
+        workers,
+    )
     plans: dict[int, Plan] = {}
     for same in alone.values():
-        kept = {number: in_flight(made, number) for number in same}
         one = same[0]
-
-        def planned(most: float, one: int = one) -> Plan:
-            room = _room(options, meshes[one], made, one)
-            own = replace(options, pins=pins[one], memory=room, recompute=again[one])
-            repeated = Repeated(microbatches, most)
-            return make_plan(parts[one], meshes[one], own, trace, state_bytes, repeated)
-
-        found = _by_in_flight(sorted(set(kept.values())), planned)
+        found = _by_in_flight(
+            sorted({kept[number] for number in same}),
+            lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
+        )
         plans |= {n: translated(parts[one], found[kept[n]], parts[n]) for n in same}
     stages = tuple(
         StagePlan(end, tuple(sub.start for sub in held[number]), plans[number])
@@ -161,6 +180,18 @@ def plan_stages(
     )
     whole = PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
     return replace(whole, predicted=predicted(parts, whole, options, state_bytes))
+
+
+def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, Plan]:
+    """Plans, worked out by several processes where there are any."""
+    keys = list(wanted)
+    dealt = [keys[place :: len(workers)] for place in range(len(workers))]
+    answers = workers.run([[wanted[key] for key in row] for row in dealt])
+    return {
+        key: plan
+        for row, plans in zip(dealt, answers, strict=True)
+        for key, plan in zip(row, plans, strict=True)
+    }
 
 
 def in_flight(schedule: Schedule, stage: int) -> float:
@@ -191,7 +222,7 @@ def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> di
         if kept[low] not in found:
             found[kept[low]] = planned(kept[low])
         few, many = found[kept[low]], found[kept[high]]
-        slower = many.predicted["step_seconds"] > (1 + _ALIKE) * few.predicted["step_seconds"]
+        slower = many.predicted["step_seconds"] > (1 + ALIKE) * few.predicted["step_seconds"]
         if slower and high - low > 1:
             middle = (low + high) // 2
             found[kept[middle]] = planned(kept[middle])

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.layers import find_layers
+from autopar.inter_op.layers import find_layers, layers_at
 from autopar.inter_op.stage import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, NORMALISING, prepare
 from autopar.planning import layered as parts
 from autopar.planning.layered import Layered
-from autopar.planning.search import play, search
+from autopar.planning.search import INEXACT, play, search
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import weights
+from autopar.planning.workers import Workers
 from tests.models import gpt2
 
 BATCH = 16
@@ -124,7 +125,8 @@ def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> N
         seconds = play(one, lambda *_: 0.0).seconds + max(way.once for way in ways)
         tried.append(seconds)
     assert found.found.bound <= found.found.best.seconds * (1 + 1e-9)
-    assert found.seconds <= min(tried) * 1.001  # transfers are not free to what is found
+    # The best is looked for by formulas, to which simulations come as near as that.
+    assert found.seconds <= min(tried) * (1 + INEXACT)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
@@ -132,19 +134,41 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         search(layered(5), CLUSTER, (4,), Options(), 1e6)
 
 
-class Small:
-    """`layered`, as it can be sent to a process."""
-
-    def __call__(self, microbatches: int) -> Layered:
-        return layered(5)(microbatches)
-
-
 @pytest.mark.slow
 def test_a_search_with_a_second_process_finds_the_same() -> None:
-    alone, together = (
-        search(Small(), CLUSTER, (2, 4), Options(), ROOMY, beside=beside)
-        for beside in (False, True)
-    )
+    with Workers(1) as workers:
+        alone, together = (
+            search(layered(5), CLUSTER, (2, 4), Options(), ROOMY, workers=one)
+            for one in (None, workers)
+        )
     assert together.seconds == alone.seconds
     assert together.pipeline == alone.pipeline
     assert together.found.calls == alone.found.calls
+
+
+def test_a_block_beside_the_embedding_is_not_taken_for_one_of_the_run() -> None:
+    """The first block stands in one layer with the embedding, and is folded with those behind."""
+
+    def joined(layers: int, more: int) -> Callable[[int], Layered]:
+        def on(microbatches: int) -> Layered:
+            made = layered(layers, more)(microbatches)
+            seconds, _ = weights(
+                made.graph, prepare(made.graph, passes=FINDING), CLUSTER, Options()
+            )
+            ends = made.layers.ends[1:]
+            return Layered(
+                made.graph, layers_at(prepare(made.graph, passes=FINDING), seconds, ends), more
+            )
+
+        return on
+
+    short, long = costs(joined(5, 3)), costs(joined(8, 0))
+    part = submeshes(CLUSTER)[1]
+    for last in (2, 4):
+        scaled = short(0, last, part, 2)
+        with patch.object(parts, "BLOCKS", 100):
+            whole = long(0, last, part, 2)
+        figures = [
+            [(w.seconds, w.fixed, w.per_microbatch) for w in ways] for ways in (scaled, whole)
+        ]
+        np.testing.assert_allclose(figures[0], figures[1], rtol=1e-6)
