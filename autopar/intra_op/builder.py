@@ -106,7 +106,6 @@ class Builder:
         self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
-        self.entering = {entry for repeat in graph.repeats for entry, _ in repeat.carried}
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
@@ -306,9 +305,8 @@ class Builder:
         if stowed.any():
             self.host[node.name] = tuple(stowed.tolist())
             self.stowed[node.name] = tuple(host_seconds(self.chip, n, stows) for n in stowed)
-        if node.inputs and node.inputs[0] in self.entering:
-            # What enters a block that is computed again is all that it keeps.
-            saved += self.reached.get(node.name, 0) * np.array(rows["value", 0])
+        if node.name in self.alive.arguments:
+            saved += self.alive.arguments[node.name] * np.array(rows["value", 0])
         saved += self.alive.products.get(node.name, 0) * np.array(rows["value", -1])
         self.sums[node.name] = tuple(saved.tolist())
         return rows

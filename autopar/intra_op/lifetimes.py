@@ -69,6 +69,8 @@ class Lifetimes:
             equal part of it, and for none is it free to keep another one.
         stowed: the same of what lies in host memory between the two.
         products: node -> how many of its results are kept so that they need not be computed again.
+        arguments: node that reads what enters a block which is computed again -> how many of these
+            are kept for that alone.
     """
 
     points: tuple[str, ...]
@@ -76,6 +78,7 @@ class Lifetimes:
     payers: dict[tuple[str, int], float]
     stowed: dict[tuple[str, int], float] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, int] = field(default_factory=dict)
 
 
 def pieces_of(memory: Copies) -> list[Held]:
@@ -137,6 +140,7 @@ class _Step:
         self.payers: dict[tuple[str, int], float] = {}
         self.stowed: dict[tuple[str, int], float] = {}
         self.products: dict[str, int] = {}
+        self.arguments: dict[str, int] = {}
 
     def result(self) -> Lifetimes:
         self._leaves()
@@ -146,7 +150,9 @@ class _Step:
             name: {key: np.cumsum(change)[:-1].round(12) for key, change in changes.items()}
             for name, changes in self.changes.items()
         }
-        return Lifetimes(self.names, copies, self.payers, self.stowed, self.products)
+        return Lifetimes(
+            self.names, copies, self.payers, self.stowed, self.products, self.arguments
+        )
 
     def _returns(self) -> dict[str, int]:
         """When the function of each operator returns, where that is a block's."""
@@ -306,8 +312,10 @@ class _Step:
                             continue
                         begin = max(until.get(root, 0.0), self.returns.get(root, self.end)) + 0.5
                         done = self.again[name].done
-                        if root not in keepers and name in self.place:
+                        if root not in keepers and root not in until and name in self.place:
                             self._alive(name, "value", begin, done, 0)
+                            template = self.graph.template[name]
+                            self.arguments[template] = self.arguments.get(template, 0) + 1
                         until[root] = max(until.get(root, 0.0), done)
         return until
 

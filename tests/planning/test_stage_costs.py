@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from unittest.mock import patch
@@ -18,10 +19,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, NORMALISING, prepare
 from autopar.planning import layered as parts
 from autopar.planning.layered import Layered
+from autopar.planning.repeated import Repeated
 from autopar.planning.search import INEXACT, play, search
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.planning.stage_costs import StageCosts
-from autopar.planning.stages import weights
+from autopar.planning.stages import stage_graphs, weights
 from autopar.planning.workers import Workers
 from tests.models import gpt2
 
@@ -172,3 +174,21 @@ def test_a_block_beside_the_embedding_is_not_taken_for_one_of_the_run() -> None:
             [(w.seconds, w.fixed, w.per_microbatch) for w in ways] for ways in (scaled, whole)
         ]
         np.testing.assert_allclose(figures[0], figures[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_a_microbatch_in_flight_keeps_what_the_simulation_of_its_step_keeps(how: str) -> None:
+    options, part = Options(recompute=how, whole=CLUSTER), submeshes(CLUSTER)[0]
+    asked = StageCosts(layered(5), CLUSTER, options, ROOMY, 2.0, most=8)
+    (way,) = asked(1, 2, part, 8)
+    model = asked.layered(8)
+    graph = stage_graphs(model.graph, model.layers.ends[:3:2], Trace(None))[1]
+    one, four = (
+        make_plan(
+            graph, part.meshes[0], replace(options, whole=CLUSTER), Trace(None), 2.0, repeated
+        )
+        for repeated in (Repeated(8, 1), Repeated(8, 4))
+    )
+    simulated = [plan.predicted["peak_bytes"] for plan in (one, four)]
+    assert (simulated[1] - simulated[0]) / 3 == pytest.approx(way.per_microbatch, rel=0.02)
+    assert [way.memory(1), way.memory(4)] == pytest.approx(simulated, rel=0.02)
