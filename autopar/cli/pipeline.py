@@ -27,9 +27,9 @@ from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 
 FEWEST = 4  # microbatches that are worth a pipeline
-GAP = 0.01
+GAP = 0.003
 CALLS = 80
-PATIENCE = 6
+PATIENCE = 9
 MANY = 64  # devices for which the search takes longer than a process takes to start
 _TRACED = (2, 4)  # samples of a microbatch
 

@@ -51,7 +51,7 @@ class StageProblem:
             ratio = 1.0 if run < 0 else ratios[run]
             cost = tuple(ratio * seconds for seconds in node.cost)
             held = tuple(
-                ratio * (nbytes + (in_flight - 1) * more)
+                ratio * (max(nbytes, more) + (in_flight - 1) * more)
                 for nbytes, more in zip(
                     built.sums.get(node.name, (0.0,) * len(cost)), kept, strict=True
                 )
@@ -68,7 +68,7 @@ class StageProblem:
     ) -> Candidate:
         """The figures of one choice, with each run `ratios` times as long."""
         built = self.built
-        whole = beside = reduced = gathered = backward = update = fixed = each = 0.0
+        whole = beside = reduced = gathered = backward = update = fixed = each = small = 0.0
         for at, (node, index, run) in enumerate(
             zip(built.problem.nodes, choice, self.grows, strict=True)
         ):
@@ -81,7 +81,10 @@ class StageProblem:
                 gathered += ratio * built.once[node.name][index][1]
             update += ratio * float(self.update[at][index])
             kept = ratio * self.copies[at][index]
-            fixed += ratio * _at(built.sums, node.name, index) - kept
+            # A result that is sent is kept, though its maker does not keep it.
+            alone = max(_at(built.sums, node.name, index), self.copies[at][index])
+            small += alone
+            fixed += ratio * alone - kept
             each += kept
         for edge, run in zip(built.problem.edges, self.edges, strict=True):
             ratio = 1.0 if run < 0 else ratios[run]
@@ -96,9 +99,6 @@ class StageProblem:
         once = side_by_side(backward, inside, built.slowdown) - backward + reduced - inside
         once += gathered + update
         peak = evaluate(built.problem, choice).peak
-        small = sum(
-            _at(built.sums, n.name, i) for n, i in zip(built.problem.nodes, choice, strict=True)
-        )
         return Candidate(
             forward=seconds - max(after, 0.0),
             backward=max(after, 0.0),
