@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from autopar import pins
-from autopar.codegen.bench import timing
+from autopar.codegen.calibrate import middle as middle_point
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
@@ -192,17 +192,11 @@ def calibrated(file: Path) -> Calibration:
 
 def middle_of(parts: list[Calibration]) -> Calibration:
     """A calibration of the same problems, each with the median of what it took."""
-
-    def joined(points: tuple[Any, ...]) -> Any:
-        return replace(points[0], time=timing([point.time.seconds for point in points]))
-
-    def kind(name: str) -> tuple[Any, ...]:
-        return tuple(
-            joined(same) for same in zip(*(getattr(part, name) for part in parts), strict=True)
-        )
-
     return replace(
-        parts[0], products=kind("products"), kernels=kind("kernels"), exchanges=kind("exchanges")
+        parts[0],
+        products=tuple(middle_point([part.products for part in parts])),
+        kernels=tuple(middle_point([part.kernels for part in parts])),
+        exchanges=tuple(middle_point([part.exchanges for part in parts])),
     )
 
 

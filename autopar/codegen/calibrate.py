@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ WIDTH = 256  # of the rows that normalisations and softmax look along
 HEAD = 64  # width of a head of attention
 _AGAIN = 10  # how often problems are measured again that took longer than larger ones
 Progress = Callable[[str, int, int], None]
+P = TypeVar("P", bound=Point)
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def calibrate(
         for name, measure in plan:
             progress(name, (len(rounds) - 1) * len(plan) + len(rounds[-1]) + 1, total)
             rounds[-1].append(measure())
-    found = [_middle(each) for each in zip(*rounds, strict=True)]
+    found = [middle(each) for each in zip(*rounds, strict=True)]
     # What else runs on the machine only slows down: a small problem that took longer than a large
     # one is measured again.
     for _ in range(_AGAIN):
@@ -229,10 +231,10 @@ def calibrate(
     )
 
 
-def _middle(rounds: Sequence[list[Point]]) -> list[Point]:
-    """The points of one problem, each with the median over its rounds."""
+def middle(rounds: Sequence[Sequence[P]]) -> list[P]:
+    """The points of a problem, or of several, each with the median over its rounds."""
     if len(rounds) == 1:
-        return rounds[0]
+        return list(rounds[0])
     return [
         replace(points[0], time=timing([point.time.seconds for point in points]))
         for points in zip(*rounds, strict=True)

@@ -20,23 +20,12 @@ from autopar.cost.model import Work
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
-from autopar.intra_op.options import (
-    Lies,
-    Option,
-    accumulating,
-    storages,
-)
+from autopar.intra_op.options import Lies, Option, accumulating, storages
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.stored import (
-    StoredCost,
-    StoredTraffic,
-    away_of,
-    stored_traffic,
-    undominated,
-)
+from autopar.intra_op.stored import StoredCost, StoredTraffic, away_of, stored_traffic, undominated
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision

@@ -7,14 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 
+from autopar.inter_op.prices import Cell
 from autopar.inter_op.stage import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.ir.mesh import Mesh
 from autopar.planning.layered import Layered, runs
 from autopar.planning.stage_costs import StageCosts, front
 from autopar.planning.workers import NOT_PICKLED, Workers
-
-_Cell = tuple[int, int, SubMesh, int]  # first and last layer, devices, microbatches
 
 
 class Together:
@@ -42,7 +41,7 @@ class Together:
         with suppress(*NOT_PICKLED):
             self._make = pickle.dumps(make)
         self._place: dict[tuple[Hashable, Mesh, int], int] = {}
-        self._known: dict[_Cell, tuple[Candidate, ...]] = {}
+        self._known: dict[Cell, tuple[Candidate, ...]] = {}
 
     def __call__(
         self, first: int, last: int, submesh: SubMesh, microbatches: int
@@ -52,10 +51,10 @@ class Together:
         self.ahead([cell])
         return self._known[cell]
 
-    def ahead(self, cells: Sequence[_Cell]) -> None:
+    def ahead(self, cells: Sequence[Cell]) -> None:
         """Work out what will be asked for."""
         rows: list[list[Callable[[], list[Candidate]]]] = [[] for _ in range(len(self.workers))]
-        asked: list[tuple[_Cell, int]] = []
+        asked: list[tuple[Cell, int]] = []
         for cell in cells:
             if cell in self._known:
                 continue
@@ -70,7 +69,7 @@ class Together:
                 rows[place].append(on)
                 asked.append((cell, place))
         answers = [iter(row) for row in self.workers.run(rows)]
-        found: dict[_Cell, list[Candidate]] = {}
+        found: dict[Cell, list[Candidate]] = {}
         for cell, place in asked:
             found.setdefault(cell, []).extend(next(answers[place]))
         self._known |= {cell: front(ways) for cell, ways in found.items()}
