@@ -2,20 +2,23 @@
 
     p, m, v = step(p, m, v, scale gradient);  what is held = p in the model's dtype
 
-All that a step depends on lies on the device. So nothing waits for it, gradients that overflowed
-leave parameters, state and count as they are, and a CUDA graph can replay the step.
+Parameters of a group and a dtype lie in one flat buffer, and so do their moments and what is held
+of them (`flat.py`): a launch takes as many as have their gradients side by side. All that a step
+depends on lies on the device. So nothing waits for it, gradients that overflowed leave parameters,
+state and count as they are, and a CUDA graph can replay the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.codegen.flat import Flat, neighbours
 from autopar_kernels.adamw import gradient_scale, hyperparameters
 from autopar_kernels.registry import register
 
@@ -59,6 +62,7 @@ class AdamW(torch.optim.AdamW):
         ]
         self._known: list[tuple[float, ...]] = [()] * len(self.param_groups)
         self._shared: list[dict[int, Tensor]] = [{} for _ in self.param_groups]
+        self._flats: list[list[Flat]] = [[] for _ in self.param_groups]
         for group in self.param_groups:
             group["capturable"] = True  # steps are counted on the device
 
@@ -71,7 +75,43 @@ class AdamW(torch.optim.AdamW):
                 self._given[number].copy_(torch.tensor(values, dtype=torch.float64))
                 self._known[number] = values
 
-    def take(self, norm: Tensor, bound: float | None, loss_scale: float) -> Tensor:
+    @property
+    def order(self) -> dict[int, int]:
+        """By the ids of parameters the number of their group, whose gradients best lie together."""
+        groups = enumerate(self.param_groups)
+        return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Lay out what has gradients, where that is not done yet, and copy small gradients."""
+        for number, group in enumerate(self.param_groups):
+            updated = [p for p in group["params"] if p.grad is not None]
+            flats = self._flats[number]
+            known = {id(parameter) for flat in flats for parameter in flat.parameters}
+            new = not {id(parameter) for parameter in updated} <= known
+            if new or not all(flat.stands(self.state) for flat in flats):
+                self._flats[number] = flats = list(self._laid_out(group["params"]))
+            for flat in flats:
+                flat.gather_small()
+
+    def _laid_out(self, parameters: Sequence[nn.Parameter]) -> Iterator[Flat]:
+        """Those that have gradients or moments, by their dtype and that of what is held."""
+        kinds: dict[object, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None or self.state[parameter]:
+                low = self._held.get(id(parameter))
+                kinds.setdefault((parameter.dtype, low is not None and low.dtype), []).append(
+                    parameter
+                )
+        for row in kinds.values():
+            yield Flat.of(row, self.state, self._held)
+
+    @staticmethod
+    def squares(tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of the squares of all elements, f64[]; by a kernel for what lies together."""
+        return torch.stack([_OPS.square_sum(row).double() for row in neighbours(tensors)]).sum()
+
+    def take(self, norm: Tensor, bound: float | None, loss_scale: float | Tensor) -> Tensor:
         """Let the next step undo the loss's scale and bound the norm of gradients.
 
         Args:
@@ -90,6 +130,7 @@ class AdamW(torch.optim.AdamW):
         """Update every parameter that has a gradient; there is no closure."""
         if not (self.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.refresh()
+        self.prepare()
         for number, group in enumerate(self.param_groups):
             rate, beta1, beta2, eps, decay = self._given[number].unbind()
             for count, row in self._rows(number, group["params"]):
@@ -103,23 +144,21 @@ class AdamW(torch.optim.AdamW):
                     decay=decay,
                     dtype=torch.float64 if exact else torch.float32,
                 )
-                for parameter in row:
-                    state, low = self.state[parameter], self._held.get(id(parameter))
-                    moments = state["exp_avg"], state["exp_avg_sq"]
-                    _OPS.adamw_(parameter, *moments, parameter.grad, low, hyper)
+                wanted = {id(parameter) for parameter in row}
+                for flat in self._flats[number]:
+                    for p, m, v, gradient, low in flat.launches(wanted):
+                        _OPS.adamw_(p, m, v, gradient, low, hyper)
 
     def _rows(
         self, number: int, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[Tensor, list[nn.Parameter]]]:
         """Those of a group that have gradients, by the count of steps that they share."""
         updated = [parameter for parameter in parameters if parameter.grad is not None]
-        new = [parameter for parameter in updated if not self.state[parameter]]
+        new = [parameter for parameter in updated if "step" not in self.state[parameter]]
         if new:
             count = torch.zeros((), dtype=torch.float32, device=self.scale.device)
             for parameter in new:
-                moments = {"exp_avg": torch.zeros_like(parameter)}
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
-                self.state[parameter].update(step=count, **moments)
+                self.state[parameter]["step"] = count
         begun = [self.state[parameter] for parameter in parameters if self.state[parameter]]
         if not {id(state["step"]) for state in begun} <= self._shared[number].keys():
             # Some are new, or were loaded: a count each.

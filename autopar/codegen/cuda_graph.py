@@ -24,15 +24,12 @@ Inputs = Mapping[str, Tensor]
 Results = tuple[Tensor, Tensor | None]
 
 
-def refuse(
-    device: torch.device, *, random: bool, scaled: bool, offloaded: bool, counted: bool
-) -> None:
+def refuse(device: torch.device, *, random: bool, offloaded: bool, counted: bool) -> None:
     """ProgramError if a step cannot be captured.
 
     Args:
         device: where it runs.
         random: whether it draws random numbers.
-        scaled: whether the loss is scaled.
         offloaded: whether something lies in host memory.
         counted: whether the optimizer counts its steps on the device, and reads its options there.
     """
@@ -43,8 +40,6 @@ def refuse(
         why = f"collectives of {dist.get_backend()} run on the host"
     elif random:
         why = "its random numbers are seeded on the host in every step"
-    elif scaled:
-        why, todo = "the host follows the scale of the loss", 'pass precision="bf16", or ' + todo
     elif offloaded:
         why, todo = "the host waits for copies to and from its memory", "leave offload out"
     elif not counted:

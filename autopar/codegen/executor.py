@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import ModuleType
 
 import torch
@@ -90,7 +89,9 @@ class Executor:
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
-        self.gradients = runtime.gradients = Gradients(self.weights, runtime.device)
+        self.gradients = runtime.gradients = Gradients(
+            self.weights, runtime.device, order=self.update.order
+        )
         runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
         self._everyone = everyone = runtime.group(runtime.mesh.names)
@@ -105,7 +106,6 @@ class Executor:
         refuse(
             self.runtime.device,
             random=program.RANDOM,
-            scaled=self.update.scaler is not None,
             offloaded=self.update.away is not None or stows(program),
             counted=kernel is not None,
         )
@@ -148,15 +148,17 @@ class Executor:
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
             loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
         with part(PHASE, "backward"):
-            torch.autograd.backward(loss, torch.full_like(loss, self.update.scale))
+            torch.autograd.backward(loss, torch.ones_like(loss) * self.update.scale)
             self.runtime.fetch.drop()
             self.gradients.collect()
         with part(PHASE, "optimizer"):
             gradients = self.weights.gradients
-            norm = partial(self.state.norm, gradients)
-            before = self.update.step(gradients, self._everyone.maximum, norm)
+            before = self.update.step(gradients, self._everyone.maximum, self._norm)
             self.weights.gather(self.update.written)
         return loss.detach(), before
+
+    def _norm(self) -> Tensor:
+        return self.state.norm(self.weights.gradients, self.update.squares)
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -213,6 +215,7 @@ class Executor:
 
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""
+        self.weights.cut()
         self.weights.gather()
         self.update.settle()
         if self.graph is not None:

@@ -16,13 +16,14 @@ which it is sent as soon as it is made, and added up in that of the master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autopar.codegen.flat import side_by_side
 from autopar.codegen.weights import Bucket, Weight, Weights
 
 
@@ -48,17 +49,24 @@ class Gradients:
         weights: the parameters; those of further stages on this mesh are added to `weights`.
         device: where they are.
         rounds: how many backwards a step has.
+        order: by the ids of what is updated a number; gradients of one lie together in a buffer.
 
     Attributes:
         weights: the parameters that are exchanged, by the id of the tensor that is held.
     """
 
-    def __init__(self, weights: Weights, device: torch.device, rounds: int = 1) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        device: torch.device,
+        rounds: int = 1,
+        order: Mapping[int, int] | None = None,
+    ) -> None:
         self.weights = dict(weights.moving)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rounds = rounds
+        self._rounds, self._order = rounds, order or {}
         self._parts = Bucket(weights.comm, weights.bucket, "accumulate")
-        self._whole = Bucket(weights.comm, weights.bucket, "reduce")
+        self._whole = Bucket(weights.comm, weights.bucket, "reduce", order)
         self._sums: dict[int, _Sum] = {}
         self._done: list[tuple[Weight, Tensor]] = []
 
@@ -88,12 +96,27 @@ class Gradients:
             self._done += self._whole.empty()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for weight, gradient in self._done:
-            if self._stream is not None:
+            for _, gradient in self._done:
                 gradient.record_stream(torch.cuda.current_stream(self._stream.device))
+        for weight, gradient in self._widened():
             known, total = weight.updated.grad, gradient.to(weight.updated.dtype)
             weight.updated.grad = total if known is None else known + total
         self._done.clear()
+
+    def _widened(self) -> list[tuple[Weight, Tensor]]:
+        """What is done; of those that lie together, what is to be cast is cast into one buffer."""
+        rows: dict[tuple[object, ...], list[int]] = {}
+        done = list(self._done)
+        for place, (weight, gradient) in enumerate(done):
+            own, number = weight.updated.dtype, self._order.get(id(weight.updated))
+            if number is not None and gradient.dtype != own:
+                rows.setdefault((number, own), []).append(place)
+        for places in rows.values():
+            dtype = done[places[0]][0].updated.dtype
+            made = side_by_side([done[place][1] for place in places], dtype)
+            for place, gradient in zip(places, made, strict=True):
+                done[place] = done[place][0], gradient
+        return done
 
     def drop(self) -> None:
         """Forget what a backward that failed has left."""

@@ -121,7 +121,9 @@ class Pipeline(PipelineState):
                 for action in self.row
             )
             if stage.runtime.gradients is None:
-                stage.runtime.gradients = Gradients(stage.weights, device, rounds)
+                stage.runtime.gradients = Gradients(
+                    stage.weights, device, rounds, self.update.order
+                )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
@@ -257,7 +259,8 @@ class Pipeline(PipelineState):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             own = stage.weights.gradients
-            total += stage.state.squares(own, self.copies.counted_elsewhere(stage))
+            elsewhere = self.copies.counted_elsewhere(stage)
+            total += stage.state.squares(own, elsewhere, self.update.squares)
         if self.world > 1:
             dist.all_reduce(total)
         return total.sqrt()

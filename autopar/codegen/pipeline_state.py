@@ -96,6 +96,7 @@ class PipelineState:
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""
         for stage in self.stages.values():
+            stage.weights.cut()
             stage.weights.gather()
         self.update.settle()
 

@@ -2,7 +2,8 @@
 
 The scale follows the largest that does not overflow (arXiv:1710.03740, section 3.2), by the rule of
 torch.amp.GradScaler: a step whose gradients are not finite on some rank is left out on all of them,
-and the scale halved; after 2000 steps that were not it is doubled.
+and the scale halved; after 2000 steps that were not it is doubled. All of that lies on the device,
+so that a step need not wait for it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,36 @@ from torch import Tensor
 class Scaler:
     """The scale of the loss, alike on all ranks.
 
+    Args:
+        device: where gradients are.
+
     Attributes:
-        scale: by which the loss is multiplied.
+        factor: by which the loss is multiplied, f32[] on the device.
         growth, backoff: by which the scale is multiplied after `interval` steps without an
             overflow, and after one with.
         interval: see there.
-        good: steps since the last overflow or growth.
-        skipped: whether the last step was left out.
     """
 
-    def __init__(self) -> None:
-        self.scale, self.growth, self.backoff, self.interval = 2.0**16, 2.0, 0.5, 2000
-        self.good, self.skipped = 0, False
+    def __init__(self, device: torch.device) -> None:
+        self.growth, self.backoff, self.interval = 2.0, 0.5, 2000
+        self.factor = torch.full((), 2.0**16, device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.bool, device=device)
+
+    @property
+    def scale(self) -> float:
+        """By what the loss is multiplied; waits for the device."""
+        return float(self.factor)
+
+    @property
+    def good(self) -> int:
+        """Steps since the last overflow or growth; waits for the device."""
+        return int(self._good)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out; waits for the device."""
+        return bool(self._skipped)
 
     @torch.no_grad()
     def unscale(
@@ -41,26 +60,31 @@ class Scaler:
             largest: gives the largest of a number over all ranks.
 
         Returns:
-            Whether all gradients of all ranks are finite, so that the step may be made.
+            Whether all gradients of all ranks are finite, so that the step may be made; waits for
+            the device.
         """
-        found = [gradient for gradient in gradients if gradient is not None]
-        device = found[0].device if found else None
-        broken = torch.zeros((), device=device)
-        for gradient in found:
-            gradient.mul_(1 / self.scale)
-            broken = torch.maximum(broken, (~torch.isfinite(gradient)).any().float())
-        self.follow(not bool(largest(broken)))
+        broken = torch.zeros((), device=self.factor.device)
+        inverse = 1 / self.factor
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(inverse)
+                broken = torch.maximum(broken, (~torch.isfinite(gradient)).any().float())
+        self.follow(largest(broken) == 0)
         return not self.skipped
 
-    def follow(self, finite: bool) -> None:
-        """Choose the next scale after gradients that were, or were not, finite on all ranks."""
-        self.skipped = not finite
-        if self.skipped:
-            self.scale, self.good = self.scale * self.backoff, 0
-        else:
-            self.good += 1
-            if self.good >= self.interval:
-                self.scale, self.good = self.scale * self.growth, 0
+    @torch.no_grad()
+    def follow(self, finite: Tensor) -> None:
+        """Choose the next scale after gradients that were, or were not, finite on all ranks.
+
+        Args:
+            finite: bool[] on the device. Nothing waits for it.
+        """
+        good = self._good + 1
+        grown = good >= self.interval
+        after = torch.where(grown, self.factor * self.growth, self.factor)
+        self.factor.copy_(torch.where(finite, after, self.factor * self.backoff))
+        self._good.copy_(torch.where(finite & ~grown, good, 0))
+        self._skipped.copy_(~finite)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on."""
@@ -68,4 +92,5 @@ class Scaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.scale, self.good = float(state["scale"]), int(state["good"])
+        self.factor.fill_(float(state["scale"]))
+        self._good.fill_(int(state["good"]))

@@ -15,6 +15,7 @@ from autopar.codegen.state import State
 from autopar.codegen.weights import Weights
 
 Tensors = dict[str, Tensor]
+Share = float | Tensor
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Stage:
             self._kept[microbatch] = _Kept(leaves, with_gradient)
         return {name: value.detach() for name, value in results.items()}
 
-    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], share: float) -> Tensors:
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], share: Share) -> Tensors:
         """The whole backward: gradients of what was received, by name.
 
         Args:
@@ -126,7 +127,7 @@ class Stage:
         }
 
     def backward_input(
-        self, microbatch: int, gradients: Mapping[str, Tensor], share: float
+        self, microbatch: int, gradients: Mapping[str, Tensor], share: Share
     ) -> Tensors:
         """The first half of a backward, which returns what `backward` does."""
         kept = self._kept.pop(microbatch)
@@ -153,12 +154,12 @@ class Stage:
         self.runtime.fetch.drop()
 
     def _seeds(
-        self, kept: _Kept, gradients: Mapping[str, Tensor], share: float
+        self, kept: _Kept, gradients: Mapping[str, Tensor], share: Share
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results that a backward begins with, and their gradients."""
         given = dict(gradients)
         if self.module.LOSS in kept.results:
-            given[self.module.LOSS] = torch.full_like(kept.results[self.module.LOSS], share)
+            given[self.module.LOSS] = torch.ones_like(kept.results[self.module.LOSS]) * share
         names = [name for name in kept.results if name in given]
         return [kept.results[name] for name in names], [given[name] for name in names]
 

@@ -8,7 +8,7 @@ that checkpoints of the original model load and save unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
@@ -119,6 +119,18 @@ def parameters_of(program: ModuleType) -> list[Parameter]:
     """What a loaded program stores, in its precision."""
     precision = precision_of(program)
     return [replace(parameter, precision=precision) for parameter in program.parameters()]
+
+
+Squares = Callable[[Sequence[Tensor]], Tensor]
+
+
+def squares_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, f64[]."""
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for tensor in tensors:
+        exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        total += torch.linalg.vector_norm(tensor, dtype=exact).double() ** 2
+    return total
 
 
 class State:
@@ -283,37 +295,39 @@ class State:
         piece = self.parameters[numbers[0]].piece
         return parts[0] if piece is None else torch.cat(parts, piece.dim)
 
-    def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The global L2 norm of gradients, a float64 scalar.
-
-        Args:
-            gradients: of the parameters, in their order, as they are updated.
-        """
-        total: Tensor = self.comm.all_reduce(self.squares(gradients), self.comm.mesh.names)
+    def norm(self, gradients: Sequence[Tensor | None], add: Squares = squares_of) -> Tensor:
+        """The global L2 norm of gradients, a float64 scalar; see `squares` for the arguments."""
+        own = self.squares(gradients, add=add)
+        total: Tensor = self.comm.all_reduce(own, self.comm.mesh.names)
         return total.sqrt()
 
-    def squares(self, gradients: Sequence[Tensor | None], without: Collection[str] = ()) -> Tensor:
+    def squares(
+        self,
+        gradients: Sequence[Tensor | None],
+        without: Collection[str] = (),
+        add: Squares = squares_of,
+    ) -> Tensor:
         """This device's part of the sum of the gradients' squares; parts of all devices add up.
 
         Args:
             gradients: of the parameters, in their order, as they are updated.
             without: keys of parameters that are not counted.
+            add: gives the sum of the squares of all elements of some tensors.
 
         Returns:
             A float64 scalar.
         """
-        present = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
-        device = present[0][1].device if present else "cpu"
+        alike: dict[int, list[Tensor]] = {}  # by the number of parts, which are all different
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and parameter.key not in without:
+                axes = parameter.storage.updated.sharded_axes
+                parts = math.prod(self.comm.mesh.axis_size(axis) for axis in axes)
+                alike.setdefault(parts, []).append(gradient)
+        device = next(iter(alike.values()))[0].device if alike else "cpu"
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for parameter, gradient in present:
-            if parameter.key in without:
-                continue
-            axes = parameter.storage.updated.sharded_axes
-            shards = math.prod(self.comm.mesh.axis_size(axis) for axis in axes)
-            exact = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            square = torch.linalg.vector_norm(gradient, dtype=exact).double() ** 2
+        for parts, tensors in alike.items():
             # Every replica counts the same numbers once more.
-            total += square * shards / self.comm.mesh.size
+            total += add(tensors) * (parts / self.comm.mesh.size)
         return total
 
 

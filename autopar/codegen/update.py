@@ -13,7 +13,7 @@ from autopar.codegen.groups import Options, grouped
 from autopar.codegen.host_state import HostState
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
 from autopar.codegen.scaler import Scaler
-from autopar.codegen.state import clip
+from autopar.codegen.state import Squares, clip, squares_of
 from autopar.errors import ProgramError
 from autopar.ir.precision import Precision
 
@@ -113,7 +113,7 @@ class Update:
             if adamw.takes(self.optimizer):
                 self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held)
                 self.written = frozenset(held)
-        self.scaler = Scaler() if precision.scaled else None
+        self.scaler = Scaler(device) if precision.scaled else None
         self.averages: dict[int, Tensor] = {}
         self.away: HostState | None = None
         if bucket is not None:
@@ -139,9 +139,19 @@ class Update:
         return [self.averages[id(parameter)].to(parameter.device) for parameter in parameters]
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> float | Tensor:
         """By what the loss is multiplied."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return 1.0 if self.scaler is None else self.scaler.factor
+
+    @property
+    def order(self) -> Mapping[int, int]:
+        """By the ids of parameters a number; gradients of one best lie together."""
+        return {} if self.kernel is None else self.kernel.order
+
+    @property
+    def squares(self) -> Squares:
+        """What adds up the squares of all elements of some tensors."""
+        return squares_of if self.kernel is None else self.kernel.squares
 
     def step(
         self,
@@ -174,19 +184,21 @@ class Update:
         return before
 
     def _fused(self, kernel: AdamW, norm: Callable[[], Tensor]) -> Tensor | None:
-        """The same by a kernel, which leaves the step out by itself."""
+        """The same by a kernel, which leaves the step out by itself: nothing waits for it."""
         bound, scale = self.training.clip_norm, self.scale
         if self.scaler is None and bound is None:
             kernel.step()
             self._averaged(self._trained)
             return None
+        kernel.prepare()
         total = norm()
         finite = kernel.take(total, bound, scale)
         kernel.step()
         self._averaged(self._trained, finite)
+        total = total / scale
         if self.scaler is not None:
-            self.scaler.follow(bool(finite))
-        return None if bound is None else total / scale
+            self.scaler.follow(finite)
+        return None if bound is None else total
 
     @torch.no_grad()
     def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:

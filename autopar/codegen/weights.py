@@ -10,7 +10,7 @@ one collective moves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,6 +144,16 @@ class Weights:
             _store(bucket.send(way))
 
     @torch.no_grad()
+    def cut(self) -> None:
+        """Take what is updated out of what is held, but for masters."""
+        for weight in self.all:
+            self._cut(weight)
+
+    def _cut(self, weight: Weight) -> None:
+        if weight.updated is not weight.held and not weight.has_master:
+            weight.updated.copy_(_part(self.comm, weight.storage, weight.held))
+
+    @torch.no_grad()
     def take(self, state: State, name: str, full: Tensor) -> None:
         """Hold the values of a tensor of the state_dict.
 
@@ -154,6 +164,7 @@ class Weights:
         """
         for number, shard in state.shards(name, full, self.all[0].held.device).items():
             self.all[number].held.copy_(shard)
+            self._cut(self.all[number])
         if name in state.with_master:
             for number, shard in state.trained.shards(name, full, "cpu").items():
                 self.trained[number].copy_(shard)
@@ -178,11 +189,17 @@ def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
     """The part of a tensor that this device updates; the tensor itself if that is all of it."""
+    part = _part(comm, storage, held)
+    return held if part.shape == held.shape else nn.Parameter(part)
+
+
+def _part(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
+    """A view of what this device updates of what it holds."""
     part = held.detach()
     for dim, (fine, coarse) in enumerate(zip(storage.updated.dims, storage.held.dims, strict=True)):
         if fine != coarse:
             part = part.narrow(dim, *comm.group(fine[len(coarse) :]).own(int(part.shape[dim])))
-    return held if part.shape == held.shape else nn.Parameter(part)
+    return part
 
 
 class Bucket:
@@ -192,10 +209,15 @@ class Bucket:
         comm: the mesh.
         limit: bytes of which a buffer is full.
         when: which part of a step it is; see `Hop`.
+        order: by the ids of what is updated a number, alike on all ranks, by which those that go
+            together stand in their buffer.
     """
 
-    def __init__(self, comm: Groups, limit: int, when: str) -> None:
+    def __init__(
+        self, comm: Groups, limit: int, when: str, order: Mapping[int, int] | None = None
+    ) -> None:
         self._comm, self._limit, self._when = comm, limit, when
+        self._order = order or {}
         self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
@@ -225,6 +247,7 @@ class Bucket:
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
         """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
+        together.sort(key=lambda each: self._order.get(id(each[0].updated), 0))
         weights, tensors = zip(*together, strict=True)
         arrived = travel(self._comm, weights, tensors, self._when)
         return list(zip(weights, arrived, strict=True))

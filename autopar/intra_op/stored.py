@@ -120,7 +120,7 @@ class StoredTraffic:
             waits: whether the program waits for each collective.
             again: which part of its blocks is computed again in the backward, and fetches it again.
             away: said where its optimizer state lies in host memory.
-            fused: whether the update is a kernel that needs no temporaries.
+            fused: whether the update is a kernel, which needs no temporaries.
         """
         totals = {
             when: seconds * (microbatches if when in EACH else 1)
@@ -134,7 +134,8 @@ class StoredTraffic:
         used, updated = self.nbytes["used"], self.nbytes["updated"]
         forward_apart, backward_apart, moved = self.apart
         own_dtype = self.own != self.tensor
-        master = updated if own_dtype else 0.0
+        # The kernel takes parts that lie in a buffer of their own; others are updated in place.
+        master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
         state = state_bytes * updated if self.trained else 0.0
         host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
         nbytes: dict[Role, float] = {

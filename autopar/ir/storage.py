@@ -36,6 +36,7 @@ from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
 BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
+COPIED = 2**20  # bytes; copying smaller gradients beside one another is faster than a launch each
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ def fused_update(
     trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
     if not (plan.fuses_update and trained):
         return {}
-    before, after = (update_works(trained, state_bytes, kernel) for kernel in (False, True))
+    before, after = (
+        update_works(trained, state_bytes, kernel, plan.bucket) for kernel in (False, True)
+    )
     nbytes, seconds = (
         math.fsum(map(price, before)) - math.fsum(map(price, after))
         for price in (lambda work: work.nbytes, prices.compute)

@@ -177,8 +177,7 @@ class _Player:
             for node in self.graph.leaves("param")
             if self.leaves[node.name].gradient is not None
         ]
-        bucket = self.plan.bucket if self.away else None
-        update(self.recorder, self.settings, trained, bucket, self.plan.fuses_update)
+        update(self.recorder, self.settings, trained, self.plan, self.away)
         self.weights.gather()
         return self.recorder.tasks()
 
@@ -214,9 +213,11 @@ class _Player:
             earlier = self.recorder.allocate("gradient", node.name, nbytes)
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
-        if master:
-            nbytes = updated.nbytes
-            self.recorder.hold(self.recorder.allocate("optimizer", f"{node.name}, master", nbytes))
+        finer = storage.updated.dims != storage.held.dims
+        if master or (plan.fuses_update and trained and finer):
+            title = "master" if master else "updated part"
+            part = self.recorder.allocate("optimizer", f"{node.name}, {title}", updated.nbytes)
+            self.recorder.hold(part)
         if node.requires_grad and self.settings.state_bytes and not self.away:
             state = updated.nbytes * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))

@@ -1,6 +1,8 @@
 """The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
 
-Masters are rounded to what is held afterwards, unless AdamW's kernel has written that as well.
+Masters are rounded to what is held afterwards, unless AdamW's kernel has written that as well. Of
+that there is a launch for every buffer of gradients: those of a bucket that was reduced, those that
+were cast together, small ones that are copied together for it, and every other one by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
-from autopar.ir.storage import Storage
+from autopar.ir.storage import BUCKET, COPIED, Storage
 from autopar.plan import Plan
 from autopar.simulate.memory import Buffer, Recorder
 from autopar.simulate.settings import Settings
@@ -28,6 +30,7 @@ class Updated:
         nbytes, dtype: of what is updated.
         rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
         stays: whether that is what this device holds, and not sent to others.
+        sent: bytes of its gradient in a bucket, 0 if it is not reduced.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Updated:
     dtype: str
     rounded: float = 0.0
     stays: bool = False
+    sent: float = 0.0
 
 
 def updated_of(graph: Graph, plan: Plan, node: Node) -> Updated:
@@ -54,31 +58,60 @@ def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -
     """What a device updates of a parameter that lies in a storage."""
     own = precision.updated(node.type, node.requires_grad)
     nbytes = float(storage.updated.local_bytes(own, mesh))
-    if not precision.has_master(node.type, node.requires_grad):
-        return Updated(node.name, nbytes, own.dtype)
-    hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
-    stays = not any(hop.when == "update" for hop in hops)
-    rounded = float(storage.updated.local_bytes(node.type, mesh))
-    return Updated(node.name, nbytes, own.dtype, rounded, stays)
+    whens = {hop.when for hop in storage.hops(node.type, mesh, 1, node.requires_grad, precision)}
+    sent = precision.sent(node.type, node.requires_grad)
+    bucketed = float(storage.used.local_bytes(sent, mesh)) if "reduce" in whens else 0.0
+    master = precision.has_master(node.type, node.requires_grad)
+    rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
+    return Updated(node.name, nbytes, own.dtype, rounded, "update" not in whens, bucketed)
 
 
-def update_works(trained: Sequence[Updated], state_bytes: float, fused: bool) -> list[Work]:
+def update_works(
+    trained: Sequence[Updated], state_bytes: float, fused: bool, bucket: int = BUCKET
+) -> list[Work]:
     """The kernels of an update of all of these at once, and of the rounding of masters.
 
     Args:
         trained: not empty.
         state_bytes: optimizer state in units of what is updated.
         fused: whether it is AdamW's kernel, which rounds what stays.
+        bucket: bytes of gradients that are reduced together.
     """
     dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
     works = [optimizer_work(nbytes, state_bytes, dtype)]
     left = [each for each in trained if each.rounded]
     if fused:
-        works = [adamw_work(nbytes, sum(each.rounded for each in left if each.stays), dtype)]
+        works = _adamw_works(trained, bucket)
         left = [each for each in left if not each.stays]
     if left:
         masters, rounded = (sum(getattr(e, n) for e in left) for n in ("nbytes", "rounded"))
         works.append(rounding_work(masters, rounded, dtype))
+    return works
+
+
+def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
+    """The launches of AdamW's kernel, and the copies of small gradients that are made for it."""
+    buffers: list[list[Updated]] = []
+    size = float(bucket)  # of the last buffer; the first gradient begins one
+    for each in trained:
+        if each.sent and size >= bucket:
+            buffers.append([])
+            size = 0.0
+        if each.sent:
+            buffers[-1].append(each)
+            size += each.sent
+    apart = [each for each in trained if not each.sent]
+    cast = [each for each in apart if each.rounded]
+    small = [each for each in apart if not each.rounded and each.nbytes < COPIED]
+    buffers += [together for together in (cast, small) if together]
+    buffers += [[each] for each in apart if not each.rounded and each.nbytes >= COPIED]
+    works = []
+    if len(small) > 1:
+        moved = 2 * sum(each.nbytes for each in small)
+        works.append(Work("copy", 0.0, moved, small[0].dtype))
+    for row in buffers:
+        rounded = sum(each.rounded for each in row if each.stays)
+        works.append(adamw_work(sum(each.nbytes for each in row), rounded, row[0].dtype))
     return works
 
 
@@ -94,8 +127,8 @@ def update(
     recorder: Recorder,
     settings: Settings,
     trained: Sequence[Updated],
-    bucket: int | None,
-    fused: bool = False,
+    plan: Plan,
+    away: bool,
 ) -> None:
     """Play the optimizer's phase.
 
@@ -103,14 +136,14 @@ def update(
         recorder: takes the tasks.
         settings: of the step.
         trained: what has a gradient.
-        bucket: bytes of parameters whose state comes together; None where it is on the device.
-        fused: whether it is AdamW's kernel, which needs no temporaries on accelerators.
+        plan: says whether it is AdamW's kernel, which needs no temporaries.
+        away: whether optimizer state comes from host memory.
     """
     recorder.phase = "optimizer"
-    if bucket is None:
-        _step(recorder, settings, trained, fused)
+    if not away:
+        _step(recorder, settings, trained, plan)
         return
-    buckets = list(rows(trained, bucket))
+    buckets = list(rows(trained, plan.bucket))
     coming = _come(recorder, settings, buckets, 0)
     going: _Away | None = None
     for number, row in enumerate(buckets):
@@ -130,16 +163,19 @@ def update(
 
 
 def _step(
-    recorder: Recorder, settings: Settings, trained: Sequence[Updated], fused: bool = False
+    recorder: Recorder, settings: Settings, trained: Sequence[Updated], plan: Plan | None = None
 ) -> None:
-    """One step of the optimizer."""
-    groups = [list(trained)] if settings.at_once and trained else [[each] for each in trained]
+    """One step of the optimizer; by the kernel that a plan may ask for."""
+    fused, bucket = plan is not None and plan.fuses_update, BUCKET if plan is None else plan.bucket
+    at_once = settings.at_once or fused
+    groups = [list(trained)] if at_once and trained else [[each] for each in trained]
     last: Buffer | None = None
     for group in groups:
         nbytes = sum(each.nbytes for each in group)
-        name = "update" if settings.at_once else f"update of {group[0].name}"
-        recorder.compute(name, "", tuple(update_works(group, settings.state_bytes, fused)))
-        if fused and settings.accelerator:
+        name = "update" if at_once else f"update of {group[0].name}"
+        works = update_works(group, settings.state_bytes, fused, bucket)
+        recorder.compute(name, "", tuple(works))
+        if fused:
             continue
         recorder.scratch("temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0))
         # The loop's variable keeps it until the next parameter has its own.

@@ -17,7 +17,7 @@ from autopar.errors import ProgramError
 from tests.mixed import net
 
 CUDA = torch.device("cuda")
-FITS = {"random": False, "scaled": False, "offloaded": False, "counted": True}
+FITS = {"random": False, "offloaded": False, "counted": True}
 
 
 class Graph:
@@ -135,7 +135,6 @@ def test_what_cannot_be_captured_is_said_by_name() -> None:
     ("wrong", "why"),
     [
         ({"random": True}, "random numbers"),
-        ({"scaled": True}, "scale of the loss"),
         ({"offloaded": True}, "copies"),
         ({"counted": False}, "counts its steps"),
     ],

@@ -279,6 +279,19 @@ def test_the_price_of_adamws_kernel_is_what_its_file_says(rounded: bool) -> None
     assert saved == 1200 * rounded
 
 
+def test_adamws_kernel_is_launched_for_every_buffer_of_gradients() -> None:
+    """Buckets of two that are reduced, a large one apart, small ones that are copied together."""
+    reduced = [Updated(f"r{n}", 4e6, "f32", sent=8e6) for n in range(5)]
+    apart = [Updated("large", 4e6, "f32")] + [Updated(f"s{n}", 4e3, "f32") for n in range(3)]
+    works = update_works([*reduced, *apart], 2.0, True, bucket=16_000_000)
+    launches = [work.nbytes / 7 for work in works if work.op == "adamw_"]
+    assert sorted(launches) == [12e3, 4e6, 4e6, 8e6, 8e6]
+    assert [work.nbytes for work in works if work.op != "adamw_"] == [2 * 12e3]
+    cast = [Updated(f"c{n}", 4e6, "f32", 2e6, stays=True) for n in range(3)]
+    (work,) = update_works(cast, 2.0, True)  # cast into one buffer
+    assert work.nbytes == 7 * 12e6 + 6e6
+
+
 def test_a_fused_chain_moves_its_ends_and_is_launched_once() -> None:
     model = AnalyticModel(Mesh.parse("H100: gpu=1"))
     n = 1 << 26

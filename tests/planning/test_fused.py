@@ -18,6 +18,7 @@ from autopar.ir.precision import Precision
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, settings_on, tasks
+from tests.mixed import used_whole
 
 GPUS = Mesh.parse("H100: gpu=4")
 WIDTH, WORDS, ROWS = 256, 4096, (8, 512)
@@ -26,13 +27,13 @@ WIDTH, WORDS, ROWS = 256, 4096, (8, 512)
 class Model(nn.Module):
     """A norm, a gate, and the loss of a last linear, of which the model gives the logits too."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
+        self.table = nn.Embedding(words, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.weight = nn.Parameter(torch.ones(WIDTH))
         self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
-        self.down, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.down, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.table(ids)
@@ -44,10 +45,12 @@ class Model(nn.Module):
         return loss, logits
 
 
-def planned(fuse: tuple[str, ...], **how: Any) -> tuple[Graph, Plan, float, float]:
+def planned(
+    fuse: tuple[str, ...], words: int = WORDS, **how: Any
+) -> tuple[Graph, Plan, float, float]:
     """The graph and its plan, and the seconds and bytes of the simulated step."""
     with torch.device("meta"):
-        model = Model()
+        model = Model(words)
     ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
     options = Options(fuse=fuse, **how)
     graph = capture_graph(model, (ids, ids), {}, options, Trace(None)).graph
@@ -87,7 +90,12 @@ def test_a_plan_says_what_was_fused_and_what_it_saves(
 
 
 def test_the_optimizers_kernel_rounds_masters_and_needs_no_temporaries() -> None:
-    how = {"precision": Precision.read("bf16"), "state": "ddp"}
+    how = {
+        "precision": Precision.read("bf16"),
+        "pins": [used_whole],
+        "state": "ddp",
+        "words": 1 << 16,
+    }
     graph, plan, seconds, peak = planned((UPDATE,), **how)
     _, plain, plain_seconds, plain_peak = planned((), **how)
     assert plan.fuses_update
