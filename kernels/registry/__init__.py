@@ -40,20 +40,38 @@ def operators() -> dict[str, Operator]:
     return found
 
 
-@functools.cache
-def register(*, strict: bool = False) -> torch.library.Library:
+def register(*, strict: bool | None = None) -> torch.library.Library:
     """Define every operator as `torch.ops.autopar_kernels.<name>`, once in a process.
 
     Args:
         strict: whether a kernel that does not take its operands is an error (KernelError), in place
-            of a warning and the reference.
+            of a warning and the reference; by default as it was said before, or not.
 
     Returns:
         The library that holds them; they live as long as it does.
 
     Raises:
-        RuntimeError: they were registered before with another choice of `strict`.
+        KernelError: they were registered before with another choice of `strict`.
     """
+    made = _made()
+    if not made:
+        made[bool(strict)] = _defined(bool(strict))
+    ((known, library),) = made.items()
+    if strict not in (None, known):
+        raise KernelError(
+            f"the kernels are registered with strict={known}: say strict={strict} before anything "
+            "else registers them, such as a program that uses them"
+        )
+    return library
+
+
+@functools.cache
+def _made() -> dict[bool, torch.library.Library]:
+    """The library of this process by its choice of `strict`, once there is one."""
+    return {}
+
+
+def _defined(strict: bool) -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     for operator in operators().values():
         library.define(operator.schema)

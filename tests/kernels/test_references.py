@@ -317,6 +317,12 @@ def test_what_a_kernel_does_not_take_is_named() -> None:
     assert issubclass(KernelWarning, RuntimeWarning)
 
 
+def test_they_are_registered_once_in_one_way() -> None:
+    assert register() is register(strict=False)
+    with pytest.raises(KernelError, match="registered with strict=False"):
+        register(strict=True)
+
+
 def test_two_operators_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(co2, "OPERATORS", (ALL["rms_norm"],))
     with pytest.raises(KernelError, match="two operators are called rms_norm"):

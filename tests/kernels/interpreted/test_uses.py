@@ -14,7 +14,7 @@ from autopar_kernels.linear_cross_entropy import (
     parallel_cross_entropy,
     parallel_linear_cross_entropy,
 )
-from autopar_kernels.registry import KernelError, KernelWarning, operators
+from autopar_kernels.registry import KernelError, KernelWarning, operators, register
 from autopar_kernels.registry.draw import Draw
 from tests.kernels.checks import error
 from tests.ranks import run_ranks
@@ -86,6 +86,7 @@ def test_what_a_kernel_does_not_take_goes_to_the_reference_with_a_warning() -> N
     with pytest.warns(KernelWarning, match=r"rms_norm does not take x with strides \(1, 6\)"):
         y, _ = norm.run(strided, weight, 1e-6)
     torch.testing.assert_close(y, F.rms_norm(strided, (8,), weight, 1e-6))
+    assert register() is register(strict=True)  # as conftest.py says; programs ask for no more
     with pytest.raises(KernelError, match=r"x with strides"):
         ours.rms_norm(strided, weight, 1e-6)  # registered as strict here
 
