@@ -11,7 +11,7 @@ state and count as they are, and a CUDA graph can replay the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,24 +45,28 @@ class AdamW(torch.optim.AdamW):
     Args:
         made: an optimizer that `takes` accepts, without state.
         held: what is held of a parameter in another dtype, by the parameter's id; a step writes it.
+        scattered: ids of the parameters whose gradients may be put to where `room` says.
 
     Attributes:
         scale: f32[] or f64[], times which the next step takes gradients. If it is not finite, the
             step changes nothing.
     """
 
-    def __init__(self, made: Optimizer, held: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, made: Optimizer, held: Mapping[int, Tensor], scattered: Collection[int] = ()
+    ) -> None:
         super().__init__([dict(group) for group in made.param_groups])
         self.defaults = dict(made.defaults)
         device = next(p.device for group in self.param_groups for p in group["params"])
         self.scale = torch.ones((), device=device)
-        self._held = held
+        self._held, self._scattered = held, scattered
         self._given = [
             torch.zeros(5, dtype=torch.float64, device=device) for _ in self.param_groups
         ]
         self._known: list[tuple[float, ...]] = [()] * len(self.param_groups)
         self._shared: list[dict[int, Tensor]] = [{} for _ in self.param_groups]
         self._flats: list[list[Flat]] = [[] for _ in self.param_groups]
+        self._rooms: dict[Flat, Tensor] = {}
         for group in self.param_groups:
             group["capturable"] = True  # steps are counted on the device
 
@@ -77,9 +81,22 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def order(self) -> dict[int, int]:
-        """By the ids of parameters the number of their group, whose gradients best lie together."""
+        """By the ids of parameters the number of their group, whose gradients lie together."""
         groups = enumerate(self.param_groups)
         return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def room(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """A flat tensor for the gradients of parameters in this order, beside all others.
+
+        None if they do not stand so, as before the first step.
+        """
+        for flat in (flat for flats in self._flats for flat in flats):
+            span = flat.span(parameters)
+            if span is not None:
+                if flat not in self._rooms:
+                    self._rooms[flat] = torch.empty_like(flat.buffers[0])
+                return self._rooms[flat][span]
+        return None
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -95,14 +112,14 @@ class AdamW(torch.optim.AdamW):
                 flat.gather_small()
 
     def _laid_out(self, parameters: Sequence[nn.Parameter]) -> Iterator[Flat]:
-        """Those that have gradients or moments, by their dtype and that of what is held."""
+        """Those that have gradients or moments, by dtypes and by how gradients come."""
         kinds: dict[object, list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.grad is not None or self.state[parameter]:
                 low = self._held.get(id(parameter))
-                kinds.setdefault((parameter.dtype, low is not None and low.dtype), []).append(
-                    parameter
-                )
+                kind = parameter.dtype, low is not None and low.dtype
+                comes = id(parameter) in self._scattered
+                kinds.setdefault((*kind, comes), []).append(parameter)
         for row in kinds.values():
             yield Flat.of(row, self.state, self._held)
 
@@ -148,6 +165,7 @@ class AdamW(torch.optim.AdamW):
                 for flat in self._flats[number]:
                     for p, m, v, gradient, low in flat.launches(wanted):
                         _OPS.adamw_(p, m, v, gradient, low, hyper)
+        self._rooms.clear()
 
     def _rows(
         self, number: int, parameters: Sequence[nn.Parameter]

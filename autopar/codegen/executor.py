@@ -86,11 +86,12 @@ class Executor:
             runtime.device,
             host_bucket_of(program),
             self.weights.rounded if fuses_update(program) else None,
+            self.weights.scattered,
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(
-            self.weights, runtime.device, order=self.update.order
+            self.weights, runtime.device, 1, self.update.order, self.update.room
         )
         runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)

@@ -9,6 +9,8 @@ one buffer are neighbours here as well, and one launch takes them all. Small gra
 made apart are copied beside one another; copying a large one would take longer than its own launch.
 On a CPU, where the reference in torch runs, a launch is of a piece that stays in its cache.
 
+Parts that a reduce_scatter gives are put where they belong in a buffer for all of them at once.
+
 Every tensor begins at a multiple of 16 bytes, as products of matrices want what they read.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from autopar.ir.storage import COPIED
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW calls them
-_PIECE = 2**18  # elements
+_PIECE = 2**16  # elements
 _ALIGNED = 8  # elements: 16 bytes of 16 bits each
 State = Mapping[Tensor, dict[str, Any]]  # an optimizer's
 Launch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -78,10 +81,10 @@ class Flat:
             held: what is held, by the parameter's id; of all of them, or of none.
         """
         found = list(parameters)
-        # Those last whose gradients are to be copied, or missing.
-        large = [p.grad is not None and _storage(p.grad).nbytes() >= COPIED for p in found]
-        places = _in_memory([p if p.grad is None else p.grad for p in found])
-        row = [found[place] for place in sorted(places, key=lambda place: not large[place])]
+        gradients = [p if p.grad is None else p.grad for p in found]
+        # Those last whose gradients are copied.
+        places = sorted(_in_memory(gradients), key=lambda place: _small(gradients[place]))
+        row = [found[place] for place in places]
         starts, total = _starts(row)
 
         def moved(tensors: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -108,6 +111,22 @@ class Flat:
         p, m, v = buffers
         return cls(tuple(row), starts, (p, m, v, stored(low) if low else None))
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    def span(self, parameters: Sequence[nn.Parameter]) -> slice | None:
+        """Where parameters lie that stand in this order, without gaps; None if they do not."""
+        places = [self._places.get(id(parameter), -1) for parameter in parameters]
+        first, end = places[0], 0
+        if -1 in places:
+            return None
+        for place, parameter in zip(places, parameters, strict=True):
+            if end not in (0, self.starts[place]):
+                return None
+            end = self.starts[place] + parameter.numel()
+        return slice(self.starts[first], end)
+
     def stands(self, state: State) -> bool:
         """Whether parameters and moments are where they were put: none was loaded since."""
         return all(
@@ -122,16 +141,16 @@ class Flat:
 
     def gather_small(self) -> None:
         """Copy small gradients beside those of their neighbours, so that one launch takes them."""
-        groups: list[list[list[int]]] = [[]]
-        for row in self._rows({id(parameter) for parameter in self.parameters}):
-            small = sum(_gradient(self.parameters[place]).nbytes for place in row) < COPIED
-            if not small or (groups[-1] and groups[-1][-1][-1] != row[0] - 1):
+        groups: list[list[int]] = [[]]
+        for place, parameter in enumerate(self.parameters):
+            small = parameter.grad is not None and _small(parameter.grad)
+            if not small and groups[-1]:
                 groups.append([])
             if small:
-                groups[-1].append(row)
-        for rows in groups:
-            if len(rows) > 1:
-                parameters = [self.parameters[place] for row in rows for place in row]
+                groups[-1].append(place)
+        for places in groups:
+            if len(places) > 1:
+                parameters = [self.parameters[place] for place in places]
                 gradients = [_gradient(parameter) for parameter in parameters]
                 together = side_by_side(gradients, gradients[0].dtype)
                 for parameter, gradient in zip(parameters, together, strict=True):
@@ -175,6 +194,11 @@ class Flat:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _small(gradient: Tensor) -> bool:
+    """Whether it was made apart and is copied beside others."""
+    return gradient.nbytes == _storage(gradient).nbytes() < COPIED
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

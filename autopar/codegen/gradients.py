@@ -16,7 +16,7 @@ which it is sent as soon as it is made, and added up in that of the master.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.flat import side_by_side
-from autopar.codegen.weights import Bucket, Weight, Weights
+from autopar.codegen.weights import Bucket, Room, Weight, Weights
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Gradients:
         weights: the parameters; those of further stages on this mesh are added to `weights`.
         device: where they are.
         rounds: how many backwards a step has.
-        order: by the ids of what is updated a number; gradients of one lie together in a buffer.
+        order: by the ids of what is updated a number; gradients of one number go together.
+        room: gives a flat tensor for the parts of gradients of some parameters, or None.
 
     Attributes:
         weights: the parameters that are exchanged, by the id of the tensor that is held.
@@ -61,12 +62,13 @@ class Gradients:
         device: torch.device,
         rounds: int = 1,
         order: Mapping[int, int] | None = None,
+        room: Room = lambda weights: None,
     ) -> None:
         self.weights = dict(weights.moving)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rounds, self._order = rounds, order or {}
-        self._parts = Bucket(weights.comm, weights.bucket, "accumulate")
-        self._whole = Bucket(weights.comm, weights.bucket, "reduce", order)
+        self._rounds, self._order, self._room = rounds, order or {}, room
+        self._parts = Bucket(weights.comm, weights.bucket, "accumulate", order, self._first)
+        self._whole = Bucket(weights.comm, weights.bucket, "reduce", order, room)
         self._sums: dict[int, _Sum] = {}
         self._done: list[tuple[Weight, Tensor]] = []
 
@@ -124,6 +126,11 @@ class Gradients:
         self._whole.drop()
         self._sums.clear()
         self._done.clear()
+
+    def _first(self, weights: Sequence[Weight]) -> Tensor | None:
+        """Room for the first gradients of a step, to which the others are added there."""
+        others = any(id(weight) in self._sums or weight.path("reduce") for weight in weights)
+        return None if others else self._room(weights)
 
     def _add(self, arrived: list[tuple[Weight, Tensor]], own: bool) -> None:
         for weight, gradient in arrived:

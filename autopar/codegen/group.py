@@ -167,9 +167,16 @@ class Group:
         return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]
 
     def reduce_scatter_all(
-        self, xs: Sequence[Tensor], dims: Sequence[int], quantised: bool = False
+        self,
+        xs: Sequence[Tensor],
+        dims: Sequence[int],
+        quantised: bool = False,
+        into: Tensor | None = None,
     ) -> list[Tensor]:
-        """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks."""
+        """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks.
+
+        What arrives lies in `into`, if that has as many elements and the same dtype.
+        """
         blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
         rows = [block.view(self.size, -1) for block in blocks]
         lengths = [row.shape[1] for row in rows]
@@ -180,7 +187,8 @@ class Group:
             parts: Sequence[Tensor] = added(out, lengths, xs[0].dtype)
         else:
             sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-            out = sent.new_empty(sent.shape[1])
+            fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
+            out = into if into is not None and fits else sent.new_empty(sent.shape[1])
             torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
             parts = out.split(lengths)
         return [

@@ -111,9 +111,9 @@ class Pipeline(PipelineState):
         away = max((bucket for bucket in buckets if bucket is not None), default=None)
         held = {k: v for stage in self.stages.values() for k, v in stage.weights.rounded.items()}
         fused = fuses_update(modules[0])
-        self.update = Update(
-            training, precision_of(modules[0]), named, device, away, held if fused else None
-        )
+        scattered = [k for stage in self.stages.values() for k in stage.weights.scattered]
+        precision, rounded = precision_of(modules[0]), held if fused else None
+        self.update = Update(training, precision, named, device, away, rounded, scattered)
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(
@@ -122,7 +122,7 @@ class Pipeline(PipelineState):
             )
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(
-                    stage.weights, device, rounds, self.update.order
+                    stage.weights, device, rounds, self.update.order, self.update.room
                 )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from autopar.ir.precision import Precision
 
 if TYPE_CHECKING:
     from autopar.codegen.adamw import AdamW
+    from autopar.codegen.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Update:
             the device.
         held: where AdamW's step is a kernel, what is held of masters that are only rounded, by
             their ids, which it writes too; None to leave every optimizer as it is.
+        scattered: ids of what is updated whose gradients a reduce_scatter gives.
 
     Raises:
         ProgramError: the state is in host memory, and the optimizer does not update each parameter
@@ -97,6 +99,7 @@ class Update:
         device: torch.device,
         bucket: int | None = None,
         held: Mapping[int, Tensor] | None = None,
+        scattered: Collection[int] = (),
     ) -> None:
         if bucket is not None:
             refuse_what_steps_break(training.optimizer)
@@ -111,7 +114,7 @@ class Update:
             from autopar.codegen import adamw  # and Triton, where it is installed
 
             if adamw.takes(self.optimizer):
-                self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held)
+                self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held, scattered)
                 self.written = frozenset(held)
         self.scaler = Scaler(device) if precision.scaled else None
         self.averages: dict[int, Tensor] = {}
@@ -145,8 +148,14 @@ class Update:
 
     @property
     def order(self) -> Mapping[int, int]:
-        """By the ids of parameters a number; gradients of one best lie together."""
+        """By the ids of parameters a number; gradients of one number are to lie together."""
         return {} if self.kernel is None else self.kernel.order
+
+    def room(self, weights: Sequence[Weight]) -> Tensor | None:
+        """Where parts of gradients are to lie that come together, if that matters."""
+        fits = all(w.scattered and w.sent == w.updated.dtype for w in weights)
+        found = [w.updated for w in weights if isinstance(w.updated, nn.Parameter)]
+        return self.kernel.room(found) if self.kernel is not None and fits else None
 
     @property
     def squares(self) -> Squares:

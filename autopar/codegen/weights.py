@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.interpret import TORCH_DTYPES
-from autopar.ir.storage import Hop, Storage
+from autopar.ir.storage import Hop, Storage, scattered
 from autopar.ir.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -62,10 +62,18 @@ class Weight:
         """Whether the optimizer updates a copy of it in another dtype."""
         return self.held.dtype != self.updated.dtype
 
+    @property
+    def scattered(self) -> bool:
+        """Whether a reduce_scatter gives its gradient."""
+        return scattered(self.hops)
+
     def way(self, when: str) -> Way:
         """What it has in common with those that it can go together with."""
         ways = tuple(hop.way for hop in self.path(when))
         return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
+
+
+Room = Callable[[Sequence[Weight]], Tensor | None]
 
 
 class Weights:
@@ -116,6 +124,11 @@ class Weights:
     def fetched_again(self) -> bool:
         """Whether some are gathered again for the backward."""
         return any(weight.path("backward") for weight in self.all)
+
+    @property
+    def scattered(self) -> frozenset[int]:
+        """Ids of what is updated of those whose gradients a reduce_scatter gives."""
+        return frozenset(id(weight.updated) for weight in self.all if weight.scattered)
 
     @property
     def rounded(self) -> dict[int, Tensor]:
@@ -209,20 +222,26 @@ class Bucket:
         comm: the mesh.
         limit: bytes of which a buffer is full.
         when: which part of a step it is; see `Hop`.
-        order: by the ids of what is updated a number, alike on all ranks, by which those that go
-            together stand in their buffer.
+        order: by the ids of what is updated a number, alike on all ranks; only those of one number
+            go together.
+        room: gives a flat tensor for what arrives of some weights, in their order, or None.
     """
 
     def __init__(
-        self, comm: Groups, limit: int, when: str, order: Mapping[int, int] | None = None
+        self,
+        comm: Groups,
+        limit: int,
+        when: str,
+        order: Mapping[int, int] | None = None,
+        room: Room = lambda weights: None,
     ) -> None:
         self._comm, self._limit, self._when = comm, limit, when
-        self._order = order or {}
+        self._order, self._room = order or {}, room
         self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
         """What arrives because of one tensor more: nothing until its buffer is full."""
-        way = weight.way(self._when)
+        way = weight.way(self._when), self._order.get(id(weight.updated), 0)
         waiting = self._waiting.setdefault(way, [])
         waiting.append((weight, tensor))
         kinds = {hop.call.kind for hop in weight.path(self._when)}
@@ -247,14 +266,17 @@ class Bucket:
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
         """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
-        together.sort(key=lambda each: self._order.get(id(each[0].updated), 0))
         weights, tensors = zip(*together, strict=True)
-        arrived = travel(self._comm, weights, tensors, self._when)
+        arrived = travel(self._comm, weights, tensors, self._when, self._room(weights))
         return list(zip(weights, arrived, strict=True))
 
 
 def travel(
-    comm: Groups, weights: Sequence[Weight], tensors: Iterable[Tensor], when: str
+    comm: Groups,
+    weights: Sequence[Weight],
+    tensors: Iterable[Tensor],
+    when: str,
+    into: Tensor | None = None,
 ) -> list[Tensor]:
     """Tensors of parameters that go the same way, after their collectives at one time of a step.
 
@@ -263,8 +285,13 @@ def travel(
         weights: whose they are.
         tensors: of each the tensor that it brings: a part of the parameter, or of its gradient.
         when: see `Hop`.
+        into: where parts of gradients are to lie, if they fit.
     """
-    return depart(comm, weights, tensors, when, False)()
+    found = list(tensors)
+    paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
+    for place, hops in enumerate(paths):
+        found = _moved(comm, weights, found, hops, into if place == len(paths) - 1 else None)
+    return found
 
 
 def depart(
@@ -278,8 +305,7 @@ def depart(
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     gathers = [hops[0].call.kind == "all_gather" for hops in paths]
     if not ahead or not all(gathers):
-        for hops in paths:
-            found = _moved(comm, weights, found, hops)
+        found = travel(comm, weights, found, when)
         return lambda: found
     arrive = _gather(comm, weights, found, paths[0], True)
 
@@ -293,15 +319,19 @@ def depart(
 
 
 def _moved(
-    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop]
+    comm: Groups,
+    weights: Sequence[Weight],
+    tensors: list[Tensor],
+    hops: Sequence[Hop],
+    into: Tensor | None,
 ) -> list[Tensor]:
-    """Tensors after one collective."""
+    """Tensors after one collective; `into` as in `travel`."""
     kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
     if kind == "all_reduce":
         return group.reduce_all(tensors)
     if kind in ("reduce_scatter", "all_to_all"):
         quantised = bool(hops[0].call.quantised)
-        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], quantised)
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], quantised, into)
     return _gather(comm, weights, tensors, hops, False)()
 
 

@@ -75,6 +75,12 @@ class Hop:
         return self.call.kind, self.call.axes, bool(self.call.quantised)
 
 
+def scattered(hops: Sequence[Hop]) -> bool:
+    """Whether a gradient ends as a part that a reduce_scatter gave, by its parameter's hops."""
+    last = [hop.call for hop in hops if hop.when in ("accumulate", "reduce")][-1:]
+    return any(call.kind == "reduce_scatter" and not call.quantised for call in last)
+
+
 @dataclass(frozen=True)
 class Storage:
     """The layouts of one parameter; see above."""

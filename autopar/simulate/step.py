@@ -128,6 +128,7 @@ class _Player:
             bucket=plan.bucket,
             accelerator=settings.accelerator,
             precision=plan.precision,
+            together=plan.fuses_update and not plan.offload.optimizer,
         )
         # The block that a leaf is of, and where its first reader stands.
         self.blocks = {

@@ -1,8 +1,9 @@
 """The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
 
 Masters are rounded to what is held afterwards, unless AdamW's kernel has written that as well. Of
-that there is a launch for every buffer of gradients: those of a bucket that was reduced, those that
-were cast together, small ones that are copied together for it, and every other one by itself.
+that there is a launch for every buffer of gradients: the parts that reduce_scatters gave, a bucket
+that was all_reduced, those that were cast together, small ones that are copied together for it, and
+every other one by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
-from autopar.ir.storage import BUCKET, COPIED, Storage
+from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
 from autopar.plan import Plan
 from autopar.simulate.memory import Buffer, Recorder
 from autopar.simulate.settings import Settings
@@ -31,6 +32,7 @@ class Updated:
         rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
         stays: whether that is what this device holds, and not sent to others.
         sent: bytes of its gradient in a bucket, 0 if it is not reduced.
+        scattered: whether that is put beside those of all others.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Updated:
     rounded: float = 0.0
     stays: bool = False
     sent: float = 0.0
+    scattered: bool = False
 
 
 def updated_of(graph: Graph, plan: Plan, node: Node) -> Updated:
@@ -58,12 +61,16 @@ def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -
     """What a device updates of a parameter that lies in a storage."""
     own = precision.updated(node.type, node.requires_grad)
     nbytes = float(storage.updated.local_bytes(own, mesh))
-    whens = {hop.when for hop in storage.hops(node.type, mesh, 1, node.requires_grad, precision)}
+    hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
+    whens = {hop.when for hop in hops}
     sent = precision.sent(node.type, node.requires_grad)
-    bucketed = float(storage.used.local_bytes(sent, mesh)) if "reduce" in whens else 0.0
+    reduced = bool(whens & {"accumulate", "reduce"})
+    bucketed = float(storage.used.local_bytes(sent, mesh)) if reduced else 0.0
+    together = scattered(hops) and sent == own
     master = precision.has_master(node.type, node.requires_grad)
     rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
-    return Updated(node.name, nbytes, own.dtype, rounded, "update" not in whens, bucketed)
+    stays = "update" not in whens
+    return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together)
 
 
 def update_works(
@@ -93,26 +100,33 @@ def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
     """The launches of AdamW's kernel, and the copies of small gradients that are made for it."""
     buffers: list[list[Updated]] = []
     size = float(bucket)  # of the last buffer; the first gradient begins one
-    for each in trained:
-        if each.sent and size >= bucket:
+    for each in (each for each in trained if each.sent and not each.scattered):
+        if size >= bucket:
             buffers.append([])
             size = 0.0
-        if each.sent:
-            buffers[-1].append(each)
-            size += each.sent
+        buffers[-1].append(each)
+        size += each.sent
+    parts = [each for each in trained if each.scattered]
     apart = [each for each in trained if not each.sent]
     cast = [each for each in apart if each.rounded]
-    small = [each for each in apart if not each.rounded and each.nbytes < COPIED]
-    buffers += [together for together in (cast, small) if together]
-    buffers += [[each] for each in apart if not each.rounded and each.nbytes >= COPIED]
+    small = _copied(trained)
+    buffers += [together for together in (parts, cast, small) if together]
+    buffers += [[each] for each in apart if not each.rounded and each not in small]
     works = []
-    if len(small) > 1:
+    if small:
         moved = 2 * sum(each.nbytes for each in small)
         works.append(Work("copy", 0.0, moved, small[0].dtype))
     for row in buffers:
         rounded = sum(each.rounded for each in row if each.stays)
         works.append(adamw_work(sum(each.nbytes for each in row), rounded, row[0].dtype))
     return works
+
+
+def _copied(trained: Sequence[Updated]) -> list[Updated]:
+    """Those whose small gradients are copied together."""
+    apart = [each for each in trained if not each.sent and not each.rounded]
+    small = [each for each in apart if each.nbytes < COPIED]
+    return small if len(small) > 1 else []
 
 
 @dataclass
@@ -176,6 +190,8 @@ def _step(
         works = update_works(group, settings.state_bytes, fused, bucket)
         recorder.compute(name, "", tuple(works))
         if fused:
+            copied = sum(each.nbytes for each in _copied(group))
+            recorder.scratch("temporary", "gradients copied together", copied)
             continue
         recorder.scratch("temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0))
         # The loop's variable keeps it until the next parameter has its own.

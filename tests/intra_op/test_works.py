@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,8 +289,10 @@ def test_adamws_kernel_is_launched_for_every_buffer_of_gradients() -> None:
     assert sorted(launches) == [12e3, 4e6, 4e6, 8e6, 8e6]
     assert [work.nbytes for work in works if work.op != "adamw_"] == [2 * 12e3]
     cast = [Updated(f"c{n}", 4e6, "f32", 2e6, stays=True) for n in range(3)]
-    (work,) = update_works(cast, 2.0, True)  # cast into one buffer
-    assert work.nbytes == 7 * 12e6 + 6e6
+    parts = [replace(each, scattered=True) for each in reduced]
+    for together in (cast, parts):  # in one buffer
+        (work,) = update_works(together, 2.0, True, bucket=16_000_000)
+        assert work.nbytes == sum(7 * each.nbytes + each.rounded for each in together)
 
 
 def test_a_fused_chain_moves_its_ends_and_is_launched_once() -> None:

@@ -144,6 +144,15 @@ def offloading(case: Case, what: str) -> Case:
     return replace(case, plan=replace(case.plan, offload=offload))
 
 
+def fusing(case: Case) -> Case:
+    """The same with AdamW's kernel."""
+    return replace(case, plan=replace(case.plan, fuse=("adamw",)))
+
+
+def test_predicted_bytes_are_measured_bytes_with_the_optimizers_kernel() -> None:
+    compare([fusing(case) for case in cases("gpt2", ["data parallel", "ZeRO-3"], 2)], 0.05)
+
+
 def test_predicted_bytes_are_measured_bytes() -> None:
     every = [case for name, plans in QUICK.items() for case in cases(name, plans, 2)]
     again = [recomputing(case, how) for case, how in zip(every, RECOMPUTED, strict=True)]
@@ -167,6 +176,6 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
     ["bf16", "bf16 communication=bf16", "bf16 sums=f32", "weights=int8 gradients=int8"],
 )
 def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
-    compare(
-        cases("gpt2", ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"], 2, precision), 0.05
-    )
+    plans = ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"]
+    every = cases("gpt2", plans, 2, precision)
+    compare([*every, *map(fusing, every)], 0.05)
