@@ -16,7 +16,8 @@ from autopar.ir.collective import Collective
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.stow import Stowed
 from autopar.simulate.task import Cause
-from autopar.simulate.weights import Used, Weights
+from autopar.simulate.weight import Used
+from autopar.simulate.weights import Weights
 
 
 @dataclass(frozen=True)

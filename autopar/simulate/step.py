@@ -38,7 +38,8 @@ from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.stow import Stow
 from autopar.simulate.task import Cause, Task
 from autopar.simulate.update import Updated, update, updated_of
-from autopar.simulate.weights import Used, Weight, Weights
+from autopar.simulate.weight import Used, Weight
+from autopar.simulate.weights import Weights
 
 _NO_WORK = NodeWork()
 

@@ -10,88 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.quantise import staged
-from autopar.ir.storage import Hop, Storage, scattered
+from autopar.ir.storage import Hop, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.task import Cause
+from autopar.simulate.weight import Gather, Used, Weight
 
 Way = tuple[tuple[str, tuple[str, ...], bool], ...]
 Key = tuple[str, str, Way]
-
-
-@dataclass(eq=False, slots=True)
-class Weight:
-    """A parameter that is exchanged.
-
-    Attributes:
-        name: the node.
-        leaf: the node of the first block that stands for it.
-        storage: where its states lie.
-        value: what is held of it.
-        hops: its collectives in a step.
-        block: those of one block are gathered together.
-        place: where in the program it is first used.
-        total: the sum of earlier gradients.
-    """
-
-    name: str
-    leaf: Node
-    storage: Storage
-    value: Value
-    hops: tuple[Hop, ...]
-    block: str = ""
-    place: int = 0
-    total: Buffer | None = None
-
-    def path(self, when: str) -> tuple[Hop, ...]:
-        """Its collectives at one time of a step."""
-        return tuple(hop for hop in self.hops if hop.when == when)
-
-
-@dataclass(eq=False, slots=True)
-class Used:
-    """A use of a parameter on the tape."""
-
-    weight: Weight
-    target: Value
-
-
-@dataclass(eq=False)
-class _Gather:
-    """Parameters that are gathered at one time of a step.
-
-    Attributes:
-        when: see `Hop`.
-        members: by block and name.
-        arrived: buffers that nobody has taken, with the task that makes them or -1.
-        coming: the same by block, of blocks that are on their way.
-        done: blocks that have come.
-    """
-
-    when: str
-    members: dict[str, dict[str, Weight]] = field(default_factory=dict)
-    arrived: dict[str, tuple[Buffer, int]] = field(default_factory=dict)
-    coming: dict[str, dict[str, tuple[Buffer, int]]] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
-
-    def order(self) -> list[str]:
-        """The blocks in the order in which a forward uses them."""
-        return sorted(self.members, key=lambda b: min(w.place for w in self.members[b].values()))
-
-    def take(self, weight: Weight) -> tuple[Buffer, int]:
-        """A parameter that has arrived, for its reader to hold."""
-        buffer, ready = self.arrived.pop(weight.name)
-        buffer.holders -= 1
-        return buffer, ready
-
-    def drop(self, recorder: Recorder, but: str = "") -> None:
-        """Forget what nobody took, but for one block."""
-        for name in [name for name in self.arrived if name not in self.members.get(but, {})]:
-            recorder.drop(*self.arrived.pop(name))
 
 
 @dataclass
@@ -128,8 +57,8 @@ class Weights:
     together: bool = False
     rooms: dict[str, Buffer] | None = None
     waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
-    fetched: _Gather = field(default_factory=lambda: _Gather("forward"))
-    refetched: _Gather = field(default_factory=lambda: _Gather("backward"))
+    fetched: Gather = field(default_factory=lambda: Gather("forward"))
+    refetched: Gather = field(default_factory=lambda: Gather("backward"))
 
     def add(self, weight: Weight) -> None:
         """One more; the sum of earlier gradients is there when the step begins."""
@@ -188,7 +117,7 @@ class Weights:
             found.append((self.recorder.hold(buffer), ready))
         return found
 
-    def _arrive(self, gather: _Gather, weight: Weight, step: int, block: str = "") -> None:
+    def _arrive(self, gather: Gather, weight: Weight, step: int, block: str = "") -> None:
         """Wait for the parameters of a block; those of the next one begin to come."""
         block = block or weight.block
         gather.drop(self.recorder, but=block)
@@ -203,7 +132,7 @@ class Weights:
             with self.recorder.aside():
                 self._depart(gather, order[place], True)
 
-    def _depart(self, gather: _Gather, block: str, ahead: bool) -> None:
+    def _depart(self, gather: Gather, block: str, ahead: bool) -> None:
         found: dict[str, tuple[Buffer, int]] = {}
         for row in self._rows(gather, block):
             buffers, ready = [weight.value.buffer for weight in row], -1
@@ -229,7 +158,7 @@ class Weights:
             found |= {w.name: (buffer, ready) for w, buffer in zip(row, buffers, strict=True)}
         gather.coming[block] = found
 
-    def _rows(self, gather: _Gather, block: str) -> list[list[Weight]]:
+    def _rows(self, gather: Gather, block: str) -> list[list[Weight]]:
         """The parameters of a block that one collective gathers; see `codegen/fetch.py`."""
         ways: dict[object, list[list[Weight]]] = {}
         for weight in gather.members[block].values():
