@@ -20,16 +20,22 @@ RESULTS = Path(__file__).parent / "results"
 
 def provenance() -> dict[str, str]:
     """Machine, commit, versions and date; the last columns of every row."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "machine": f"{_processor()} x{torch.get_num_threads()}",
-        "commit": commit or "unknown",
+        "commit": _commit() or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
+
+
+def _commit() -> str:
+    """The checkout's, "" where there is no git or no repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _processor() -> str:

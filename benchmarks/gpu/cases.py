@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from autopar_kernels.registry import operators
 from autopar_kernels.registry.draw import Draw
+from autopar_kernels.registry.operator import Operator
+from benchmarks.gpu.both import both
 
 Args = tuple[Any, ...]
 Function = Callable[..., Any]
@@ -29,7 +32,8 @@ class Case:
         make: its arguments.
         target: the share of copying's bandwidth that is aimed at.
         eager: the same in torch, of the same arguments. It is compiled as well.
-        peers: other providers that are installed, by name.
+        peers: other providers that are installed, by name. They may overwrite their arguments.
+        rival: the provider that is to be beaten, "" for none; `faster` times at least.
     """
 
     operator: str
@@ -38,6 +42,13 @@ class Case:
     target: float
     eager: Function | None = None
     peers: dict[str, Function] = field(default_factory=dict)
+    rival: str = ""
+    faster: float = 0.0
+
+    @property
+    def kernel(self) -> Operator:
+        """The operator."""
+        return {**operators(), **both()}[self.operator]
 
 
 def liger(module: str, name: str) -> Function | None:
@@ -91,6 +102,19 @@ def _entropy_backward(
     return (d * gradient.unsqueeze(1)).to(logits.dtype)
 
 
+def _entropy_both(
+    logits: Tensor, target: Tensor, gradient: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    wide = logits.float()
+    lse = wide.logsumexp(1)
+    loss = lse - wide.gather(1, target.unsqueeze(1)).squeeze(1)
+    return loss, lse, _entropy_backward(logits, target, lse, gradient, 0)
+
+
+def _swiglu_both(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    return _swiglu(gate, up), *_swiglu_again(dout, gate, up)
+
+
 def _pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
     def turned(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -139,6 +163,20 @@ def _liger_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> A
     return made(x, residual, weight, eps, 0.0, "llama")
 
 
+def _liger_rms_backward(dy: Tensor, dh: Tensor, h: Tensor, weight: Tensor, rstd: Tensor) -> Any:
+    made, settings = liger("fused_add_rms_norm", "fused_add_rms_norm_backward"), _settings()
+    assert made is not None
+    block, warps = settings(h.shape[-1])
+    return made(dy, dh, h, weight, rstd, 0.0, 0, block, warps, 2, False)  # 0: as llama has it
+
+
+def _settings() -> Function:
+    """How Liger chooses blocks and warps."""
+    found = liger("utils", "calculate_settings")
+    assert found is not None
+    return found
+
+
 def _liger_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Any:
     made = liger("vocab_parallel_cross_entropy", "LigerVocabParallelCEFunction")
     assert made is not None
@@ -146,10 +184,21 @@ def _liger_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Any:
     return made.apply(*args)  # type: ignore[attr-defined]
 
 
+def _liger_entropy_both(logits: Tensor, target: Tensor, gradient: Tensor, *rest: Any) -> Any:
+    leaf = logits.detach().requires_grad_()
+    return torch.autograd.grad(_liger_entropy(leaf, target), leaf, gradient[None])
+
+
 def _liger_swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> Any:
     made = liger("swiglu", "swiglu_backward")
     assert made is not None
-    return made(gate.clone(), up.clone(), dout)  # it overwrites what it is given
+    return made(gate, up, dout)
+
+
+def _liger_swiglu_both(gate: Tensor, up: Tensor, dout: Tensor) -> Any:
+    made = liger("swiglu", "swiglu_forward")
+    assert made is not None
+    return made(gate, up), _liger_swiglu_backward(dout, gate, up)
 
 
 def _norm(rows: int, n: int) -> Callable[[Draw], Args]:
@@ -174,6 +223,14 @@ def _labels_backward(rows: int, words: int) -> Callable[[Draw], Args]:
         lse = draw.positive(rows, dtype=torch.float32) + 10
         gradient = draw.positive(rows, dtype=torch.float32)
         return logits, target, lse, gradient, 0, IGNORED, 0.0
+
+    return make
+
+
+def _labels_both(rows: int, words: int) -> Callable[[Draw], Args]:
+    def make(draw: Draw) -> Args:
+        logits, target = draw.normal(rows, words), draw.integers(words, rows)
+        return logits, target, draw.positive(rows, dtype=torch.float32), IGNORED, 0.0
 
     return make
 
@@ -222,8 +279,12 @@ def _peer(module: str, name: str, function: Function | None = None) -> dict[str,
     return {} if found is None else {"liger": function or found}
 
 
-ENTROPY = _peer("vocab_parallel_cross_entropy", "LigerVocabParallelCEFunction", _liger_entropy)
-NORM = _peer("fused_add_rms_norm", "fused_add_rms_norm_forward", _liger_add_rms)
+_CE, _NORM = ("vocab_parallel_cross_entropy", "LigerVocabParallelCEFunction"), "fused_add_rms_norm"
+ENTROPY, ENTROPY_BOTH = (_peer(*_CE, made) for made in (_liger_entropy, _liger_entropy_both))
+NORM = _peer(_NORM, f"{_NORM}_forward", _liger_add_rms)
+NORM_BACKWARD = _peer(_NORM, f"{_NORM}_backward", _liger_rms_backward)
+GATED_BACKWARD = _peer("swiglu", "swiglu_backward", _liger_swiglu_backward)
+GATED_BOTH = _peer("swiglu", "swiglu_backward", _liger_swiglu_both)
 T, F_ = 16384, 14336
 CASES = (
     Case("cross_entropy", "8192 x 16032", _labels(8192, 16032), 0.85, _entropy, ENTROPY),
@@ -233,14 +294,24 @@ CASES = (
         _entropy_backward,
     ),
     *(
-        Case("add_rms_norm", f"{T} x {n}", _norm(T, n), 0.93, _add_rms, NORM)
+        Case(
+            "cross_entropy_both", f"{rows} x {words}", _labels_both(rows, words), 0.88,
+            _entropy_both, ENTROPY_BOTH, "liger", 3.0,
+        )
+        for rows, words in ((8192, 16032), (4096, 128256))
+    ),
+    *(
+        Case("add_rms_norm", f"{T} x {n}", _norm(T, n), 0.93, _add_rms, NORM, "liger", 1.0)
         for n in (2048, 4096, 8192)
     ),
     *(
-        Case("rms_norm_backward", f"{T} x {n}", _norm_backward(T, n), 0.82, _rms_backward)
+        Case(
+            "rms_norm_backward", f"{T} x {n}", _norm_backward(T, n), 0.82, _rms_backward,
+            NORM_BACKWARD, "liger", 1.8,
+        )
         for n in (2048, 4096, 8192)
     ),
-    Case("adamw_", "2^28", _updated(1 << 28), 0.93, _adamw),
+    Case("adamw_", "2^28", _updated(1 << 28), 0.93, _adamw, {}, "eager", 1.2),
     Case("square_sum", "2^28", lambda d: (d.normal(1 << 28),), 0.90, lambda x: x.float().norm()),
     Case(
         "swiglu", f"{T} x {F_}", lambda d: (d.normal(T, F_), d.normal(T, F_)), 0.95, _swiglu,
@@ -248,11 +319,20 @@ CASES = (
     ),
     Case(
         "swiglu_again", f"{T} x {F_}", lambda d: tuple(d.normal(T, F_) for _ in range(3)), 0.92,
-        _swiglu_again, _peer("swiglu", "swiglu_backward", _liger_swiglu_backward),
+        _swiglu_again, GATED_BACKWARD,
     ),
-    Case("rotary_pack", "2 x 4096 x 48 x 128, 8 parts", _angled(8), 0.88, _pack),
-    Case("quantize_int8", "2^28", lambda d: (d.normal(1 << 28), 256), 0.85, _quantize),
-    Case("dequantize_reduce", "8 x 2^25", _arrived(8, 1 << 25), 0.88, _reduce),
+    Case(
+        "swiglu_both", f"{T} x {F_}", lambda d: tuple(d.normal(T, F_) for _ in range(3)), 0.93,
+        _swiglu_both, GATED_BOTH, "liger", 1.7,
+    ),
+    Case(
+        "rotary_pack", "2 x 4096 x 48 x 128, 8 parts", _angled(8), 0.88, _pack, {}, "eager", 2.5
+    ),
+    Case(
+        "quantize_int8", "2^28", lambda d: (d.normal(1 << 28), 256), 0.85, _quantize,
+        {}, "compile", 1.5,
+    ),
+    Case("dequantize_reduce", "8 x 2^25", _arrived(8, 1 << 25), 0.88, _reduce, {}, "compile", 1.5),
     Case(
         "sum_partials", "8 x 2^25", lambda d: (d.normal(8, 1 << 25), 1.0, torch.float32), 0.92,
         lambda x, scale, dtype: x.sum(0, dtype=dtype) * scale,

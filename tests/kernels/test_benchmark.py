@@ -11,16 +11,20 @@ from autopar_kernels.registry.draw import Draw
 from autopar_kernels.registry.operator import listed
 from benchmarks.gpu import model
 from benchmarks.gpu.cases import CASES, Case
-from benchmarks.kernels import arithmetic
+from benchmarks.gpu.measure import arithmetic
 
 EAGER = [case for case in CASES if case.eager is not None and case.operator != "adamw_"]
 # What torch's counterpart returns besides, or leaves out.
-RETURNED = {"cross_entropy": (0,), "add_rms_norm": (0, 1), "square_sum": (0,)}
+RETURNED = {
+    "cross_entropy": (0,),
+    "add_rms_norm": (0, 1),
+    "square_sum": (0,),
+}
 
 
 @pytest.mark.parametrize("case", EAGER, ids=lambda c: f"{c.operator}-{c.label}")
 def test_a_rival_returns_what_the_kernel_does(case: Case) -> None:
-    operator = operators()[case.operator]
+    operator = case.kernel
     args = case.make(Draw(torch.bfloat16, "meta"))
     assert case.eager is not None
     ours, theirs = listed(operator.allocate(*args)), listed(case.eager(*args))
@@ -41,6 +45,28 @@ def test_rivals_compute_what_the_kernels_do() -> None:
         results = zip(listed(rival(*args)), listed(operator.reference(*args)), strict=True)
         for found, wanted in results:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_and_backward_in_a_row_are_both() -> None:
+    draw = Draw(torch.float64)
+    gate, up, dout = (draw.normal(3, 8).requires_grad_() for _ in range(3))
+    out = torch.nn.functional.silu(gate) * up
+    wanted = (out, *torch.autograd.grad(out, (gate, up), dout), out)
+    logits, target = draw.normal(4, 9).requires_grad_(), draw.integers(9, 4)
+    gradient = draw.positive(4)
+    loss = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    lse, slope = logits.logsumexp(1), torch.autograd.grad(loss, logits, gradient)[0]
+    for name, args, right in (
+        ("swiglu_both", (gate, up, dout), wanted),
+        ("cross_entropy_both", (logits, target, gradient, -100, 0.0), (loss, lse, slope)),
+    ):
+        case = next(case for case in CASES if case.operator == name)
+        given = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+        made = listed(case.kernel.reference(*given, wide=torch.float64))
+        assert case.eager is not None
+        for results in (made, case.eager(*given)):
+            for found, judged in zip(results, right, strict=False):
+                torch.testing.assert_close(found.double(), judged.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_without_a_gpu_has_bytes_and_no_times() -> None:
