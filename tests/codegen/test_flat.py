@@ -210,12 +210,23 @@ def counted(state: str, **how: Any) -> tuple[Counter[str], dict[str, Tensor], bo
     return found, program.state_dict(), rows == [1] * len(rows)
 
 
-@pytest.mark.parametrize("state", ["ddp", "zero1", "zero3"])
-def test_two_ranks_launch_once_for_each_group_of_the_optimizer(state: str) -> None:
-    ranks = run_ranks(counted, state, count=2)
+def every(cases: list[tuple[str, int]]) -> list[Any]:
+    """`counted` under some states, with so many microbatches."""
+    return [
+        counted(state, **({"microbatches": number} if number > 1 else {}))
+        for state, number in cases
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["one piece", "microbatches"])
+@pytest.mark.parametrize("states", [["ddp"], ["zero1", "zero2", "zero3"]], ids=["ddp", "zero"])
+def test_two_ranks_launch_once_for_each_group_of_the_optimizer(
+    states: list[str], number: int
+) -> None:
+    ranks = run_ranks(every, [(state, number) for state in states], count=2)
     model, batch = net()
-    wanted = judge(model, batch, autopar.Precision(), groups=no_decay)
-    for launches, found, together in ranks:
+    wanted = judge(model, batch, autopar.Precision(), groups=no_decay, microbatches=number)
+    for launches, found, together in (case for rank in ranks for case in rank):
         # Of two groups; in one a bias of 12 elements, or of 6, leaves a gap behind it.
         assert launches == {"adamw_": 3}
         assert together

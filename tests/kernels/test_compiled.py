@@ -98,8 +98,8 @@ def within_budgets(operator: Operator, size: int, capability: int) -> None:
     assert issued / moved <= SHARE[capability] * ISSUED[capability]
 
 
-@pytest.mark.parametrize("case", [(o, 0, 90) for o in FULLEST], ids=named)
-def test_kernels_for_hopper(case: tuple[Operator, int, int]) -> None:
+@pytest.mark.parametrize("case", [(o, 0, c) for o in FULLEST for c in SHARED], ids=named)
+def test_kernels_for_three_generations(case: tuple[Operator, int, int]) -> None:
     within_budgets(*case)
 
 
