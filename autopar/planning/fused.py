@@ -71,7 +71,7 @@ def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> t
 def fused_update(
     graph: Graph, plan: Plan, prices: CostModel, state_bytes: float
 ) -> dict[str, Fused]:
-    """The optimizer's kernel: how many parameters it updates, and what a device saves in a step.
+    """The optimizer's kernel: how often it is launched, and what a device saves in a step.
 
     Otherwise an optimizer in one pass would do the same, and round masters in another. {} if the
     plan has no such kernel.
@@ -93,7 +93,8 @@ def fused_update(
         math.fsum(map(price, before)) - math.fsum(map(price, after))
         for price in (lambda work: work.nbytes, prices.compute)
     )
-    return {"adamw_": Fused(len(trained), "the optimizer's step", nbytes, seconds)}
+    launches = sum(work.op == "adamw_" for work in after)
+    return {"adamw_": Fused(launches, "the optimizer's step", nbytes, seconds)}
 
 
 def _line(node: Node) -> str:

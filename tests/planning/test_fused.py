@@ -74,10 +74,8 @@ def both() -> tuple[Graph, Plan]:
 def test_a_plan_says_what_was_fused_and_what_it_saves(
     both: tuple[Graph, Plan],
 ) -> None:
-    graph, plan = both
+    _, plan = both
     assert set(plan.fused) == {"add_rms_norm", "swiglu", "linear_cross_entropy", "adamw_"}
-    trained = [leaf for leaf in graph.leaves("param") if leaf.requires_grad]
-    assert plan.fused["adamw_"].count == len(trained)
     # One pass is what it would be otherwise, too.
     assert plan.fused["adamw_"].nbytes == pytest.approx(0.0)
     for name in ("add_rms_norm", "swiglu"):
@@ -103,6 +101,8 @@ def test_the_optimizers_kernel_rounds_masters_and_needs_no_temporaries() -> None
     assert not plain.fused
     elements = sum(leaf.type.numel for leaf in graph.leaves("param"))
     assert plan.fused["adamw_"].nbytes == 4 * elements  # masters are not read once more
+    # Gradients of the two matrices as large as the vocabulary are full buckets of their own.
+    assert 2 <= plan.fused["adamw_"].count <= -(-4 * elements // plan.bucket)
     assert plan.fused["adamw_"].seconds > 0
     assert seconds < plain_seconds
     assert peak <= plain_peak
