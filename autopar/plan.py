@@ -65,7 +65,7 @@ class Fused:
     """What one kernel has taken the place of.
 
     Attributes:
-        count: how often it stands in the model; the optimizer's, how often it is launched in a step.
+        count: how often it stands in the model; how often the optimizer's is launched in a step.
         first: the user's line of the first one.
         nbytes: bytes that a device moves less in a step than where it is written out.
         seconds: predicted seconds that this takes less.

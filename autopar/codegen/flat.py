@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen import torch_private
 from autopar.ir.storage import COPIED
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW calls them
@@ -51,7 +52,7 @@ def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     starts, total = _starts(tensors)
     buffer = torch.zeros(total, dtype=dtype, device=tensors[0].device)
     views = _views(buffer, starts, tensors)
-    torch._foreach_copy_(views, list(tensors))
+    torch_private.copy_all(views, list(tensors))
     return views
 
 
