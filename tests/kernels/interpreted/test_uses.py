@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.codegen.adamw import AdamW
 from autopar_kernels.linear_cross_entropy import (
     parallel_cross_entropy,
     parallel_linear_cross_entropy,
@@ -77,6 +78,33 @@ def test_a_skipped_step_leaves_every_bit() -> None:
     for was, now in zip(before, args, strict=False):
         assert torch.equal(was, now)
     assert torch.equal(args[4], args[0].bfloat16())
+
+
+def test_an_optimizer_on_flat_buffers_is_torchs() -> None:
+    """As programs use it: parts of different parameters, clipped, rounded, one step left out."""
+    draw = Draw(torch.float32)
+    mine = [torch.nn.Parameter(draw.normal(*shape)) for shape in ((5, 30), (9,), (4, 20))]
+    theirs = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    held = {id(p): torch.nn.Parameter(p.detach().bfloat16()) for p in mine}
+    how: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+    ours_, judged = AdamW(torch.optim.AdamW(mine, **how), held), torch.optim.AdamW(theirs, **how)
+    for step in range(4):
+        gradients = [draw.normal(*p.shape) for p in mine]
+        if step == 2:
+            gradients[1][3] = torch.nan
+        for parameter, other, gradient in zip(mine, theirs, gradients, strict=True):
+            parameter.grad, other.grad = gradient * 8, gradient.double()
+        ours_.prepare()
+        squares = ours_.squares([p.grad for p in mine if p.grad is not None])
+        ours_.take(squares.sqrt(), 0.5, 8.0)
+        ours_.step()
+        if step != 2:
+            torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+            judged.step()
+        for parameter, other in zip(mine, theirs, strict=True):
+            assert error(parameter.detach(), other.detach()) < 2e-6
+            assert torch.equal(held[id(parameter)], parameter.bfloat16())
+    assert len({p.untyped_storage().data_ptr() for p in mine}) == 1
 
 
 def test_what_a_kernel_does_not_take_goes_to_the_reference_with_a_warning() -> None:
