@@ -7,9 +7,8 @@
 Parameters stand in the order in which their gradients lie in memory. So those that were reduced in
 one buffer are neighbours here as well, and one launch takes them all. Small gradients that autograd
 made apart are copied beside one another; copying a large one would take longer than its own launch.
-On a CPU, where the reference in torch runs, a launch is of a piece that stays in its cache.
-
 Parts that a reduce_scatter gives are put where they belong in a buffer for all of them at once.
+On a CPU, where the reference in torch runs, a launch is of a piece that stays in its cache.
 
 Every tensor begins at a multiple of 16 bytes, as products of matrices want what they read.
 """
@@ -50,8 +49,9 @@ def neighbours(tensors: Iterable[Tensor]) -> list[Tensor]:
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of tensors in a dtype, of their shapes, in one buffer; between them are zeros."""
     starts, total = _starts(tensors)
-    buffer = torch.zeros(total, dtype=dtype, device=tensors[0].device)
-    views = _views(buffer, starts, tensors)
+    gaps = total > sum(tensor.numel() for tensor in tensors)
+    made = torch.zeros if gaps else torch.empty
+    views = _views(made(total, dtype=dtype, device=tensors[0].device), starts, tensors)
     torch_private.copy_all(views, list(tensors))
     return views
 
