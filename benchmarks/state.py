@@ -5,10 +5,9 @@
 
 All programs of a run begin with the same weights, get the same batches and take turns step by
 step; a step's time is the slowest process's, a ratio the median over rounds with its quartiles.
-Peak bytes are the CPU allocator's own count on the first process, from before a program is built to
-the end of its third step, of which the highest point counts: parameters, gradients, optimizer
-state, buckets and activations. The model as it was before a program took its weights over does not
-count.
+Steps in which processes compare their batches do not count. Peak bytes are those of all tensors
+that are alive on the first process at the highest point of a step: parameters, gradients, optimizer
+state, buckets and activations (`benchmarks/alive.py`).
 
 The emulated hosts are two network namespaces that a shaped link joins (`benchmarks/hosts.py`).
 There the programs are ours, with eight microbatches a step, parameters gathered again for the
@@ -22,11 +21,9 @@ import argparse
 import copy
 import functools
 import gc
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import autopar
 from autopar.codegen.folder import join_process_group
 from autopar.zoo import build, example_inputs
+from benchmarks.alive import Alive
 from benchmarks.baselines import FullySharded, Replicated, Rival, Setting
 from benchmarks.end_to_end import TINY
 from benchmarks.harness import markdown, middle, read, write
@@ -68,7 +65,6 @@ PUBLISHED = {
     "paro-iig, gathered again": ("zero3, gathered again", "1.35 to 2.50"),
     "paro-nig": ("zero2", "1.70 to 2.25"),
 }
-MEASURED = "measured step"
 
 
 @dataclass
@@ -136,32 +132,16 @@ class Bench:
             runner.seconds.append(float(spent))
 
     def peak(self, name: str) -> int:
-        """The highest number of bytes that the allocator has given to a program in a step."""
-        gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            runner = self.make(name)
-            for _ in range(2):
+        """The most bytes of tensors that are alive in a step of a program."""
+        runner = self.make(name)
+        with Alive(read=True) as alive:
+            for _ in range(2):  # which make the optimizer's state
                 runner.step()
-            with record_function(MEASURED):
-                runner.step()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(file))
-            return highest(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
-
-
-def highest(events: Sequence[dict[str, Any]]) -> int:
-    """Of the bytes allocated since a trace began, the most in its measured step."""
-    step = next(e for e in events if e.get("name") == MEASURED and e["ph"] == "X")
-    counts: list[tuple[float, int, int]] = sorted(
-        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]"
-    )
-    base = counts[0][1] - counts[0][2]
-    return max(
-        total - base for ts, total, _ in counts if step["ts"] <= ts <= step["ts"] + step["dur"]
-    )
+            gc.collect()
+            alive.curve.clear()
+            runner.step()
+        highest: int = max(nbytes for _, nbytes in alive.curve)
+        return highest
 
 
 def measure(bench: Bench, names: Sequence[str]) -> dict[str, Runner]:
@@ -255,7 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples of a step; by default 8, or 32")
     parser.add_argument("--seq", type=int, help="by default 128, or 32 on two hosts")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=4, help="steps that do not count")
+    parser.add_argument("--warmup", type=int, default=12, help="steps that do not count")
     parser.add_argument("--output", default="state", help="the CSV's name; none with ''")
     parser.add_argument("--table", action="store_true", help="print the README's table, no more")
     given = parser.parse_args()

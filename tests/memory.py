@@ -1,20 +1,19 @@
-"""Bytes of tensors that are alive, measured: every storage that torch makes, until it is freed."""
+"""Bytes of tensors that are alive in a step, measured and simulated."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.codegen.executor import Executor
 from autopar.codegen.host import Host, Put
 from autopar.simulate import Task
+from benchmarks.alive import Alive
 
 
 @dataclass
@@ -58,41 +57,6 @@ def simulated_levels(tasks: Sequence[Task]) -> tuple[tuple[float, ...], tuple[fl
             del alive[name]
         ends[task.phase] = sum(alive.values())
     return tuple(peaks.values()), tuple(ends.values())
-
-
-class Alive(TorchDispatchMode):
-    """Counts storages from the operator that makes them until they are freed."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.live = 0
-        self.held: dict[int, Any] = {}
-        self.curve: list[tuple[str, int]] = []
-        for tensor in known:
-            self.count(tensor)
-
-    def count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() == 0 or storage._cdata in self.held:
-            return
-        key, nbytes = storage._cdata, storage.nbytes()
-
-        def freed(_: object) -> None:
-            self.live -= nbytes
-            del self.held[key]
-
-        self.held[key] = weakref.ref(storage, freed)
-        self.live += nbytes
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.count(leaf)
-        self.curve.append((str(func), self.live))
-        return result
 
 
 def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.codegen import refetch
 from autopar.codegen.gradients import Gradients
 from autopar.ir.state import Groups, StateSharding, shardings
-from tests.memory import Alive
+from benchmarks.alive import Alive
 from tests.ranks import run_ranks
 from tests.state_sharding import Case, Jobs, tiny
 

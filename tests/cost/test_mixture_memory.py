@@ -12,7 +12,7 @@ from autopar.ir.interpret import annotate
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import Layout, TensorType
-from tests.memory import Alive
+from benchmarks.alive import Alive
 
 TOKENS, CHOICES, EXPERTS = 192, 2, 4
 ONE = Mesh.parse("cpu: gpu=1")
