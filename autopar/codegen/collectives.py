@@ -197,6 +197,8 @@ class Communicator(Groups, Across):
 
     def use(self, held: Tensor, weight: Weight) -> Tensor:
         """A parameter as operators use it, whose gradient goes to `gradients`."""
+        if self.gradients is not None and self.gradients.leave(weight):
+            return held.view_as(held)  # what it becomes after that is no parameter
         used: Tensor = _Used.apply(held, weight, self)  # type: ignore[no-untyped-call]
         return used
 

@@ -7,6 +7,7 @@ the order in which the backward makes them, and when a buffer is full one collec
 (Li et al., "PyTorch Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device that runs on a
 stream of its own while the backward goes on. Elsewhere it runs at once; but all_reduces, which save
 no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
+Where that is all that becomes of a gradient, autograd itself adds it up until then.
 Nobody may write to what the backward gives: an all_reduce sums in the buffer that it is put into.
 
 A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
@@ -70,7 +71,16 @@ class Gradients:
         self._parts = Bucket(weights.comm, weights.bucket, "accumulate", order, self._first)
         self._whole = Bucket(weights.comm, weights.bucket, "reduce", order, room)
         self._sums: dict[int, _Sum] = {}
+        self._left: dict[Weight, Tensor | None] = {}  # to autograd; what was there before
         self._done: list[tuple[Weight, Tensor]] = []
+
+    def leave(self, weight: Weight) -> bool:
+        """Whether autograd adds up a parameter's gradients where they are, until `collect`."""
+        if self._stream is not None or not weight.only_summed:
+            return False
+        if torch.is_grad_enabled() and weight not in self._left:
+            self._left[weight], weight.held.grad = weight.held.grad, None
+        return True
 
     def take(self, weight: Weight, gradient: Tensor) -> None:
         """The gradient that a backward gives a parameter, of the layout in which it is used.
@@ -95,6 +105,11 @@ class Gradients:
             for late in list(self._sums.values()):  # that had no gradient of some microbatch
                 self._reduce(late)
             self._sums.clear()
+            for weight, before in self._left.items():
+                gradient, weight.held.grad = weight.held.grad, before
+                if gradient is not None:
+                    self._done += self._whole.add(weight, gradient.to(weight.sent))
+            self._left.clear()
             self._done += self._whole.empty()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -125,6 +140,9 @@ class Gradients:
         self._parts.drop()
         self._whole.drop()
         self._sums.clear()
+        for weight, before in self._left.items():
+            weight.held.grad = before
+        self._left.clear()
         self._done.clear()
 
     def _first(self, weights: Sequence[Weight]) -> Tensor | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,12 @@ class Weight:
     def scattered(self) -> bool:
         """Whether a reduce_scatter gives its gradient."""
         return scattered(self.hops)
+
+    @cached_property
+    def only_summed(self) -> bool:
+        """Whether all that is exchanged of it is its gradient, which is updated as it is used."""
+        kinds = {hop.call.kind for hop in self.hops}
+        return self.updated is self.held and kinds == {"all_reduce"}
 
     def way(self, when: str) -> Way:
         """What it has in common with those that it can go together with."""

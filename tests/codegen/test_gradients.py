@@ -55,24 +55,28 @@ def both_ways(rounds: int, bucket: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def only_when_collected() -> tuple[bool, bool, bool]:
-    """Whether there is a gradient after a backward, after `drop` and `collect`, after another."""
-    comm, there = Communicator(MESH), []
+def only_when_collected() -> tuple[bool, ...]:
+    """Whether there is a gradient after a backward of what is held in parts; of what is held whole
+    after `drop`, after `collect`, after another."""
+    comm, there = Runtime(MESH, torch.device("cpu")), []
     whole = nn.Parameter(torch.ones(8, dtype=torch.float64))
-    gradients = Gradients(Weights(comm, TABLE[:1], [whole]), torch.device("cpu"))
-    comm.gradients = gradients
-    torch.autograd.backward(comm.to_varying(whole, axis="data").sum())
-    there.append(whole.grad is not None)
+    part = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    weights = Weights(comm, TABLE, [whole, part])
+    gradients = comm.gradients = Gradients(weights, torch.device("cpu"))
+    comm.fetch.add(weights.all, 1)
+    torch.autograd.backward(loss_of(comm, whole, part, 0))
+    there.append(part.grad is not None)
     gradients.drop()
+    there.append(whole.grad is not None)
     gradients.collect()
     there.append(whole.grad is not None)
-    torch.autograd.backward(comm.to_varying(whole, axis="data").sum())
+    torch.autograd.backward(loss_of(comm, whole, part, 0))
     gradients.collect()
     there.append(whole.grad is not None)
-    return there[0], there[1], there[2]
+    return tuple(there)
 
 
-def both() -> tuple[list[list[tuple[Tensor, Tensor]]], tuple[bool, bool, bool]]:
+def both() -> tuple[list[list[tuple[Tensor, Tensor]]], tuple[bool, ...]]:
     cases = [(1, 1), (3, 1), (3, 2**20)]
     return [both_ways(*case) for case in cases], only_when_collected()
 
@@ -83,7 +87,7 @@ def test_the_gradients_are_the_same_and_stored_at_the_end() -> None:
             for one, other in zip(within, beside, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
                 assert one.abs().sum() > 0
-        assert there == (False, False, True)
+        assert there == (False, False, False, True)
 
 
 def test_states_that_do_not_follow_from_one_another_are_refused() -> None:
