@@ -197,9 +197,13 @@ def stored_traffic(
 
 
 def bucket_of(graph: Graph) -> int:
-    """Bytes of gradients, or of parameters, that go together: a tenth of a small model."""
-    trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
-    return max(min(BUCKET, trained // 10), 1)
+    """Bytes of gradients, or of parameters, that go together: a tenth of a small model, or a block.
+
+    In a block's bucket there is what FSDP gathers and reduces as one (arXiv:2304.11277, section 4).
+    """
+    leaves = {leaf.name: leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad}
+    blocks = [sum(leaves.get(n, 0) for n in repeat.iterations[0]) for repeat in graph.repeats]
+    return max(min(BUCKET, max(sum(leaves.values()) // 10, *blocks, 1)), 1)
 
 
 def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
