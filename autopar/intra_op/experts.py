@@ -260,12 +260,13 @@ class AlexNetSplit:
 def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
     """Pins that split the batch in every value that has it, and leave its sums owed.
 
-    Where no strategy allows that, what becomes of the batch is the solver's.
+    Where no strategy allows that, what becomes of the batch is the solver's; so is what becomes of
+    labels and counts, which every device has whole: what is made of them may cost it nothing.
     """
     dims, batch, ways = subject.dims, subject.roles.batch[:1], subject.ways(axes)
     cut, owed = dict[str, str](), dict[str, str]()
     for node in subject.operators():
-        if node.op == "autopar.share" or not batch:
+        if node.op == "autopar.share" or not batch or not node.type.floating:
             continue
         place = _cut(subject, node.name, batch[0], ways)
         if place is not None:
