@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen import runtime, torch_private
-from autopar.codegen.fetch import Fetch
 from autopar.codegen.optimizer import elementwise
+from autopar.codegen.refetch import Refetch
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import Word, data_parallel, megatron
@@ -94,7 +94,7 @@ class Case:
         again: whether parameters that are held in parts are gathered again for the backward.
         recompute, offload: as users write them.
         steps: of training.
-        ahead: whether parameters are on their way while the block before computes.
+        ahead: whether parameters are on their way again while the block before computes.
         precision: as users write it.
     """
 
@@ -239,7 +239,7 @@ class Jobs:
         pipelined = importlib.import_module("autopar.pipelined")
         with (
             patch.object(pipelined, "capture_microbatch", lambda *_: captured),
-            patch.object(runtime, "Fetch", lambda comm, ahead: Fetch(comm, case.ahead)),
+            patch.object(runtime, "Refetch", lambda comm, ahead: Refetch(comm, case.ahead)),
         ):
             program = autopar.compile(
                 model,

@@ -2,9 +2,8 @@
 
 The first of a block's parameters that is used brings the others that take the same way: one
 collective gathers them all from one flat buffer, or a few where they fill several buckets
-(arXiv:2304.11277, section 4.2). On accelerators the next block's are on their way meanwhile: that
-is the one that was next in the last forward, or the one before where the backward computes blocks
-again.
+(arXiv:2304.11277, section 4.2). The next block's are on their way meanwhile: that is the one that
+was next in the last forward, or the one before where the backward computes blocks again.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ class Fetch:
 
     Args:
         comm: the mesh.
-        ahead: whether the next ones are on their way while a block computes.
     """
 
-    def __init__(self, comm: Groups, ahead: bool) -> None:
-        self._comm, self.ahead = comm, ahead
+    def __init__(self, comm: Groups) -> None:
+        self._comm = comm
         self._row: dict[Weight, Row] = {}
         self._arrived: dict[Weight, Tensor] = {}
         self._coming: dict[Row, Callable[[], list[Tensor]]] = {}
@@ -120,11 +118,11 @@ class Fetch:
 
     def _following(self, row: Row) -> Row | None:
         """What is gathered next, as far as that is known."""
-        if not self.ahead or row not in self._places:
+        if row not in self._places:
             return None
         place = self._places[row] + (-1 if self._forward is None else 1)
         return self._order[place] if 0 <= place < len(self._order) else None
 
     def _depart(self, row: Row) -> Callable[[], list[Tensor]]:
         held = [weight.held.detach() for weight in row.weights]
-        return depart(self._comm, row.weights, held, "forward", self.ahead)
+        return depart(self._comm, row.weights, held, "forward", True)

@@ -157,44 +157,58 @@ class Group:
     # Several tensors at once, in one flat buffer: gloo wants equal ranks, and every backend takes
     # them. Of one tensor that is only sent the buffer is the tensor itself.
 
-    def reduce_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of each over the group."""
+    def reduce_all(self, xs: list[Tensor]) -> list[Tensor]:
+        """The sum of each over the group; `xs` is emptied once they are in the buffer."""
         if self.process_group is None:
-            return list(xs)
+            return xs
+        shapes = [x.shape for x in xs]
         total = torch.cat([x.reshape(-1) for x in xs])
+        xs.clear()
         dist.all_reduce(total, group=self.process_group)
-        flat = total.split([x.numel() for x in xs])
-        return [part.view(x.shape) for part, x in zip(flat, xs, strict=True)]
+        flat = total.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def reduce_scatter_all(
         self,
-        xs: Sequence[Tensor],
+        xs: list[Tensor],
         dims: Sequence[int],
         quantised: bool = False,
         into: Tensor | None = None,
     ) -> list[Tensor]:
         """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks.
 
-        What arrives lies in `into`, if that has as many elements and the same dtype.
+        `xs` is emptied once they are in the buffer. What arrives lies in `into`, if that has as
+        many elements and the same dtype.
         """
-        blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
-        rows = [block.view(self.size, -1) for block in blocks]
-        lengths = [row.shape[1] for row in rows]
+        dtype = xs[0].dtype
+        own = [self.own(int(x.shape[dim]))[1] for x, dim in zip(xs, dims, strict=True)]
+        sent, shapes = self._packed(xs, dims, quantised)
+        lengths = [shape.numel() for shape in shapes]
         if quantised:
-            sent = pack(rows)
             out = torch.empty_like(sent)
             dist.all_to_all_single(out, sent, group=self.process_group)
-            parts: Sequence[Tensor] = added(out, lengths, xs[0].dtype)
+            parts: Sequence[Tensor] = added(out, lengths, dtype)
         else:
-            sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
             fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
             out = into if into is not None and fits else sent.new_empty(sent.shape[1])
             torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
             parts = out.split(lengths)
         return [
-            _trimmed(part.view(block.shape[1:]), dim, self.own(int(x.shape[dim]))[1])
-            for part, block, x, dim in zip(parts, blocks, xs, dims, strict=True)
+            _trimmed(part.view(shape), dim, length)
+            for part, shape, dim, length in zip(parts, shapes, dims, own, strict=True)
         ]
+
+    def _packed(
+        self, xs: list[Tensor], dims: Sequence[int], quantised: bool
+    ) -> tuple[Tensor, list[torch.Size]]:
+        """One buffer of the blocks of each, by rank, and the blocks' shapes; `xs` is used up."""
+        blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
+        xs.clear()
+        shapes = [block.shape[1:] for block in blocks]
+        rows = [block.view(self.size, -1) for block in blocks]
+        if quantised:
+            return pack(rows), shapes
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes
 
     def gather_all(
         self, xs: Sequence[Tensor], dims: Sequence[int], extents: Sequence[int | None]

@@ -4,7 +4,8 @@ What autograd saves of such a tensor is replaced by what is kept of the paramete
 where it is held in parts anyway (FSDP's "reshard after forward", arXiv:2304.11277, section 3.2) and
 a second copy in every group of devices in ZeRO++ (arXiv:2306.10209). When a backward asks for the
 first of a block, what it keeps of the block is gathered together, and each is forgotten when nobody
-needs it any more. On accelerators the block before that is on its way meanwhile.
+needs it any more. On accelerators the block before that is on its way meanwhile; on the CPU, where
+little would be gained, it would come where a step needs the most memory.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Refetch:
         ahead: whether the next ones are on their way while the backward of a block computes.
     """
 
-    def __init__(self, comm: Groups, ahead: bool = False) -> None:
+    def __init__(self, comm: Groups, ahead: bool) -> None:
         self._comm, self._ahead = comm, ahead
         self._bucket = 1
         self._block: _Block | None = None

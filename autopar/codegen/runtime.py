@@ -49,7 +49,7 @@ class Runtime(Communicator):
     ) -> None:
         super().__init__(mesh, ranks)
         self.device = device
-        self.fetch = Fetch(self, ahead=device.type != "cpu")
+        self.fetch = Fetch(self)
         self.random = Random(self, seed)
         self.stow = Stow(device)
 
@@ -87,7 +87,7 @@ class Runtime(Communicator):
             if not (weights.fetched_again and torch.is_grad_enabled()):
                 yield
                 return
-            self.refetch = self.refetch or Refetch(self, self.fetch.ahead)
+            self.refetch = self.refetch or Refetch(self, self.device.type != "cpu")
             with self.refetch.instead(weights.bucket):
                 yield
 

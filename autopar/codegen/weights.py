@@ -10,7 +10,7 @@ one collective moves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -273,7 +273,8 @@ class Bucket:
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
         """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
-        weights, tensors = zip(*together, strict=True)
+        weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]
+        together.clear()  # nobody else holds what is on its way
         arrived = travel(self._comm, weights, tensors, self._when, self._room(weights))
         return list(zip(weights, arrived, strict=True))
 
@@ -281,7 +282,7 @@ class Bucket:
 def travel(
     comm: Groups,
     weights: Sequence[Weight],
-    tensors: Iterable[Tensor],
+    tensors: list[Tensor],
     when: str,
     into: Tensor | None = None,
 ) -> list[Tensor]:
@@ -290,11 +291,12 @@ def travel(
     Args:
         comm: the mesh.
         weights: whose they are.
-        tensors: of each the tensor that it brings: a part of the parameter, or of its gradient.
+        tensors: of each the tensor that it brings: a part of the parameter, or of its gradient. The
+            list is emptied where what is sent is another buffer, so that their memory is free.
         when: see `Hop`.
         into: where parts of gradients are to lie, if they fit.
     """
-    found = list(tensors)
+    found = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     for place, hops in enumerate(paths):
         found = _moved(comm, weights, found, hops, into if place == len(paths) - 1 else None)
@@ -302,13 +304,13 @@ def travel(
 
 
 def depart(
-    comm: Groups, weights: Sequence[Weight], tensors: Iterable[Tensor], when: str, ahead: bool
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], when: str, ahead: bool
 ) -> Callable[[], list[Tensor]]:
     """`travel` in two parts: the collectives begin, and the function returned waits for them.
 
     If they are gathered `ahead`, what this device computes in between does not wait.
     """
-    found = list(tensors)
+    found = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     gathers = [hops[0].call.kind == "all_gather" for hops in paths]
     if not ahead or not all(gathers):

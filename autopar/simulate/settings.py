@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OVERLAPS = ("gradient", "parameter")
+OVERLAPS = ("gradient", "parameter", "refetch")
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class Settings:
         accelerator: whether operators keep for the backward what kernels of accelerators do; by
             default what those of CPUs do.
         overlap: collectives that the program does not wait for, of `OVERLAPS`: what comes next to a
-            parameter in the backward, which synchronises its gradient, and gathering parameters
-            one block ahead. On a CPU the emitted program waits for all, on accelerators for none.
+            parameter in the backward, which synchronises its gradient; gathering parameters one
+            block ahead; gathering them again so. An emitted program waits for none on accelerators,
+            on a CPU for all but the second.
     """
 
     state_bytes: float = 2.0
@@ -34,9 +35,9 @@ def settings_on(name: str, state_bytes: float = 2.0) -> Settings:
     """How a program runs on a kind of device, "cpu" or an accelerator's name.
 
     On accelerators torch updates all parameters at once, and the program waits neither for
-    gradients nor for the parameters of the next block; on the CPU it does one thing after another.
+    gradients nor for the parameters of the next block; on the CPU for all but these.
     The optimizer is AdamW or one whose state is `state_bytes` times as large as the parameters.
     """
     if name.lower() == "cpu":
-        return Settings(state_bytes)
+        return Settings(state_bytes, overlap=frozenset({"parameter"}))
     return Settings(state_bytes, 1.0, True, True, frozenset(OVERLAPS))

@@ -127,7 +127,8 @@ class Weights:
         gather.arrived.update(gather.coming.pop(block))
         order = gather.order()
         place = order.index(block) + step if block in order else -1
-        ahead = "parameter" in self.overlap and step and 0 <= place < len(order)
+        kind = "parameter" if gather is self.fetched else "refetch"
+        ahead = kind in self.overlap and step and 0 <= place < len(order)
         if ahead and order[place] not in gather.coming:
             with self.recorder.aside():
                 self._depart(gather, order[place], True)
@@ -278,12 +279,12 @@ class Weights:
         """What a collective of several gradients needs of one, beside it and what comes of it."""
         if hop.call.kind == "all_reduce":
             return 0.0  # summed in the buffer that comes of it
-        # Blocks of a row are put side by side, and several tensors into one buffer; gloo sums in a
-        # copy of that.
-        copied = not (self.accelerator or hop.call.quantised)
-        copies = bool(hop.dim) + (together > 1) + copied
-        whole = self._bytes(weight, hop.src, self._sent(weight))
-        return copies * whole + staged(hop.call, self.mesh)
+        # Blocks of a row are put side by side, and several tensors into one buffer, which is sent
+        # in their place; gloo sums in a copy of that.
+        whole, part = (self._bytes(weight, at, self._sent(weight)) for at in (hop.src, hop.dst))
+        packed = (bool(hop.dim) + (together > 1)) * whole
+        summed = whole * (not (self.accelerator or hop.call.quantised))
+        return max(packed - part, summed + staged(hop.call, self.mesh), 0.0)
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         if when == "reduce":
