@@ -14,18 +14,17 @@ from autopar.explain.difference import (
     repriced,
     traffic,
 )
-from autopar.explain.fused import render_fused
-from autopar.explain.moves import Call, Move, moves
-from autopar.explain.summary import (
+from autopar.explain.explanation import (
     Cost,
     Explanation,
     Line,
     Operator,
     Parameter,
     Section,
-    explain,
-    parameters,
 )
+from autopar.explain.fused import render_fused
+from autopar.explain.moves import Call, Move, moves
+from autopar.explain.summary import explain, parameters
 from autopar.explain.text import PARTS, render, render_parameters, render_summary
 from autopar.explain.views import VIEWS, Item, Row, items, view
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.summary import Explanation
+from autopar.explain.explanation import Explanation
 from autopar.explain.views import Row, view
 from autopar.ir.units import format_bytes, format_seconds
 

@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.explanation import Explanation, Line, Operator
 from autopar.explain.moves import Call, Move
-from autopar.explain.summary import Explanation, Line, Operator
 from autopar.explain.tables import bar, render_view
 from autopar.explain.views import VIEWS
 from autopar.ir.units import format_bytes, format_seconds

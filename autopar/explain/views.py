@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from autopar.explain.explanation import Explanation
 from autopar.explain.moves import Move
-from autopar.explain.summary import Explanation
 
 VIEWS = ("layer", "op", "collective", "axis")
 PARAMETER = "parameter"
