@@ -37,7 +37,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _ThreadPeers:
-    """See `autopar.ir.across.Peers`; `index` is the block of the dimension that is held here."""
+    """See `autopar.ir.peers.Peers`; `index` is the block of the dimension that is held here."""
 
     mesh: Mesh
     axes: tuple[str, ...]

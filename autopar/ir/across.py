@@ -13,48 +13,17 @@ Generated programs and the proofs of the rules run the same code, on different `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.mixture import mixture
+from autopar.ir.peers import Peers, cross_entropy, halo, softmax, summed, widened
 
 Axes = str | tuple[str, ...]
 CHUNK = 2048  # rows of logits that exist at a time: as many as keep a GPU busy
-
-
-class Peers(Protocol):
-    """The devices that hold the parts of one dimension, seen from one of them."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    def own(self, extent: int) -> tuple[int, int]:
-        """(start, length) of this device's part of a dimension of `extent` elements."""
-        ...
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """The sum over all devices, on each."""
-        ...
-
-    def maximum(self, x: Tensor) -> Tensor:
-        """The largest over all devices, on each."""
-        ...
-
-    def stack(self, x: Tensor) -> Tensor:
-        """What each device has, all of equal shapes, side by side along a new first dimension."""
-        ...
-
-    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the devices before and after this one sent here, None at the ends.
-
-        `before` goes to the device before, `after` to the one after. All devices send equal shapes.
-        """
-        ...
 
 
 class Across(ABC):
@@ -118,9 +87,7 @@ class Across(ABC):
         ignored = labels == ignore_index
         peers = self.group(axis)
         own, elsewhere, _ = _local(peers, labels.masked_fill(ignored, 0), size)
-        losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, own, elsewhere, ignored, label_smoothing, peers, size
-        )
+        losses = cross_entropy(logits, own, elsewhere, ignored, label_smoothing, peers, size)
         total: Tensor = losses if reduction == "none" else losses.sum()
         return total
 
@@ -150,23 +117,21 @@ class Across(ABC):
     def softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
         """softmax over a split dimension, which stays split."""
         x = x if dtype is None else x.to(dtype)
-        found: Tensor = _Softmax.apply(x, dim, False, self.group(axis))  # type: ignore[no-untyped-call]
-        return found
+        return softmax(x, dim, False, self.group(axis))
 
     def log_softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
         """log_softmax over a split dimension, which stays split."""
         x = x if dtype is None else x.to(dtype)
-        found: Tensor = _Softmax.apply(x, dim, True, self.group(axis))  # type: ignore[no-untyped-call]
-        return found
+        return softmax(x, dim, True, self.group(axis))
 
     def logsumexp(
         self, x: Tensor, dim: tuple[int, ...], keepdim: bool = False, *, axis: Axes
     ) -> Tensor:
         """logsumexp over dimensions of which some are split; whole on every device."""
-        peers, wide = self.group(axis), _wide(x)
+        peers, wide = self.group(axis), widened(x)
         largest = peers.maximum(wide.detach().amax(dim, keepdim=True))
         largest = largest.masked_fill(largest.isinf(), 0)
-        total = _total((wide - largest).exp().sum(dim, keepdim=True), peers).log() + largest
+        total = summed((wide - largest).exp().sum(dim, keepdim=True), peers).log() + largest
         return (total if keepdim else _squeezed(total, dim)).to(x.dtype)
 
     def amax(
@@ -182,7 +147,7 @@ class Across(ABC):
         taken = x == largest
         count = peers.reduce(taken.sum(dim, keepdim=True))
         if x.requires_grad:
-            largest = _total(
+            largest = summed(
                 (x * taken).sum(dim, keepdim=True), peers, count.to(x.dtype).reciprocal(), largest
             )
         return largest if keepdim else _squeezed(largest, dim)
@@ -199,7 +164,7 @@ class Across(ABC):
         """The largest along a split dimension and where it is first; whole on every device."""
         at = self.argmax(x, dim, True, axis=axis, size=size)
         own, elsewhere, _ = _local(self.group(axis), at, size)
-        values = _total(x.gather(dim, own).masked_fill(elsewhere, 0), self.group(axis))
+        values = summed(x.gather(dim, own).masked_fill(elsewhere, 0), self.group(axis))
         return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
     def min(
@@ -259,10 +224,7 @@ class Across(ABC):
         """
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
-        found: Tensor = _Halo.apply(  # type: ignore[no-untyped-call]
-            x, dim, max(before, 0), max(after, 0), fill, self.group(axis)
-        )
-        return found
+        return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
 
 
 def _local(peers: Peers, index: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
@@ -276,128 +238,3 @@ def _local(peers: Peers, index: Tensor, size: int) -> tuple[Tensor, Tensor, int]
 
 def _squeezed(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     return x.squeeze(tuple(dim))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Sums of half precision are made in float32, as torch's own kernels do."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _total(
-    x: Tensor, peers: Peers, share: Tensor | float = 1.0, known: Tensor | None = None
-) -> Tensor:
-    """The sum over the devices, or what it is `known` to be; x gets `share` of the gradient."""
-    total: Tensor = _Total.apply(x, peers, share, known)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, peers: Peers, share: Tensor | float, known: Tensor | None
-    ) -> Tensor:
-        ctx.share = share
-        return peers.reduce(x) if known is None else known.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0] * ctx.share, None, None, None
-
-
-class _Softmax(torch.autograd.Function):
-    """softmax and its logarithm: a maximum and a sum forwards, a sum backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
-        wide = _wide(x)
-        shifted = wide - peers.maximum(wide.amax(dim, keepdim=True))
-        powers = shifted.exp()
-        total = peers.reduce(powers.sum(dim, keepdim=True))
-        found = (shifted - total.log() if log else powers / total).to(x.dtype)
-        ctx.save_for_backward(found)
-        ctx.dim, ctx.log, ctx.peers = dim, log, peers
-        return found
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (found,), gradient = ctx.saved_tensors, gradients[0]
-        y, g = _wide(found), _wide(gradient)
-        if ctx.log:
-            into = g - y.exp() * ctx.peers.reduce(g.sum(ctx.dim, keepdim=True))
-        else:
-            into = y * (g - ctx.peers.reduce((g * y).sum(ctx.dim, keepdim=True)))
-        return into.to(gradient.dtype), None, None, None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """One loss for each label: a maximum and two or three sums forwards, nothing backwards."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        own: Tensor,
-        elsewhere: Tensor,
-        ignored: Tensor,
-        smoothing: float,
-        peers: Peers,
-        size: int,
-    ) -> Tensor:
-        dim = 1 if logits.dim() > 1 else 0
-        wide = _wide(logits)
-        largest = peers.maximum(wide.amax(dim, keepdim=True))
-        powers = (wide - largest).exp()
-        labelled = wide.gather(dim, own.unsqueeze(dim)).masked_fill(elsewhere.unsqueeze(dim), 0)
-        sums = [powers.sum(dim, keepdim=True), labelled]
-        sums += [wide.sum(dim, keepdim=True)] if smoothing else []
-        total, label, *every = peers.reduce(torch.stack(sums))
-        losses = total.log() + largest - (1 - smoothing) * label
-        if smoothing:
-            losses = losses - smoothing * every[0] / size
-        ctx.save_for_backward(powers.div_(total), own, elsewhere, ignored)
-        ctx.dim, ctx.smoothing, ctx.size, ctx.dtype = dim, smoothing, size, logits.dtype
-        kept: Tensor = losses.squeeze(dim).masked_fill(ignored, 0).to(logits.dtype)
-        return kept
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, own, elsewhere, ignored = ctx.saved_tensors
-        dim, smoothing = ctx.dim, ctx.smoothing
-        # d loss / d logit = softmax - (1 - smoothing) [it is the label] - smoothing / size
-        label = (~elsewhere).to(softmax.dtype).unsqueeze(dim) * (smoothing - 1)
-        into = (softmax - smoothing / ctx.size).scatter_add_(dim, own.unsqueeze(dim), label)
-        owed = gradients[0].masked_fill(ignored, 0).unsqueeze(dim)
-        return (into * owed).to(ctx.dtype), *[None] * 6
-
-
-class _Halo(torch.autograd.Function):
-    """Borders travel to the neighbours, their gradients travel back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
-    ) -> Tensor:
-        ctx.dim, ctx.before, ctx.after, ctx.peers = dim, before, after, peers
-        length = x.shape[dim]
-        # The device before needs this one's first elements after its own.
-        first, last = x.narrow(dim, 0, after), x.narrow(dim, length - before, before)
-        head, tail = peers.neighbours(first, last)
-        parts = [last.new_full(last.shape, fill) if head is None else head, x]
-        parts.append(first.new_full(first.shape, fill) if tail is None else tail)
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, dim, before, after = gradients[0], ctx.dim, ctx.before, ctx.after
-        length = gradient.shape[dim] - before - after
-        into = gradient.narrow(dim, before, length).clone()
-        borders = gradient.narrow(dim, 0, before), gradient.narrow(dim, before + length, after)
-        head, tail = ctx.peers.neighbours(*borders)
-        if head is not None:
-            into.narrow(dim, 0, after).add_(head)
-        if tail is not None:
-            into.narrow(dim, length - before, before).add_(tail)
-        return into, *[None] * 5

@@ -1,0 +1,207 @@
+"""The devices along a split dimension, and functions across them with derivatives of their own.
+
+autograd does not see what devices tell one another. So each function says what it asks of the
+others forwards, and what its gradient asks of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Peers(Protocol):
+    """The devices that hold the parts of one dimension, seen from one of them."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def own(self, extent: int) -> tuple[int, int]:
+        """(start, length) of this device's part of a dimension of `extent` elements."""
+        ...
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum over all devices, on each."""
+        ...
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over all devices, on each."""
+        ...
+
+    def stack(self, x: Tensor) -> Tensor:
+        """What each device has, all of equal shapes, side by side along a new first dimension."""
+        ...
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the devices before and after this one sent here, None at the ends.
+
+        `before` goes to the device before, `after` to the one after. All devices send equal shapes.
+        """
+        ...
+
+
+def widened(x: Tensor) -> Tensor:
+    """Sums of half precision are made in float32, as torch's own kernels do."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def summed(
+    x: Tensor, peers: Peers, share: Tensor | float = 1.0, known: Tensor | None = None
+) -> Tensor:
+    """The sum over the devices, or what it is `known` to be; x gets `share` of the gradient."""
+    total: Tensor = _Total.apply(x, peers, share, known)  # type: ignore[no-untyped-call]
+    return total
+
+
+def softmax(x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
+    """softmax, or its logarithm, over a dimension of which each device has a part."""
+    found: Tensor = _Softmax.apply(x, dim, log, peers)  # type: ignore[no-untyped-call]
+    return found
+
+
+def cross_entropy(
+    logits: Tensor,
+    own: Tensor,
+    elsewhere: Tensor,
+    ignored: Tensor,
+    smoothing: float,
+    peers: Peers,
+    size: int,
+) -> Tensor:
+    """One loss for each label, of logits of whose classes each device has a part.
+
+    Args:
+        logits: of this device's classes, in dimension 1, or the only one.
+        own: each label's place in them, 0 where it is `elsewhere`.
+        elsewhere: where another device has the label.
+        ignored: which labels count as no loss.
+        smoothing: the share of a label that all classes get.
+        peers: the devices.
+        size: how many classes there are.
+    """
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, own, elsewhere, ignored, smoothing, peers, size
+    )
+    return losses
+
+
+def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers) -> Tensor:
+    """x with so many elements of its neighbours in front and behind, `fill` at the ends."""
+    found: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, peers: Peers, share: Tensor | float, known: Tensor | None
+    ) -> Tensor:
+        ctx.share = share
+        return peers.reduce(x) if known is None else known.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0] * ctx.share, None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """softmax and its logarithm: a maximum and a sum forwards, a sum backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
+        wide = widened(x)
+        shifted = wide - peers.maximum(wide.amax(dim, keepdim=True))
+        powers = shifted.exp()
+        total = peers.reduce(powers.sum(dim, keepdim=True))
+        found = (shifted - total.log() if log else powers / total).to(x.dtype)
+        ctx.save_for_backward(found)
+        ctx.dim, ctx.log, ctx.peers = dim, log, peers
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (found,), gradient = ctx.saved_tensors, gradients[0]
+        y, g = widened(found), widened(gradient)
+        if ctx.log:
+            into = g - y.exp() * ctx.peers.reduce(g.sum(ctx.dim, keepdim=True))
+        else:
+            into = y * (g - ctx.peers.reduce((g * y).sum(ctx.dim, keepdim=True)))
+        return into.to(gradient.dtype), None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """One loss for each label: a maximum and two or three sums forwards, nothing backwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        own: Tensor,
+        elsewhere: Tensor,
+        ignored: Tensor,
+        smoothing: float,
+        peers: Peers,
+        size: int,
+    ) -> Tensor:
+        dim = 1 if logits.dim() > 1 else 0
+        wide = widened(logits)
+        largest = peers.maximum(wide.amax(dim, keepdim=True))
+        powers = (wide - largest).exp()
+        labelled = wide.gather(dim, own.unsqueeze(dim)).masked_fill(elsewhere.unsqueeze(dim), 0)
+        sums = [powers.sum(dim, keepdim=True), labelled]
+        sums += [wide.sum(dim, keepdim=True)] if smoothing else []
+        total, label, *every = peers.reduce(torch.stack(sums))
+        losses = total.log() + largest - (1 - smoothing) * label
+        if smoothing:
+            losses = losses - smoothing * every[0] / size
+        ctx.save_for_backward(powers.div_(total), own, elsewhere, ignored)
+        ctx.dim, ctx.smoothing, ctx.size, ctx.dtype = dim, smoothing, size, logits.dtype
+        kept: Tensor = losses.squeeze(dim).masked_fill(ignored, 0).to(logits.dtype)
+        return kept
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, own, elsewhere, ignored = ctx.saved_tensors
+        dim, smoothing = ctx.dim, ctx.smoothing
+        # d loss / d logit = softmax - (1 - smoothing) [it is the label] - smoothing / size
+        label = (~elsewhere).to(softmax.dtype).unsqueeze(dim) * (smoothing - 1)
+        into = (softmax - smoothing / ctx.size).scatter_add_(dim, own.unsqueeze(dim), label)
+        owed = gradients[0].masked_fill(ignored, 0).unsqueeze(dim)
+        return (into * owed).to(ctx.dtype), *[None] * 6
+
+
+class _Halo(torch.autograd.Function):
+    """Borders travel to the neighbours, their gradients travel back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers
+    ) -> Tensor:
+        ctx.dim, ctx.before, ctx.after, ctx.peers = dim, before, after, peers
+        length = x.shape[dim]
+        # The device before needs this one's first elements after its own.
+        first, last = x.narrow(dim, 0, after), x.narrow(dim, length - before, before)
+        head, tail = peers.neighbours(first, last)
+        parts = [last.new_full(last.shape, fill) if head is None else head, x]
+        parts.append(first.new_full(first.shape, fill) if tail is None else tail)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, dim, before, after = gradients[0], ctx.dim, ctx.before, ctx.after
+        length = gradient.shape[dim] - before - after
+        into = gradient.narrow(dim, before, length).clone()
+        borders = gradient.narrow(dim, 0, before), gradient.narrow(dim, before + length, after)
+        head, tail = ctx.peers.neighbours(*borders)
+        if head is not None:
+            into.narrow(dim, 0, after).add_(head)
+        if tail is not None:
+            into.narrow(dim, length - before, before).add_(tail)
+        return into, *[None] * 5
