@@ -17,16 +17,16 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.intra_op.local import Layouts, Local
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.across import CHUNK
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import MIXTURE
-from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.plan import Plan
 
-Layouts = Sequence[Layout]
 # Matrix products: which operands are multiplied.
 _PRODUCTS = {
     "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
@@ -41,77 +41,6 @@ _SUMS = ("add", "sub", "expand")  # the gradient of an operand is that of the re
 _PARTS = ("slice", "select", "narrow")
 _SORT = 16  # times that a radix sort of 64 bits, 8 at a time, reads or writes its keys
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
-
-
-class _Local:
-    """One node on the busiest device: types of its parts.
-
-    Attributes:
-        operands, results: types of the parts that it reads and writes.
-        wanted: whether each operand needs a gradient.
-        saved: bytes that are kept for the backward, but for `extra`, which no graph value holds.
-        sizes: elements of each factor of the signature.
-        share: the part of the whole operator's FLOPs.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        node: Node,
-        operands: Layouts,
-        results: Layouts,
-        signature: Signature | None,
-        mesh: Mesh,
-    ) -> None:
-        def part(layout: Layout, tensor: TensorType) -> TensorType:
-            return TensorType(tensor.dtype, layout.local_shape(tensor.shape, mesh))
-
-        self.graph, self.node, self.signature = graph, node, signature
-        types = operand_types(graph, node)
-        self.operands = tuple(map(part, operands, types))
-        self.results = tuple(map(part, results, node.types))
-        self.wanted = tuple(graph[name].requires_grad for name in node.inputs)
-        self.sizes: dict[str, int] = {}
-        self.share = 1.0
-        if signature is not None:
-            dims = (*signature.operands, *signature.results)
-            self.sizes = _local_sizes(signature.sizes, dims, (*operands, *results), mesh)
-            self.share = math.prod(
-                size / signature.sizes[factor] for factor, size in self.sizes.items()
-            )
-        self.flops = self.share * (signature.flops if signature else float(node.type.numel))
-        self.read = sum(tensor.nbytes for tensor in self.operands)
-        self.written = sum(tensor.nbytes for tensor in self.results)
-        self.extra = self.share * sum(tensor.nbytes for tensor in node.saved_types)
-        parts = dict(zip(node.inputs, self.operands, strict=True))
-        parts[node.name] = self.results[0]
-        self.saved = sum(parts[name].nbytes for name in node.saved if name in parts)
-
-    def work(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
-        """A kernel forwards."""
-        dtype = self.operands[0].dtype if gemm and self.operands else self.node.type.dtype
-        return Work(self.node.op, flops, nbytes, dtype, gemm)
-
-    def gradient(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
-        """A kernel backwards."""
-        made = self.work(flops, nbytes, gemm)
-        return Work(f"{made.op} backward", flops, nbytes, made.dtype, gemm)
-
-
-def _local_sizes(
-    whole: dict[str, int], dims: Sequence[Dims], layouts: Layouts, mesh: Mesh
-) -> dict[str, int]:
-    """Elements of each factor on the busiest device: the first of a dimension is the one split."""
-    sizes = dict(whole)
-    for tensor, layout in zip(dims, layouts, strict=True):
-        for dim, axes in zip(tensor, layout.dims, strict=True):
-            solid = [factor for factor in dim if whole[factor] > 1] if axes else []
-            if solid:
-                size = whole[solid[0]]
-                for axis in axes:
-                    size = -(-size // mesh.axis_size(axis))
-                sizes[solid[0]] = min(sizes[solid[0]], size)
-    return sizes
 
 
 def node_work(
@@ -138,7 +67,7 @@ def node_work(
     """
     if node.is_leaf or not node.types or node.name in graph.aside:
         return NodeWork()
-    local = _Local(graph, node, operands, results, signature, mesh)
+    local = Local(graph, node, operands, results, signature, mesh)
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
     if node.alias is not None or node.op.startswith("autopar."):
@@ -191,7 +120,7 @@ def fused(chain: Sequence[Work], nbytes: float) -> Work:
     return Work("fused", math.fsum(work.flops for work in chain), nbytes, chain[0].dtype)
 
 
-def _product(local: _Local, signature: Signature, left: int, right: int) -> NodeWork:
+def _product(local: Local, signature: Signature, left: int, right: int) -> NodeWork:
     """A matrix product and the products for the gradients of its operands.
 
     A factor is contracted if the result lacks it; of the others it counts for the batch if both
@@ -225,13 +154,13 @@ def _factors(dims: Dims) -> set[str]:
     return {factor for dim in dims for factor in dim}
 
 
-def _sum_gradient(local: _Local, operand: TensorType) -> Work:
+def _sum_gradient(local: Local, operand: TensorType) -> Work:
     """The gradient of an operand that was broadcast: that of the result, summed."""
     read = local.results[0].nbytes
     return local.gradient(local.results[0].numel, read + operand.nbytes)
 
 
-def _attention(local: _Local) -> NodeWork:
+def _attention(local: Local) -> NodeWork:
     """Both products of fused attention as one, m queries by n keys, as long in k as both."""
     query, key, value = (tensor.shape for tensor in local.operands[:3])
     keys = key[-2]
@@ -248,7 +177,7 @@ def _attention(local: _Local) -> NodeWork:
     return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
 
 
-def _kernel(local: _Local, name: str) -> NodeWork:
+def _kernel(local: Local, name: str) -> NodeWork:
     """A kernel in the place of several operators: each operand crosses the memory bus once."""
     if name == "linear_cross_entropy":
         return _chunked_loss(local)
@@ -264,7 +193,7 @@ def _kernel(local: _Local, name: str) -> NodeWork:
     return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
 
 
-def _chunked_loss(local: _Local) -> NodeWork:
+def _chunked_loss(local: Local) -> NodeWork:
     """`kernels.linear_cross_entropy`, all of whose work is forwards but the scaling of gradients.
 
     Three products, a chunk of rows at a time, of which each reads the weight anew or adds to its
@@ -291,7 +220,7 @@ def _chunked_loss(local: _Local) -> NodeWork:
     return NodeWork(forward, tuple(local.gradient(t.numel, 2.0 * t.nbytes) for t in (x, weight)))
 
 
-def _mixture(local: _Local, signature: Signature) -> NodeWork:
+def _mixture(local: Local, signature: Signature) -> NodeWork:
     """Three products for the rows of the experts here, which are chosen equally often.
 
     Beside them rows are sorted by expert and looked up, gates and the rest multiplied, and what is
@@ -325,7 +254,7 @@ def _mixture(local: _Local, signature: Signature) -> NodeWork:
     return NodeWork(tuple(forward), tuple(backward))
 
 
-def _convolution(local: _Local) -> NodeWork:
+def _convolution(local: Local) -> NodeWork:
     """A convolution as an implicit product: pixels x channels out x (channels in x kernel).
 
     See Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", arXiv 1410.0759, section 3.
@@ -353,7 +282,7 @@ def _convolution(local: _Local) -> NodeWork:
     return NodeWork((forward,), tuple(backward))
 
 
-def _look_up(local: _Local) -> NodeWork:
+def _look_up(local: Local) -> NodeWork:
     """Reads of the table what it writes; the gradient is added into a table of zeros."""
     beside = local.read - local.operands[0].nbytes
     forward = local.work(local.flops, beside + 2 * local.written)
@@ -364,7 +293,7 @@ def _look_up(local: _Local) -> NodeWork:
     return NodeWork((forward,), (local.gradient(local.flops, moved),))
 
 
-def _plain(local: _Local, name: str) -> NodeWork:
+def _plain(local: Local, name: str) -> NodeWork:
     """What vector units do, as fast as memory allows."""
     forward = local.work(local.flops, local.read + local.written + local.extra)
     if not local.node.requires_grad:
@@ -384,7 +313,7 @@ def _plain(local: _Local, name: str) -> NodeWork:
 
 
 def _passed_on(
-    local: _Local, wanted: Sequence[TensorType], negated: bool = False
+    local: Local, wanted: Sequence[TensorType], negated: bool = False
 ) -> tuple[Work, ...]:
     """The result's gradient handed to operands: free for one of its shape, a sum for others."""
     whole = local.results[0]
@@ -394,7 +323,7 @@ def _passed_on(
     return tuple(found)
 
 
-def _view_gradient(local: _Local) -> tuple[Work, ...]:
+def _view_gradient(local: Local) -> tuple[Work, ...]:
     """Kernels behind a value that shares storage with another."""
     node, given = local.node, local.written
     name = base(node.op)
@@ -415,7 +344,7 @@ _BACKWARD_FLOPS = {
     "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
     "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,
 }  # fmt: skip
-_KERNELS: dict[str, Callable[[_Local], NodeWork]] = {
+_KERNELS: dict[str, Callable[[Local], NodeWork]] = {
     "scaled_dot_product_attention": _attention,
     **{f"conv{space}d": _convolution for space in (1, 2, 3)},
     **{f"conv_transpose{space}d": _convolution for space in (1, 2, 3)},
