@@ -19,6 +19,8 @@ from autopar.ir.exchange import across
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import rows_near
+from autopar.ir.quantise import staged
+from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 # The gradient of these operands is that of the result, where the shapes are equal.
@@ -307,3 +309,25 @@ def _transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Tr
         ),
     }
     return table[step.op]
+
+
+def reduction_staging(
+    hop: Hop, whole: float, part: float, mesh: Mesh, accelerator: bool, together: bool = False
+) -> float:
+    """What reducing a gradient needs beside what is sent and what comes of it, in bytes.
+
+    Blocks of a row are put side by side, and several tensors into one buffer, which is sent in
+    their place; gloo sums in a copy of that. An all_reduce sums in the buffer that comes of it.
+
+    Args:
+        hop: the collective, of one gradient.
+        whole, part: bytes of the gradient before and after it.
+        mesh: the devices.
+        accelerator: whether they are no CPUs.
+        together: whether it goes with other gradients.
+    """
+    if hop.call.kind == "all_reduce":
+        return 0.0
+    packed = (bool(hop.dim) + together) * whole
+    summed = whole * (not (accelerator or hop.call.quantised))
+    return max(packed - part, summed + staged(hop.call, mesh), 0.0)

@@ -213,7 +213,5 @@ def planned(plan: Plan, graph: Graph, name: str) -> NodePlan:
 
 def _parameter_of(graph: Graph, value: str) -> str:
     """The parameter whose storage a value shares, "" if it is none's."""
-    alias = graph[value].alias
-    while alias is not None:
-        value, alias = alias, graph[alias].alias
-    return graph.template[value] if graph[value].op == "param" else ""
+    root = graph.root(value)
+    return graph.template[root.name] if root.op == "param" else ""

@@ -15,11 +15,12 @@ import numpy as np
 
 from autopar.cost.device import device
 from autopar.cost.host import host_seconds
-from autopar.cost.memory import kept, recipe
+from autopar.cost.memory import kept
 from autopar.cost.model import Work
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
-from autopar.intra_op.lifetimes import Role, lifetimes, pieces_of
+from autopar.intra_op.held import Rows, amounts
+from autopar.intra_op.lifetimes import lifetimes, pieces_of
 from autopar.intra_op.options import Lies, Option, accumulating, storages
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.prices import Prices
@@ -35,7 +36,6 @@ from autopar.plan import Plan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
 Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their prices
-Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
 
 
 class Builder:
@@ -249,56 +249,33 @@ class Builder:
 
     def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
         """Bytes of one copy of everything that an operator allocates, under each choice."""
-        if node.is_leaf:
-            sizes = [o.results[0].local_bytes(node.type, self.mesh) for o in options]
-            return {("leaf", -1): list(map(float, sizes))}
-        operands = tuple(self.graph[name] for name in node.inputs)
-        used: dict[int, set[tuple[tuple[str, ...], ...]]] = {}
-        for place, name in enumerate(node.inputs):
-            at = self.position.get(self.graph.template[name])
-            if at is not None and self.options[at][0].stored is not None:
-                used[place] = {option.results[0].dims for option in self.options[at]}
-        rows: Rows = {}
-        for option in options:
-            into, out = option.operands, option.results
-            made = recipe(node, operands, into, out, self.mesh, self.accelerator)
-            amounts: dict[tuple[Role, int], float] = {
-                ("value", -1): sum(made.results),
-                ("owed", -1): sum(made.results) if out[0].partial else 0.0,
-                ("waiting", -1): sum(made.results),
-                ("extra", -1): sum(made.extra),
-                ("scratch", -1): made.scratch,
-                ("backward", -1): made.backward_scratch,
-            }
-            for place, nbytes in enumerate(made.gradients):
-                amounts["new", place] = max(nbytes, 0.0)
-            for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
-                amounts["value", place] = float(layout.local_bytes(read.type, self.mesh))
-                # A parameter that is never used so is gathered, or split, for this operator.
-                copied = place in used and layout.dims not in used[place]
-                amounts["copy", place] = amounts["value", place] if copied else 0.0
-            for place in made.saved:
-                layout, whole = (out[0], node) if place < 0 else (into[place], operands[place])
-                amounts["kept", place] = float(layout.local_bytes(whole.type, self.mesh))
-            for key, nbytes in amounts.items():
-                aside = node.name in self.graph.aside  # no step computes it
-                rows.setdefault(key, []).append(0.0 if aside else nbytes)
+        found = amounts(self.graph, node, options, self._options_of, self.mesh, self.accelerator)
+        if not node.is_leaf:
+            self._sums(node, found)
+        return found
+
+    def _options_of(self, value: str) -> tuple[Option, ...]:
+        """The choices of what makes a value; none of what comes later."""
+        at = self.position.get(self.graph.template[value])
+        return () if at is None else self.options[at]
+
+    def _sums(self, node: Node, found: Rows) -> None:
+        """What all blocks of an operator keep for the backward, and what of it is stowed."""
         stows = self.stows.get(node.name, 0)
         count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0) - stows
-        extra = np.array(rows["extra", -1], dtype=np.float64)
+        extra = np.array(found["extra", -1], dtype=np.float64)
         saved, stowed = count * extra, stows * extra
         for place in kept(node, self.accelerator):
-            held = np.array(rows["kept", place])
+            held = np.array(found["kept", place])
             saved += self.alive.payers.get((node.name, place), 0) * held
             stowed += self.alive.stowed.get((node.name, place), 0) * held
         if stowed.any():
             self.host[node.name] = tuple(stowed.tolist())
             self.stowed[node.name] = tuple(host_seconds(self.chip, n, stows) for n in stowed)
         if node.name in self.alive.arguments:
-            saved += self.alive.arguments[node.name] * np.array(rows["value", 0])
-        saved += self.alive.products.get(node.name, 0) * np.array(rows["value", -1])
+            saved += self.alive.arguments[node.name] * np.array(found["value", 0])
+        saved += self.alive.products.get(node.name, 0) * np.array(found["value", -1])
         self.sums[node.name] = tuple(saved.tolist())
-        return rows
 
     def edges(self) -> Iterator[Edge]:
         """One resharding matrix per use of a value.

@@ -1,10 +1,12 @@
 """When the tensors of a training step are alive, at the points at which memory can be at its most.
 
 Forwards, a function's variables live until it returns, and what autograd keeps until the backward
-of the first operator that keeps it; so memory is at its most where a function ends. Backwards, an
-operator's point is when it runs: what it keeps is still there, the gradient of its result has
-arrived, those of its operands are new. A gradient waits from the first reader that gives one until
-the operator that made the value, or, for a parameter, until the optimizer has run.
+of the first operator that keeps it; so memory is at its most where a function ends, or just before
+its last operator, where sums are made that are owed to that. Backwards, an operator's point is when
+it runs: what it keeps is still there, the gradient of its result has arrived, those of its operands
+are new. A gradient waits from the first reader that gives one until the operator that made the
+value, or, for a parameter, until the optimizer has run; on a CPU those that need no more than a sum
+wait for the end of the backward and are summed at once.
 
 All blocks of a run but the first and the last one are left out of the points: along a run the bytes
 at one place of a block change by the same amount from block to block. What is counted at a point
@@ -47,10 +49,11 @@ from autopar.ir.recompute import Recompute, of_runs
 #   gathered: a parameter as it is kept for the backward, where it is stored otherwise;  fetched: as
 #   it is used, where it is not kept so;  copy: a parameter as the
 #   operator wants it, where it is never used so;  accumulated: the sum of the gradients of earlier
-#   microbatches;  gradient: of a parameter, as it is updated;  update: temporaries of the optimizer
+#   microbatches;  gradient: of a parameter, as it is updated;  summed: what that is made of once
+#   the backward has ended;  update: temporaries of the optimizer
 Role = Literal[
     "leaf", "value", "owed", "kept", "extra", "scratch", "backward", "waiting", "new",
-    "gathered", "fetched", "copy", "accumulated", "gradient", "update",
+    "gathered", "fetched", "copy", "accumulated", "gradient", "summed", "update",
 ]  # fmt: skip
 Copies = NDArray[np.float64]
 IDENTITIES = ("autopar.share", "autopar.shard")
@@ -129,6 +132,7 @@ class _Step:
         self.place = {node.name: i for i, node in enumerate(self.nodes)}
         self.end = len(self.nodes)
         self.last = 2 * self.end + 1  # the optimizer
+        self.summed = self.last - 0.5  # gradients that wait for the end of the backward
         self.returns = self._returns()
         self.recompute = of_runs(graph, recompute)
         self.again = recomputed(graph, self.recompute, self.place)
@@ -166,6 +170,8 @@ class _Step:
     def _points(self) -> tuple[list[float], tuple[str, ...]]:
         inner: set[str] = set()
         points: dict[float, str] = {self.end: "end of forward", self.last: "update"}
+        if not self.accelerator:
+            points[self.summed] = "sums of gradients"
         rows = zip(self.graph.repeats, self.recompute, self.runs, strict=True)
         for repeat, how, (_, stowed) in rows:
             count, split = repeat.count, 0 if how is None else how.blocks
@@ -182,6 +188,8 @@ class _Step:
         for i, node in enumerate(self.nodes):
             if node.name not in self.returns and node.op not in IDENTITIES:
                 points[i] = f"forward of %{node.name}"
+            if i in points and any(map(self._read_once, node.inputs)):
+                points[i - 0.5] = f"operands of %{node.name}"
             if node.name not in inner and node.requires_grad:
                 points[2 * self.end - i] = f"backward of %{node.name}"
         moments = sorted(points)
@@ -200,10 +208,7 @@ class _Step:
             changes[role, place][high] -= count
 
     def _storage(self, value: str) -> str:
-        alias = self.graph[value].alias
-        while alias is not None:
-            value, alias = alias, self.graph[alias].alias
-        return value
+        return self.graph.root(value).name
 
     def _is_parameter(self, node: Node) -> bool:
         return node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
@@ -334,16 +339,23 @@ class _Step:
                 place = self.graph[reader].inputs.index(node.name)
                 self._alive(reader, "copy", max(self.place[reader], begin), until, place)
 
+    def _read_once(self, value: str) -> bool:
+        """Whether one operator reads a value, whose variable it then is as that wants it."""
+        node, readers = self.graph[value], self.graph.users[value]
+        alone = len(readers) == 1 and len(node.types) == 1 and not node.is_leaf
+        return alone and self.graph[readers[0]].op not in IDENTITIES
+
     def _value(self, node: Node, made: float, end: float) -> None:
-        """A result that no operator keeps: a variable, in the end as its reader wants it."""
-        readers = [self.graph[name] for name in self.graph.users[node.name]]
-        alone = len(readers) == 1 and len(node.types) == 1
-        if not alone or readers[0].op in IDENTITIES:
+        """A result that no operator keeps: a variable, in the end as its reader wants it.
+
+        What is owed is added up before the reader makes anything.
+        """
+        if not self._read_once(node.name):
             self._alive(node.name, "value", made, end)
             return
-        reader = readers[0]
-        read = max(self.place[reader.name], made)
-        self._alive(node.name, "value", made, read - 1)
+        reader = self.graph[self.graph.users[node.name][0]]
+        read = max(self.place[reader.name] - 0.5, made)
+        self._alive(node.name, "value", made, read - 0.5)
         if read > made:
             self._alive(node.name, "owed", read, read)
         self._alive(reader.name, "value", read, max(end, read), reader.inputs.index(node.name))
@@ -363,6 +375,7 @@ class _Step:
                 self._alive(node.name, "waiting", arrived[node.name] + 0.5, now - 1)
                 self._alive(node.name, "accumulated", 0, now)
                 self._alive(node.name, "gradient", now, self.last)
+                self._alive(node.name, "summed", self.summed, self.summed)
                 continue
             pays = paid[node.name]
             if pays:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.device import Device
+from autopar.cost.memory import reduction_staging
 from autopar.cost.model import CostModel
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
@@ -19,7 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import IN_FLIGHT
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.storage import BUCKET, EACH, Storage
+from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
 
 
@@ -89,9 +90,9 @@ class StoredTraffic:
         trained: whether it has a gradient.
         seconds: of its collectives, each once, by when they run; see `storage.Hop`.
         nbytes: of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s type.
-        sent: of the gradient, as it is used, in the dtype in which it is sent.
-        apart: whether it is gathered for the forward, for the backward, after the update.
-        cast: whether gradients are sent in another dtype.
+        apart: whether it is gathered for the forward and for the backward.
+        reducing: the most bytes of its gradient while that is reduced.
+        at_end: whether that is done when the backward has ended, for all gradients at once.
     """
 
     tensor: TensorType
@@ -99,9 +100,9 @@ class StoredTraffic:
     trained: bool
     seconds: dict[str, float]
     nbytes: dict[str, float]
-    sent: float
-    apart: tuple[bool, bool, bool]
-    cast: bool
+    apart: tuple[bool, bool]
+    reducing: float
+    at_end: bool
 
     def cost(
         self,
@@ -132,7 +133,8 @@ class StoredTraffic:
         beside = shown * (totals["accumulate"] + totals["reduce"])
         fetched, refetched = shown * totals["forward"], shown * totals["backward"]
         used, updated = self.nbytes["used"], self.nbytes["updated"]
-        forward_apart, backward_apart, moved = self.apart
+        forward_apart, backward_apart = self.apart
+        beside_result = max(self.reducing - updated, 0.0)
         own_dtype = self.own != self.tensor
         # The kernel takes parts that lie in a buffer of their own; others are updated in place.
         master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
@@ -143,7 +145,8 @@ class StoredTraffic:
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,
-            "backward": used * (moved or own_dtype) + self.sent * (moved and self.cast),
+            "backward": 0.0 if self.at_end else beside_result,
+            "summed": beside_result if self.at_end else 0.0,
             "gradient": updated,
             "accumulated": self.nbytes["grads"] if microbatches > 1 else 0.0,
             "update": 0.0 if fused else updated if away is None else away.share * (updated + state),
@@ -180,20 +183,27 @@ def stored_traffic(
         precision: in which dtypes it is updated and its gradient sent.
     """
     seconds = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
-    for hop in storage.hops(tensor, mesh, 1, trained, precision):
+    hops = storage.hops(tensor, mesh, 1, trained, precision)
+    for hop in hops:
         seconds[hop.when] += hop.seconds(model.collective, bucket)
     own, sent = precision.updated(tensor, trained), precision.sent(tensor, trained)
     types = {"held": tensor, "used": tensor, "kept": tensor, "grads": own, "updated": own}
     nbytes = {
         name: float(getattr(storage, name).local_bytes(type, mesh)) for name, type in types.items()
     }
-    apart = (
-        storage.held.dims != storage.kept.dims,
-        storage.kept.dims != storage.used.dims,
-        storage.updated.dims != storage.used.dims,
-    )
-    used = float(storage.used.local_bytes(sent, mesh))
-    return StoredTraffic(tensor, own, trained, seconds, nbytes, used, apart, sent != tensor)
+    apart = storage.held.dims != storage.kept.dims, storage.kept.dims != storage.used.dims
+    accelerator = mesh.device.lower() != "cpu"
+    path = [hop for hop in hops if hop.when in REDUCED]
+    # A CPU sums all gradients that need no more than that at once.
+    at_end = not accelerator and {hop.call.kind for hop in path} == {"all_reduce"}
+    before, levels = nbytes["used"], [nbytes["updated"]]
+    for hop in path:
+        whole, after = (float(part.local_bytes(sent, mesh)) for part in (hop.src, hop.dst))
+        levels += [before + whole] if before != whole else []  # cast
+        levels.append(whole + after + reduction_staging(hop, whole, after, mesh, accelerator))
+        before = after
+    levels += [before + nbytes["updated"]] if before != nbytes["updated"] else []
+    return StoredTraffic(tensor, own, trained, seconds, nbytes, apart, max(levels), at_end)
 
 
 def bucket_of(graph: Graph) -> int:

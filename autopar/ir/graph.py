@@ -190,6 +190,13 @@ class Graph:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
+    def root(self, name: str) -> Node:
+        """The node in whose storage a value lies: its own, or that of what it is a view of."""
+        node = self[name]
+        while node.alias is not None:
+            node = self[node.alias]
+        return node
+
     @cached_property
     def _by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}

@@ -35,6 +35,7 @@ from autopar.ir.quantise import in_blocks
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
+REDUCED = ("accumulate", "reduce")  # what becomes of a gradient
 BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
 COPIED = 2**20  # bytes; copying smaller gradients beside one another is faster than a launch each
 

@@ -329,8 +329,5 @@ class Forward:
     def _of_parameter(self, name: str) -> bool:
         """Whether a value is a parameter or a view of one."""
         if name not in self.causes:
-            root = self.graph[name]
-            while root.alias is not None:
-                root = self.graph[root.alias]
-            self.causes[name] = root.op == "param"
+            self.causes[name] = self.graph.root(name).op == "param"
         return self.causes[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.cost.memory import reduction_staging
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
@@ -252,7 +253,10 @@ class Weights:
                 buffers[at] = room or recorder.hold(
                     recorder.allocate("temporary", before.name, nbytes)
                 )
-                staging = self._staging(weight, hop, len(hops))
+                whole = self._bytes(weight, hop.src, self._sent(weight))
+                staging = reduction_staging(
+                    hop, whole, nbytes, self.mesh, self.accelerator, together=len(hops) > 1
+                )
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
         for weight, buffer in zip(weights, buffers, strict=True):
@@ -274,17 +278,6 @@ class Weights:
                 made = self.recorder.allocate("gradient", other.name, nbytes)
                 self.rooms[other.name] = self.recorder.hold(made)
         return self.rooms.pop(weight.name, None)
-
-    def _staging(self, weight: Weight, hop: Hop, together: int) -> float:
-        """What a collective of several gradients needs of one, beside it and what comes of it."""
-        if hop.call.kind == "all_reduce":
-            return 0.0  # summed in the buffer that comes of it
-        # Blocks of a row are put side by side, and several tensors into one buffer, which is sent
-        # in their place; gloo sums in a copy of that.
-        whole, part = (self._bytes(weight, at, self._sent(weight)) for at in (hop.src, hop.dst))
-        packed = (bool(hop.dim) + (together > 1)) * whole
-        summed = whole * (not (self.accelerator or hop.call.quantised))
-        return max(packed - part, summed + staged(hop.call, self.mesh), 0.0)
 
     def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
         if when == "reduce":
