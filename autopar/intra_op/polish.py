@@ -18,7 +18,16 @@ from autopar.intra_op.problem import Edge, evaluate
 
 def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
     """A choice of equal cost within the memory limit that stores and sums as plainly as can be."""
-    problem, now = built.problem, list(_stored_whole(built, choice))
+    whole = _stored_whole(built, choice)
+    found = _summed_early(built, whole, lighter=False)
+    # What a sum holds is counted at a parameter, but not at its reader, where a layout changes.
+    fits = evaluate(built.problem, found).feasible
+    return found if fits else _summed_early(built, whole, lighter=True)
+
+
+def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple[int, ...]:
+    """The choice with sums moved towards parameters; with `lighter`, where that takes no memory."""
+    problem, now = built.problem, list(choice)
     edges: list[list[Edge]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
         edges[edge.a].append(edge)
@@ -38,7 +47,7 @@ def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
         for index, option in enumerate(options):
             if (
                 _sums_earlier(option, options[now[node]])
-                and problem.nodes[node].lighter(index, now[node])
+                and (not lighter or problem.nodes[node].lighter(index, now[node]))
                 and cost(node, index) <= current * (1 + 1e-12)
             ):
                 now[node] = index
