@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.cost.memory import recipe
 from autopar.intra_op.lifetimes import Role
@@ -40,7 +40,7 @@ def amounts(
         known = options_of(name)
         if known and known[0].stored is not None:
             used[place] = {option.results[0].dims for option in known}
-    leaves = {value: _bytes_there(graph, value, options_of, mesh) for value in node.inputs}
+    given = [graph.root(name).op in ("input", "buffer") for name in node.inputs]
     found: Rows = {}
     for option in options:
         into, out = option.operands, option.results
@@ -62,20 +62,10 @@ def amounts(
             sizes["copy", place] = sizes["value", place] if copied else 0.0
         for place in made.saved:
             nbytes = made.results[0] if place < 0 else sizes["value", place]
-            # An input or a buffer that is kept as it lies there all the time is no copy.
-            there = place >= 0 and nbytes in leaves[node.inputs[place]]
+            # An input or a buffer is there all the time, whole: kept so it is no copy.
+            there = place >= 0 and given[place] and not into[place].sharded_axes
             sizes["kept", place] = 0.0 if there else nbytes
         for key, nbytes in sizes.items():
             aside = node.name in graph.aside  # no step computes it
             found.setdefault(key, []).append(0.0 if aside else nbytes)
     return found
-
-
-def _bytes_there(
-    graph: Graph, value: str, options_of: Callable[[str], Sequence[Option]], mesh: Mesh
-) -> Collection[float]:
-    """What a value may take as the input or buffer that it is a view of; nothing for others."""
-    leaf = graph.root(value)
-    if not leaf.is_leaf or leaf.op == "param":
-        return ()
-    return {float(o.results[0].local_bytes(leaf.type, mesh)) for o in options_of(leaf.name)}

@@ -61,8 +61,10 @@ def copies(
 ) -> tuple[float, ...]:
     """Bytes that each choice of a node keeps for every microbatch in flight.
 
-    Results are kept until the backward begins with their gradients.
+    Its part of the batch stays as well, and results until the backward begins with their gradients.
     """
+    if graph[name].op == "input":
+        return tuple(float(o.results[0].local_bytes(graph[name].type, mesh)) for o in options)
     if options[0].stored is None:
         kept = built.sums.get(name, (0.0,) * len(options))
         if name not in {node for user, node in graph.outputs if user.startswith(SENT)}:
