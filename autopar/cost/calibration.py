@@ -13,7 +13,8 @@ The file holds one line a measurement, so that it reads like a table:
 
 Seconds are medians over runs and over the processes' slowest; the spread is half the distance
 between the quartiles, as a share of the median. What makes no sense is refused by name: numbers
-that are not finite and positive, and a larger problem that is faster beyond noise.
+that are not finite and positive, unknown dtypes and collectives, and a larger problem that is faster
+beyond noise.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from typing import Any
 
 import tomlkit
 
+from autopar.cost.collective import KINDS
 from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import DTYPE_BYTES
 
 VERSION = 1
 NOISE = 1.0
@@ -324,7 +327,7 @@ def _neighbours(grid: dict[tuple[int, int, int], Product]) -> Iterator[tuple[Pro
 
 
 def _check_point(point: Point) -> None:
-    """CalibrationError unless its time and size are numbers that can be."""
+    """CalibrationError unless its time and size can be, and its dtype or collective is known."""
     time = point.time
     good = math.isfinite(time.seconds) and time.seconds > 0
     if not (good and math.isfinite(time.spread) and time.spread >= 0):
@@ -332,6 +335,14 @@ def _check_point(point: Point) -> None:
             f"a time of {time.seconds} seconds with a spread of {time.spread}",
             where=str(point),
             why="times are finite and positive, spreads finite and not negative",
+            todo="calibrate again",
+        )
+    word, known = (point.kind, KINDS) if isinstance(point, Exchange) else (point.dtype, DTYPE_BYTES)
+    if word not in known:
+        raise CalibrationError(
+            f"nothing is known of {word!r}",
+            where=str(point),
+            why=f"the known ones are {', '.join(known)}",
             todo="calibrate again",
         )
     if isinstance(point, Product):

@@ -222,6 +222,8 @@ def test_a_calibration_of_another_machine_is_refused(mesh: str, words: str) -> N
         (MADE.to_toml().replace("16 x 16 x 16", "16 x 16"), "damaged"),
         (MADE.to_toml().replace("16 x 16 x 16", "16 x 16 x 0"), "positive lengths"),
         (MADE.to_toml().replace('by = "flops"', ""), "damaged"),
+        (MADE.to_toml().replace("[matmul.f32]", "[matmul.f37]"), "nothing is known of 'f37'"),
+        (MADE.to_toml().replace("[collective.all_reduce]", "[collective.sum]"), "known of 'sum'"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
