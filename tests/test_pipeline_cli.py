@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,12 +121,63 @@ def test_a_pipeline_is_emitted(staged: list[str], tmp_path: Path) -> None:
     assert loaded.LOSS is not None
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["why", "{}", "lm_head.weight"], ["diff", "{}", "{}"], ["plan", *MODEL[1:], "--from", "{}"]],
-)
-def test_commands_for_one_program_name_a_pipeline(staged: list[str], command: list[str]) -> None:
-    text = told(*(word.format(staged[0]) for word in command), code=2)
+def test_a_choice_of_a_stage_is_made_again(staged: list[str]) -> None:
+    file, *model = staged
+    name = "transformer.h.1.mlp.c_fc.weight"
+    stage = PipelinePlan.load(file).stages[1].plan
+    (found,) = json.loads(told("why", file, name, *model, "--json"))
+    # Its figures are the stage's own, and no other choice is better.
+    figures = {f["name"]: f for f in found["others"][0]["difference"]["figures"]}
+    step = figures["step_seconds"]
+    assert step["before"] == pytest.approx(stage.predicted["step_seconds"], rel=1e-6)
+    assert step["after"] >= step["before"] * (1 - 1e-3)
+    # Asked for what is there already, the stage is planned as it was.
+    same = json.loads(told("why-not", file, name, found["layout"], *model, "--json"))
+    after = {f["name"]: f["after"] for f in same["difference"]["figures"]}
+    assert after["step_seconds"] == pytest.approx(step["before"], rel=1e-3)
+    assert same["fits"]
+
+
+def test_a_name_of_several_stages_or_of_none_is_refused(staged: list[str]) -> None:
+    file, *model = staged
+    text = told("why", file, "transformer.h.*.mlp.c_fc.weight", *model, code=2)
+    assert "is in 2 stages" in text
+    assert "--stage N" in text
+    assert "did you mean" in told("why", file, "transformer.h.1.mlp.c_fx.weight", *model, code=2)
+
+
+def test_an_explained_stage_has_the_figures_of_its_plan(staged: list[str]) -> None:
+    text = told("explain", *staged, "--stage", "0")
+    assert "The plan itself predicts" not in text
+
+
+def test_pipelines_are_compared(staged: list[str], tmp_path: Path) -> None:
+    file = Path(staged[0])
+    assert told("diff", str(file), str(file)) == ""
+    made = PipelinePlan.load(file)
+    first, last = made.stages
+    pinned = replace(last, plan=replace(last.plan, pins={"lm_head.weight": "[96@gpu, 32]"}))
+    other = replace(made, schedule="gpipe", stages=(first, pinned))
+    other.save(tmp_path / "other.toml")
+    text = told("diff", str(file), str(tmp_path / "other.toml"), code=1)
+    assert re.search(r"schedule +1f1b +gpipe", text)
+    found = json.loads(told("diff", str(file), str(tmp_path / "other.toml"), "--json", code=1))
+    assert found["head"] == {"schedule": ["1f1b", "gpipe"]}
+    (stage,) = found["stages"]
+    assert stage["stages"] == [1]
+    assert stage["difference"]["pins"] == {"lm_head.weight": ["", "[96@gpu, 32]"]}
+
+
+def test_a_pipeline_and_a_plan_in_one_piece_are_not_compared(
+    staged: list[str], tmp_path: Path
+) -> None:
+    PipelinePlan.load(staged[0]).stages[0].plan.save(tmp_path / "stage.toml")
+    text = told("diff", staged[0], str(tmp_path / "stage.toml"), code=2)
+    assert "the other of a model in one piece" in text
+
+
+def test_a_pipeline_is_no_plan_to_start_from(staged: list[str]) -> None:
+    text = told("plan", *MODEL[1:], "--from", staged[0], code=2)
     assert "the plan is one of a pipeline" in text
 
 

@@ -10,12 +10,19 @@ import click
 from autopar.cli.console import JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
 from autopar.cli.prices import CALIBRATION, prices
-from autopar.errors import AutoparError
-from autopar.explain import Difference, difference, render_difference
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.explain import (
+    Difference,
+    difference,
+    pipeline_difference,
+    render_difference,
+    render_pipeline_difference,
+)
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
+from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace
 
@@ -46,14 +53,24 @@ def command(
     """Show how plan B differs from plan A: figures, layouts, collectives.
 
     The exit status is 0 if they say the same, 1 if they differ, 2 after an error. Collectives are
-    compared where the models can be captured from what the plans, or --model, say.
+    compared where the models can be captured from what the plans, or --model, say. Of pipelines
+    figures, schedules and cuts are compared, and stage by stage the layouts.
 
     \b
     autopar diff a.toml b.toml
     autopar diff a.toml b.toml --model train.py:model
     """
     known = table(own_rules(rule_files))
-    plans = (Plan.load(first), Plan.load(second))
+    a, b = load_plan(first), load_plan(second)
+    if isinstance(a, PipelinePlan) and isinstance(b, PipelinePlan):
+        ctx.exit(0 if _pipelines(a, b, everything, as_json) else 1)
+    if isinstance(a, PipelinePlan) or isinstance(b, PipelinePlan):
+        raise PlanMismatchError(
+            "one of the plans is of a pipeline, the other of a model in one piece",
+            where=f"{first}, {second}",
+            todo="compare what `autopar simulate` says of each",
+        )
+    plans = (a, b)
     found, note = difference(*plans), ""
     with stages(quiet=as_json) as stage:
         stage("capture")
@@ -67,6 +84,17 @@ def command(
         if note:
             click.echo(note, err=True)
     ctx.exit(0 if found.equal else 1)
+
+
+def _pipelines(a: PipelinePlan, b: PipelinePlan, everything: bool, as_json: bool) -> bool:
+    """Print how two pipelines differ; whether they say the same."""
+    found = pipeline_difference(a, b)
+    if as_json:
+        print_json({"equal": found.equal, **asdict(found)})
+    elif not found.equal:
+        for part in render_pipeline_difference(found, ("A", "B"), everything=everything):
+            print_out(part, "")
+    return found.equal
 
 
 def _in_full(

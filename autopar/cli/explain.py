@@ -32,10 +32,12 @@ from autopar.intra_op.prices import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
+from autopar.ir.stages import is_trained
 from autopar.ir.tensor import Layout
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
 from autopar.planning.peak import simulated_peak
+from autopar.planning.repeated import Repeated
 
 
 @click.command("explain")
@@ -94,18 +96,18 @@ def command(
     with stages(quiet=as_json) as stage:
         if isinstance(plan, PipelinePlan):
             opened = staged.open_pipeline(plan, file, model, wanted, known, calibration, stage)
-            chosen, graph = plan.stages[number or 0].plan, opened.graphs[number or 0]
+            part = opened.stage(number or 0)
+            chosen, graph, repeated = part.plan, part.graph, part.repeated
         else:
-            chosen, graph = open_plan(file, model, wanted, known, stage)
+            (chosen, graph), repeated = open_plan(file, model, wanted, known, stage), None
         if whole:
             pass
         elif named:
             found = dims.rows(graph, chosen, known)
         else:
             limit = chosen.memory.get("limit", device(chosen.mesh).usable)
-            explanation = explained(
-                graph, chosen, limit, known, prices(chosen, calibration, plan.mesh)
-            )
+            by_prices = prices(chosen, calibration, plan.mesh)
+            explanation = explained(graph, chosen, limit, known, by_prices, repeated)
     if whole:
         staged.show(opened, trace_json, as_json)
     elif named:
@@ -127,9 +129,9 @@ def _refuse(
                 "--stage and --trace-json are for plans of pipelines; autopar simulate has the"
                 " trace of others"
             )
-    elif number is not None and number >= len(plan.stages):
-        raise click.UsageError(f"there is no stage {number}, only 0 to {len(plan.stages) - 1}")
-    elif parts or (number is not None and trace_json is not None):
+        return
+    staged.check_stage(plan, number)
+    if parts or (number is not None and trace_json is not None):
         raise click.UsageError(
             "--by, --all and --dims are for one stage of a pipeline, which --stage names;"
             " --trace-json is for all"
@@ -157,8 +159,13 @@ def explained(
     limit: float,
     known: dict[str, OpRule] | None = None,
     price: CostModel | None = None,
+    repeated: Repeated | None = None,
 ) -> Explanation:
-    """The explanation of a plan whose layouts are known to be possible; by default closed forms."""
+    """The explanation of a plan whose layouts are known to be possible; by default closed forms.
+
+    Of a stage of a pipeline, `repeated`, it is that of a microbatch: what is done once a step has
+    the last backward alone to hide behind, and others are in flight.
+    """
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
     builder = Builder(
@@ -190,12 +197,15 @@ def explained(
         costs[choices.name] = Cost(seconds, kept)
         for side, seconds_of in enumerate((builder.forward, builder.backward)):
             kernels[side] += seconds_of[choices.name][index] if choices.name in seconds_of else 0.0
+    if repeated is not None:
+        kernels[1] /= repeated.microbatches
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     state, peak = chosen.memory.get("state", 2.0), None
-    if graph.loss is not None:
-        peak = simulated_peak(graph, chosen, known or table(), price, state)
+    if is_trained(graph):
+        in_flight = 1.0 if repeated is None else repeated.in_flight
+        peak = simulated_peak(graph, chosen, known or table(), price, state, in_flight)
     return explain(
         graph,
         chosen,

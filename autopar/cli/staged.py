@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -25,15 +26,37 @@ from autopar.intra_op import legal
 from autopar.intra_op.rule import OpRule
 from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.ir.shares import remove_shares
 from autopar.ir.text import fingerprint
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, files_of, sources_of
+from autopar.plan import Plan
+from autopar.planning.repeated import Repeated
+from autopar.planning.schedules import schedule_of
 from autopar.planning.simulated import Simulated, simulated
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import stage_graphs
+from autopar.planning.stages import in_flight, stage_graphs
 from autopar.zoo import load
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        plan, graph: its own.
+        whole: the mesh of the pipeline.
+        repeated: how often it runs in a step.
+        beside: how many stages its devices hold, itself among them.
+    """
+
+    plan: Plan
+    graph: Graph
+    whole: Mesh
+    repeated: Repeated
+    beside: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,21 @@ class Opened:
     plan: PipelinePlan
     graphs: tuple[Graph, ...]
     step: Simulated
+
+    def stage(self, number: int) -> Stage:
+        """One of its stages."""
+        plan = self.plan
+        schedule = schedule_of(plan.schedule, len(self.step.ranks), plan.microbatches)
+        own = plan.stages[number]
+        beside = sum(not set(own.starts).isdisjoint(other.starts) for other in plan.stages)
+        repeated = Repeated(plan.microbatches, in_flight(schedule, number))
+        return Stage(own.plan, self.graphs[number], plan.mesh, repeated, beside)
+
+
+def check_stage(plan: PipelinePlan, number: int | None) -> None:
+    """UsageError where a pipeline has no stage of that number."""
+    if number is not None and number >= len(plan.stages):
+        raise click.UsageError(f"there is no stage {number}, only 0 to {len(plan.stages) - 1}")
 
 
 def open_pipeline(

@@ -13,8 +13,8 @@ The file holds one line a measurement, so that it reads like a table:
 
 Seconds are medians over runs and over the processes' slowest; the spread is half the distance
 between the quartiles, as a share of the median. What makes no sense is refused by name: numbers
-that are not finite and positive, unknown dtypes and collectives, and a larger problem that is faster
-beyond noise.
+that are not finite and positive, unknown dtypes and collectives, and a larger problem that is
+faster beyond noise.
 """
 
 from __future__ import annotations

@@ -24,6 +24,12 @@ from autopar.explain.explanation import (
 )
 from autopar.explain.fused import render_fused
 from autopar.explain.moves import Call, Move, moves
+from autopar.explain.pipelines import (
+    PipelineDifference,
+    StageDifference,
+    pipeline_difference,
+    render_pipeline_difference,
+)
 from autopar.explain.summary import explain, parameters
 from autopar.explain.text import PARTS, render, render_parameters, render_summary
 from autopar.explain.views import VIEWS, Item, Row, items, view
@@ -43,8 +49,10 @@ __all__ = [
     "Move",
     "Operator",
     "Parameter",
+    "PipelineDifference",
     "Row",
     "Section",
+    "StageDifference",
     "Traffic",
     "changes",
     "decisions",
@@ -54,12 +62,14 @@ __all__ = [
     "items",
     "moves",
     "parameters",
+    "pipeline_difference",
     "render",
     "render_changes",
     "render_difference",
     "render_figures",
     "render_fused",
     "render_parameters",
+    "render_pipeline_difference",
     "render_summary",
     "repriced",
     "signed",

@@ -103,7 +103,7 @@ def difference(
     first, second = graphs or (None, None)
     found = Difference(
         _head(a, b),
-        _pairs(a.pins, b.pins),
+        pairs(a.pins, b.pins),
         figures(a.predicted, b.predicted),
         changes(decisions(a, first), decisions(b, second)),
     )
@@ -188,13 +188,13 @@ def _head(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
     def said(plan: Plan) -> dict[str, str]:
         return {"graph": plan.graph, "mesh": str(plan.mesh), "model": model(plan)}
 
-    return _pairs(said(a), said(b))
+    return pairs(said(a), said(b))
 
 
-def _pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """What two mappings write differently."""
-    pairs = {name: (a.get(name, ""), b.get(name, "")) for name in dict.fromkeys((*a, *b))}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    both = {name: (a.get(name, ""), b.get(name, "")) for name in dict.fromkeys((*a, *b))}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def _summed(found: Mapping[Place, Calls]) -> dict[Place, Calls]:
