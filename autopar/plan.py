@@ -212,7 +212,7 @@ class Plan:
                 "the plan is one of a pipeline",
                 where=where,
                 why="this asks for the plan of a model in one piece",
-                todo="autopar explain, simulate and emit take it, as does autopar.compile",
+                todo="autopar explain, simulate, why, diff and emit take it, and autopar.compile",
             )
         expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
         for key, kind in expected.items():

@@ -129,8 +129,12 @@ class Mesh:
                 why="a mesh is a device name, a colon and its axes",
                 todo='write e.g. "H100: node=2, gpu=8" or "cpu: data=2, tensor=2"',
             )
-        axes = tuple(_parse_axis(part, text) for part in tail.split(","))
-        return cls(match[1], axes, _parse_description(match[2], text))
+        try:
+            axes = tuple(_parse_axis(part, text) for part in tail.split(","))
+            return cls(match[1], axes, _parse_description(match[2], text))
+        except MeshError as error:
+            error.where = error.where or text
+            raise
 
     @property
     def size(self) -> int:

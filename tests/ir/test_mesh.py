@@ -55,5 +55,6 @@ def test_ranks_are_numbered_row_major() -> None:
      "H100: gpu=2 3parsec", "H100: 2gpu=2"],
 )  # fmt: skip
 def test_bad_mesh_texts_are_named(text: str) -> None:
-    with pytest.raises(MeshError):
+    with pytest.raises(MeshError) as caught:
         Mesh.parse(text)
+    assert text in str(caught.value)
