@@ -22,7 +22,7 @@ SETS = 3  # of inputs, at least
 Row = dict[str, object]
 MEASURED = (
     "device", "copy_TBps", "matmul_TFLOPs", "error", "same_bits", "ms", "spread", "TBps",
-    "of_copy", "eager_ms", "compile_ms", "liger_ms", "faster",
+    "of_copy", "eager_ms", "compile_ms", "liger_ms", "faster", "failed",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ OURS: dict[str, dict[str, Any]] = {
     "autopar fused masters graph": {"fuse": True, "precision": "bf16", "cuda_graph": True},
 }
 PROVIDERS = ("eager", "torch.compile", *OURS)
-CURVED = ("eager", "torch.compile", "autopar fused", "autopar fused inductor")
+CURVED = ("eager", "autopar fused", "autopar fused inductor")
 FIGURES = ("step_ms", "peak_GiB", "of_eager", "of_compile", "curve_off", "failed")
 Step = Callable[[], Tensor]
 Row = dict[str, object]

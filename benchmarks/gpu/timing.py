@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-CALLS = 20  # of a graph
+CALLS = 20  # of a graph, at most
+SPAN = 20.0  # milliseconds that one is to take, or all inputs once
 REPLAYS = 15
 CACHE = 64 << 20  # bytes, at least those of the largest second-level cache
 
@@ -33,21 +34,25 @@ def graph_ms(calls: Sequence[Call]) -> float:
     with torch.cuda.stream(stream):
         for call in calls:  # compiles, and fills the allocator
             call()
+        each = _elapsed(lambda: [call() for call in calls]) / len(calls)
+        count = max(len(calls), min(CALLS, int(SPAN / max(each, SPAN / CALLS))))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for i in range(CALLS):
+            for i in range(count):
                 calls[i % len(calls)]()
     torch.cuda.synchronize()
-    times = []
-    for replay in range(3 + REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 3:
-            times.append(start.elapsed_time(end) / CALLS)
-    return float(statistics.median(times))
+    times = [_elapsed(graph.replay) / count for _ in range(3 + REPLAYS)]
+    return float(statistics.median(times[3:]))
+
+
+def _elapsed(run: Call) -> float:
+    """Milliseconds on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def interleaved(providers: Mapping[str, Sequence[Call]]) -> tuple[dict[str, Timed], dict[str, str]]:

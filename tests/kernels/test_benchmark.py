@@ -69,6 +69,21 @@ def test_forward_and_backward_in_a_row_are_both() -> None:
                 torch.testing.assert_close(found.double(), judged.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_every_case_compiles_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does; unset, it warns
+    from tests.kernels.compiled import compiling
+
+    for case in CASES:
+        args = case.make(Draw(torch.bfloat16, "meta"))
+        assert not case.kernel.unfit(args), case
+        with compiling(90) as made:
+            case.kernel.launch(case.kernel.allocate(*args), *args)
+        assert made, case
+        assert not any(kernel.spilled for kernel in made), case
+
+
 def test_a_row_without_a_gpu_has_bytes_and_no_times() -> None:
     row = arithmetic(CASES[0])
     assert float(str(row["megabytes"])) > 8192 * 16032 * 2 / 1e6
