@@ -14,6 +14,7 @@ import autopar
 from autopar.cli import main
 from autopar.codegen.load import load
 from autopar.inter_op.schedules import schedule
+from autopar.ir.offload import Offload
 from autopar.pipeline_plan import PipelinePlan
 from tests.models import gpt2
 
@@ -47,6 +48,19 @@ def test_what_fits_nowhere_is_refused() -> None:
     result = CliRunner().invoke(main, command, catch_exceptions=False)
     assert result.exit_code == 2
     assert "MiB" in result.output or "GiB" in result.output
+
+
+def test_optimizer_state_of_stages_goes_to_the_host_and_nothing_else_does(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    command = [*MODEL, "--global-batch", "8", "-o", str(file), "--offload"]
+    refused = CliRunner().invoke(main, [*command, "activations"], catch_exceptions=False)
+    assert refused.exit_code == 2
+    assert "--offload optimizer" in refused.output
+    found = CliRunner().invoke(main, [*command, "optimizer"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    assert all(
+        stage.plan.offload == Offload(optimizer=True) for stage in PipelinePlan.load(file).stages
+    )
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,9 @@ def reduced(each: Sequence[Tensor], dim: int, cuts: Sequence[int]) -> Tensor:
 
 
 def judge(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Run:
-    """Training on one device, with gradients of four parts of the batch, rounded where they go.
+    """Training on one device, with gradients of parts of the batch, rounded where they go.
+
+    Each of the four devices has a part of every microbatch, or each of a stage's.
 
     Args:
         case: what is trained.
@@ -111,6 +113,7 @@ def judge(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Run:
     parameters = dict(model.named_parameters())
     optimizer, losses, norms = case.optimizer(model.parameters()), [], []
     split, blocks = "weights" in case.precision, "gradients" in case.precision
+    devices = 4 // case.stages
     for _ in range(case.steps):
         for name, parameter in used.named_parameters():
             held = parameters[name].detach()
@@ -119,9 +122,10 @@ def judge(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Run:
         found = []
         for part in zip(*(v.chunk(case.microbatches) for v in batch.values()), strict=True):
             gradients: dict[str, list[Tensor]] = {name: [] for name in parameters}
-            for own in zip(*(value.chunk(4) for value in part), strict=True):
+            for own in zip(*(value.chunk(devices) for value in part), strict=True):
                 used.zero_grad()
-                loss = used(**dict(zip(batch, own, strict=True))) / case.microbatches / 4
+                loss = used(**dict(zip(batch, own, strict=True))) / case.microbatches
+                loss = loss / devices
                 loss.backward()
                 found.append(loss.item())
                 for name, parameter in used.named_parameters():
@@ -139,22 +143,27 @@ def judge(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Run:
 # Training -----------------------------------------------------------------------------------------
 
 
-def storages(jobs: Jobs, number: int) -> dict[str, Storage]:
-    """Where the parameters of a case lie, by their names in the model."""
+def storages(jobs: Jobs, number: int) -> list[dict[str, Storage]]:
+    """Where the parameters of each stage of a case lie, by their names in the model."""
     case, plan = jobs.cases[number], jobs.plans[number]
     captured = jobs.captured[case.make, case.microbatches, ""]
-    (graph,) = stage_graphs(captured.graph, plan.ends, Trace(None))
-    template, users = graph.template, graph.users
-    return {
-        leaf.target: plan.stages[0].plan.storage(template[leaf.name], template[users[leaf.name][0]])
-        for leaf in graph.leaves("param")
-    }
+    return [
+        {
+            leaf.target: stage.plan.storage(
+                graph.template[leaf.name], graph.template[graph.users[leaf.name][0]]
+            )
+            for leaf in graph.leaves("param")
+        }
+        for graph, stage in zip(
+            stage_graphs(captured.graph, plan.ends, Trace(None)), plan.stages, strict=True
+        )
+    ]
 
 
 def way(storage: Storage) -> tuple[int, list[int]]:
-    """Which dimension is split, into four parts or into two and two."""
+    """Which dimension is split, into four parts, into two and two, or in a stage into two."""
     ((dim, axes),) = [(dim, axes) for dim, axes in enumerate(storage.updated.dims) if axes]
-    return dim, {("node", "gpu"): [4], ("gpu", "node"): [2, 2]}[axes]
+    return dim, {("node", "gpu"): [4], ("gpu", "node"): [2, 2], ("gpu",): [2]}[axes]
 
 
 def counted(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Counter[tuple[str, str]]:
@@ -167,12 +176,12 @@ def counted(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Counter[tuple
     times = 1 if case.state.startswith("zero1") else case.microbatches
     rounds = "weights" in case.precision
     for name, parameter in case.make()[0].named_parameters():
+        if name not in ways:
+            continue
         part, cuts = parameter.numel(), ways[name][1]
         if "++" in case.state and not re.search(r"embed|(up|head)\.bias", name):
             found["all_gather", "gpu"] += times * part // 2 * ELEMENT
-        for cut, axes in zip(
-            cuts, ["node gpu"] if len(cuts) == 1 else ["gpu", "node"], strict=True
-        ):
+        for cut, axes in zip(cuts, ["node gpu"] if cuts == [4] else ["gpu", "node"], strict=False):
             part //= cut
             blocks, plain = -(-part // 256) * 260, part * ELEMENT
             scattered = min(blocks, plain) if "gradients" in case.precision else plain
@@ -191,17 +200,21 @@ def check(cases: dict[Case, set[int]]) -> None:
     jobs = Jobs(list(cases))
     ranks = run_ranks(jobs.train)
     for number, (case, hops) in enumerate(cases.items()):
-        ways = {name: way(storage) for name, storage in storages(jobs, number).items()}
+        stages = [
+            {name: way(storage) for name, storage in held.items()}
+            for held in storages(jobs, number)
+        ]
+        ways = {name: found for stage in stages for name, found in stage.items()}
         assert {len(cuts) for _, cuts in ways.values()} == hops
         wanted = judge(case, ways)
-        for rank in ranks:
+        for at, rank in enumerate(ranks):
             run, calls = rank[number]
             assert run.error(wanted) < 1e-9, case
             sent: Counter[tuple[str, str]] = Counter()
             for kind, axes, nbytes in calls:
                 if kind != "all_reduce":
                     sent[kind, " ".join(axes)] += nbytes
-            sent.subtract(counted(case, ways))
+            sent.subtract(counted(case, stages[at * case.stages // len(ranks)]))
             assert min(sent.values()) >= 0, case
             assert sum(sent.values()) < 100, case  # norms
 
@@ -219,6 +232,18 @@ def test_training_rounds_as_plain_torch_does_under_other_state_shardings() -> No
             Case(one_hop, precision="weights=int8", make=wide): {1},
             Case("zero1 over none", precision="gradients=int8", make=wide): {1},
             Case("zero++ over node", 2, precision=BOTH, make=wide, ahead=True): {2},
+        }
+    )
+
+
+@pytest.mark.slow
+def test_stages_round_as_plain_torch_does_and_send_blocks() -> None:
+    """Each on two devices; every microbatch gathers its own, and gradients go once each, too."""
+    check(
+        {
+            Case("zero3, kept", 4, precision=BOTH, make=wide, stages=2): {1},
+            Case("zero3, kept", 2, precision="weights=int8", make=wide, stages=2): {1},
+            Case("zero1", 4, precision="gradients=int8", make=wide, stages=2): {1},
         }
     )
 

@@ -179,10 +179,11 @@ def command(
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     wanted = Wanted(model, batch, seq, layers)
     if global_batch is not None:
-        if offload != "none":
+        if offload not in ("none", "optimizer"):
             raise ProgramError(
-                "a search for a pipeline offloads nothing",
-                todo="leave out --offload, or pass stages= and offload= to autopar.compile",
+                f"a search for a pipeline does not offload {offload!r}",
+                why="of which blocks activations go depends on the stages that are searched for",
+                todo="pass --offload optimizer, or stages= and offload= to autopar.compile",
             )
         _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
         return

@@ -42,6 +42,7 @@ from autopar.ir.verify import verify
 from autopar.planning import layered as layers
 from autopar.planning.fused import applicable
 from autopar.planning.layered import Layered, Signature, runs
+from autopar.planning.offloading import told as offloaded
 from autopar.planning.recomputation import told
 from autopar.planning.repeated import copies
 from autopar.planning.single import Options, cost_model
@@ -257,7 +258,9 @@ class StageCosts:
         ]
 
     def _plan(self, graph: Graph, mesh: Mesh, microbatches: int, recompute: str) -> StageProblem:
+        offload = offloaded(graph, self.options.offload)
         fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
+        fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph,
@@ -273,6 +276,7 @@ class StageCosts:
             lies=lies,
             bucket=BUCKET,
             precision=self.options.precision,
+            offload=offload,
             fused_update=fused,
             prices=prices,
         )

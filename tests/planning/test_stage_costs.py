@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.inter_op.layers import find_layers, layers_at
 from autopar.inter_op.stage import Chunk, Pipeline, Stage
@@ -29,6 +30,7 @@ from tests.models import gpt2
 
 BATCH = 16
 CLUSTER = Mesh.parse("H100: node=2, gpu=2")
+CLUSTER_DEVICE = device(CLUSTER)
 ROOMY = 1e12
 
 
@@ -77,6 +79,23 @@ def test_frontiers_trade_time_for_memory() -> None:
     assert len(tight) > 1
     assert min(way.memory(4) for way in tight) <= limit
     assert all(way.seconds >= roomy.seconds * (1 - 1e-9) for way in tight)
+
+
+def test_optimizer_state_in_host_memory_is_none_of_a_stage_but_takes_time() -> None:
+    made, whole = layered(5), submeshes(CLUSTER)[-1]
+    here, away = (
+        StageCosts(made, CLUSTER, Options(offload=what), ROOMY, 2.0, most=8)
+        for what in ("none", "optimizer")
+    )
+    model, _ = gpt2(1, batch=1, n_embd=256, vocab_size=2048)
+    state = 2 * sum(p.nbytes for p in model.transformer.h[0].parameters())
+    block = made(2).kinds[2]
+    with_state, without = here.alone(block, 2), away.alone(block, 2)
+    assert with_state[1] - without[1] == pytest.approx(state)
+    assert with_state[2] == without[2]
+    (fast,), (slow,) = (costs(2, 3, whole, 2) for costs in (here, away))
+    seconds = state / whole.size / (CLUSTER_DEVICE.host_bandwidth * CLUSTER_DEVICE.host_efficiency)
+    assert slow.once >= fast.once + seconds
 
 
 def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothing_else_does() -> (
