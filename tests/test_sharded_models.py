@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import PinError
 from autopar.ir.state import shardings
 from tests.ranks import run_ranks
 from tests.state_sharding import Case, Jobs, Run, gpt2, llama, unsharded
@@ -77,13 +78,12 @@ def test_states_are_split_beside_tensor_parallelism(name: str) -> None:
     case = Case("", 4, make=MODELS[name], steps=5, tensor=True)
     states = ["NNN", "NNG", "NGG", "GGG", "III over none", "NIG over none", "IIG over none"]
     cases = [replace(case, state=state) for state in states]
-    train(
-        [
-            *cases,
-            replace(case, state="GGG", again=True),
-            replace(case, state="ddp", optimizer=ADAFACTOR),
-        ]
-    )
+    train([*cases, replace(case, state="GGG", again=True)])
+
+
+def test_pins_that_split_parameters_do_not_go_with_an_optimizer_that_needs_them_whole() -> None:
+    with pytest.raises(PinError, match="optimizer's update mixes the elements"):
+        Jobs([Case("ddp", tensor=True, optimizer=ADAFACTOR)])
 
 
 @pytest.mark.slow

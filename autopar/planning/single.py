@@ -18,8 +18,9 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import PrecisionError, ProgramError, StateError
+from autopar.errors import PinError, PrecisionError, ProgramError, StateError
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.built import Built
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.options import Lies, in_one_piece
 from autopar.intra_op.prices import Prices
@@ -301,27 +302,42 @@ class Planner:
             self._branches[key] = self._built(left, recompute)
         return self._branches[key]
 
+    def _build(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Built:
+        options = self.options
+        try:
+            return build(
+                self.graph,
+                self.mesh,
+                self.prices,
+                options.table,
+                memory_limit=math.inf,
+                state_bytes=self.state_bytes,
+                unknown_ops=options.unknown_ops,
+                pins=self.pins,
+                slowdown=device(self.mesh).slowdown,
+                recompute=recompute,
+                microbatches=int(self._step.get("microbatches", 1)),
+                lies=self.lies,
+                bucket=bucket_of(self.graph),
+                precision=options.precision,
+                offload=offload,
+                fused_update=UPDATE in self.fuse,
+                prices=self.known,
+            )
+        except PinError as error:
+            if options.elementwise:
+                raise
+            raise PinError(
+                error.what,
+                where=error.where,
+                why=f"{error.why}; parameters are whole, since the optimizer's update mixes the "
+                "elements of a tensor",
+                todo=error.todo or "use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...)",
+            ) from error
+
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
-        built = build(
-            self.graph,
-            self.mesh,
-            self.prices,
-            options.table,
-            memory_limit=math.inf,
-            state_bytes=self.state_bytes,
-            unknown_ops=options.unknown_ops,
-            pins=self.pins,
-            slowdown=device(self.mesh).slowdown,
-            recompute=recompute,
-            microbatches=int(self._step.get("microbatches", 1)),
-            lies=self.lies,
-            bucket=bucket_of(self.graph),
-            precision=options.precision,
-            offload=offload,
-            fused_update=UPDATE in self.fuse,
-            prices=self.known,
-        )
+        built = self._build(offload, recompute)
         if self.repeated is not None:
             built = self.repeated.of(built, self.graph, self.mesh)
         if not recompute and not offload:
