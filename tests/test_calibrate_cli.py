@@ -108,13 +108,12 @@ def test_what_cannot_be_measured_is_refused_first(arguments: list[str], words: s
 def test_a_calibration_of_another_device_is_refused_when_planning(
     pair: list[Calibration], tmp_path: Path
 ) -> None:
+    """Before a model is read, which may take long: this one is not there."""
     file = tmp_path / "cpu.toml"
     file.write_text(pair[0].to_toml(), encoding="utf-8")
     arguments = [
         "plan",
-        "gpt2",
-        "--layers",
-        "1",
+        f"{tmp_path / 'model.py'}:model",
         "--mesh",
         "H100: gpu=2",
         "--calibration",

@@ -177,6 +177,7 @@ def command(
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
+    prices = cost_model(mesh, options)  # refused, if at all, before a model is traced
     wanted = Wanted(model, batch, seq, layers)
     if global_batch is not None:
         if offload not in ("none", "optimizer"):
@@ -197,7 +198,7 @@ def command(
         stage("strategies")
         found = make_plan(graph, mesh, options, tracer, state_bytes)
         made = replace(found, model=wanted.table())
-        explanation = explained(graph, made, limit, known, cost_model(mesh, options))
+        explanation = explained(graph, made, limit, known, prices)
     if as_json:
         print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
     else:
