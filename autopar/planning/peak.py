@@ -9,7 +9,8 @@ from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.stages import is_trained
 from autopar.plan import Plan
-from autopar.simulate import after_forward, kept_bytes, run, settings_on, tasks
+from autopar.planning.repeated import Repeated
+from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
 
 
 def simulated_peak(
@@ -18,7 +19,7 @@ def simulated_peak(
     known: dict[str, OpRule],
     prices: CostModel,
     state_bytes: float = 2.0,
-    in_flight: float = 1.0,
+    repeated: Repeated | None = None,
 ) -> float:
     """Bytes a device at the peak of a simulated step; those that the plan says without a backward.
 
@@ -28,11 +29,15 @@ def simulated_peak(
         known: rules by operator.
         prices: under which layouts change, as code generation chooses the collectives.
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
-        in_flight: microbatches of a stage whose backward has not ended.
+        repeated: of a stage; then with all that its device keeps.
     """
     if not is_trained(graph):
         return plan.predicted.get("peak_bytes", 0.0)
     settings = settings_on(plan.mesh.device, state_bytes)
     done = tasks(graph, plan, works(graph, plan, known), prices, settings)
     peak = run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
-    return peak + (in_flight - 1) * kept_bytes(after_forward(done))
+    if repeated is None:
+        return peak
+    left, trained = after_forward(done), {n.name for n in graph.leaves("param") if n.requires_grad}
+    fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+    return peak + repeated.others(fixed + kept, kept)

@@ -27,10 +27,13 @@ class Repeated:
         microbatches: in a step.
         in_flight: of how many at a time the backward has not ended; a fraction where ranks hold
             several stages.
+        beside: what all stages of a device keep, in units of what this one keeps. They compute in
+            turn, so that what one needs for a while the next one may have again.
     """
 
     microbatches: int
     in_flight: float = 1.0
+    beside: float = 1.0
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
         """The problem of one microbatch in the midst of a step, given that of a step of one.
@@ -40,20 +43,31 @@ class Repeated:
             graph: of it, prepared.
             mesh: of it.
         """
-        whole, once = len(built.points), 1 / self.microbatches
+        whole, part = len(built.points), 1 / self.microbatches
         nodes = []
         rows = zip(built.problem.nodes, built.names, built.options, strict=True)
         for node, name, options in rows:
             more: list[Held] = []
-            if self.in_flight > 1 and whole:
+            if (self.in_flight > 1 or self.beside > 1) and whole:
                 kept = copies(built, graph, mesh, name, options)
-                more.append(((0, whole), tuple((self.in_flight - 1) * n for n in kept)))
+                once = built.sums.get(node.name, (0.0,) * len(kept))
+                more.append(((0, whole), tuple(map(self.others, once, kept))))
             nodes.append(_with(node, [held for held in more if any(held[1])]))
         return replace(
             built,
             problem=replace(built.problem, nodes=tuple(nodes)),
-            backward=_times(once, dict(built.backward)),
+            backward=_times(part, dict(built.backward)),
         )
+
+    def others(self, once: float, kept: float) -> float:
+        """Bytes of the other microbatches in flight and the other stages.
+
+        Args:
+            once: that are held for one microbatch in flight.
+            kept: that each one keeps; what is sent is kept, though its maker does not hold it.
+        """
+        here = max(once, kept) + (self.in_flight - 1) * kept
+        return (self.in_flight - 1) * kept + (self.beside - 1) * here
 
 
 def copies(

@@ -29,7 +29,7 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.schedules import schedule_of
 from autopar.planning.single import Options, cost_model
-from autopar.simulate import after_forward, kept_bytes, run, settings_on, tasks
+from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
 
 Priced = AnalyticModel | MeasuredModel
 
@@ -66,18 +66,20 @@ class Simulated:
         stages: in execution order.
         timeline: the actions of each group of ranks.
         ranks: the global ranks of each group.
+        held: the stages of each group.
         memory: bytes at the peak on a device of each group.
     """
 
     stages: tuple[StageFigures, ...]
     timeline: Timeline
     ranks: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
     memory: tuple[float, ...]
 
     @property
     def once(self) -> float:
-        """Seconds after the last microbatch."""
-        return max(stage.once for stage in self.stages)
+        """Seconds after the last microbatch, on the rank that has most to do then."""
+        return max(sum(self.stages[number].once for number in held) for held in self.held)
 
     @property
     def seconds(self) -> float:
@@ -127,12 +129,13 @@ def simulated(
         schedule, costs, [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
     )
     ranks, memory = [], []
-    for held, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
-        number, copy = held[0]
+    for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
+        number, copy = stages[0]
         ranks.append(plan.stages[number].ranks(copy))
-        own = [figures[number] for number, _ in held]
+        own = [figures[number] for number, _ in stages]
         memory.append(sum(s.fixed for s in own) + kept + max(s.transient for s in own))
-    return Simulated(tuple(figures), timeline, tuple(ranks), tuple(memory))
+    held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
+    return Simulated(tuple(figures), timeline, tuple(ranks), held, tuple(memory))
 
 
 def predicted(
@@ -163,12 +166,8 @@ def stage_figures(
         task = span.task
         seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
     left = after_forward(done)
-    trained = {f"parameter {leaf.name}" for leaf in graph.leaves("param") if leaf.requires_grad}
-    gradients = sum(nbytes for name, nbytes in left.items() if name in trained)
-    state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
-    summed = sum(n for name, n in left.items() if name.startswith("gradient"))
-    kept = kept_bytes(left)
-    fixed = state + (summed or gradients)
+    trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
+    fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
     overlapped = "gradient" in settings_on(plan.mesh.device, state_bytes).overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]

@@ -367,9 +367,8 @@ class Planner:
                 fused=fused(self.graph, found, options.table, self.prices)
                 | fused_update(self.graph, found, self.prices, self.state_bytes),
             )
-            in_flight = 1.0 if self.repeated is None else self.repeated.in_flight
             peak = simulated_peak(
-                self.graph, found, options.table, self.prices, self.state_bytes, in_flight
+                self.graph, found, options.table, self.prices, self.state_bytes, self.repeated
             )
             simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
             return Made(simulated, found.predicted["peak_bytes"], choice)

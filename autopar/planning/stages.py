@@ -10,14 +10,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.device import device
 from autopar.errors import MeshError, StageError
 from autopar.inter_op.schedule import Schedule
 from autopar.intra_op.options import operand_types, whole_options
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.works import node_work
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Axis, Mesh, parse_quantity
+from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.rewrite import writes
 from autopar.ir.stages import alike, cut, free_values
@@ -97,6 +96,7 @@ def plan_stages(
     trace: Trace,
     state_bytes: float = 2.0,
     recompute: Sequence[str] | None = None,
+    beside: Sequence[float] | None = None,
     workers: Workers | None = None,
 ) -> PipelinePlan:
     """The plan of a pipeline whose cuts and devices are given.
@@ -115,6 +115,8 @@ def plan_stages(
         trace: keeps what is planned.
         state_bytes: optimizer state in units of a parameter's own bytes.
         recompute: of each stage, in place of what the options say.
+        beside: of each stage, see `Repeated`. None: the stages of one rank keep as much as one
+            another.
         workers: processes that plan stages, where no files are kept. None: this one alone.
 
     Raises:
@@ -143,19 +145,20 @@ def plan_stages(
     meshes = [copies[0].mesh for copies in held]
     pins = stage_pins(graph, parts, meshes, options)
     again = recompute or [options.recompute] * len(parts)
-    alone: dict[tuple[str, Mesh, str, str], list[int]] = {}
+    shared = beside or [_held_beside(made, number) for number in range(len(parts))]
+    alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
     for number, part in enumerate(parts):
         # Pins are by name, and equal stages differ in names.
-        key = (alike(part), meshes[number], str(number) if pins[number] else "", again[number])
+        pinned = str(number) if pins[number] else ""
+        key = (alike(part), meshes[number], pinned, again[number], shared[number])
         alone.setdefault(key, []).append(number)
     kept = {number: in_flight(made, number) for number in range(len(parts))}
     silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
     workers = workers if workers and trace.folder is None else Workers(0)
 
     def planning(one: int, most: float) -> Callable[[], Plan]:
-        room = _room(options, meshes[one], made, one)
-        own = replace(options, pins=pins[one], memory=room, recompute=again[one])
-        repeated = Repeated(microbatches, most)
+        own = replace(options, pins=pins[one], recompute=again[one])
+        repeated = Repeated(microbatches, most, shared[one])
         return partial(make_plan, parts[one], meshes[one], own, silent, state_bytes, repeated)
 
     ready = _at_once(
@@ -202,12 +205,10 @@ def in_flight(schedule: Schedule, stage: int) -> float:
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
 
 
-def _room(options: Options, mesh: Mesh, schedule: Schedule, stage: int) -> float:
-    """Bytes of a device for one of the stages that it holds."""
-    given = device(mesh).usable if options.memory is None else options.memory
-    limit = parse_quantity(given, "B") if isinstance(given, str) else given
+def _held_beside(schedule: Schedule, stage: int) -> float:
+    """How many stages there are on the rank of a stage that has the most."""
     ranks = {placed[stage] for placed in schedule.placement}
-    return limit / max(len(schedule.holds[rank]) for rank in ranks)
+    return float(max(len(schedule.holds[rank]) for rank in ranks))
 
 
 def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> dict[float, Plan]:

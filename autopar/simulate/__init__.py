@@ -10,10 +10,10 @@ a gradient needs until it is added. Solvers and code generation are not imported
 from autopar.simulate.engine import run
 from autopar.simulate.settings import Settings, settings_on
 from autopar.simulate.step import tasks
-from autopar.simulate.task import Task, after_forward, kept_bytes
+from autopar.simulate.task import Task, after_forward, fixed_bytes, kept_bytes
 from autopar.simulate.timeline import Span, Timeline
 
 __all__ = [
-    "Settings", "Span", "Task", "Timeline", "after_forward", "kept_bytes", "run", "settings_on",
-    "tasks",
+    "Settings", "Span", "Task", "Timeline", "after_forward", "fixed_bytes", "kept_bytes", "run",
+    "settings_on", "tasks",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +58,19 @@ def after_forward(tasks: Sequence[Task]) -> dict[str, float]:
         for name in task.frees:
             del sizes[name]
     return sizes
+
+
+def fixed_bytes(left: Mapping[str, float], trained: Collection[str]) -> float:
+    """Of what a forward leaves, the bytes of parameters, gradients and optimizer state.
+
+    Args:
+        left: see `after_forward`.
+        trained: the parameters that have gradients; where gradients are not summed up over
+            microbatches they take as much, later.
+    """
+    state = sum(n for name, n in left.items() if name.startswith(("parameter", "optimizer")))
+    summed = sum(n for name, n in left.items() if name.startswith("gradient"))
+    return state + (summed or sum(left.get(f"parameter {name}", 0.0) for name in trained))
 
 
 def kept_bytes(left: Mapping[str, float]) -> float:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.cost.model import AnalyticModel
 from autopar.inter_op.schedules import schedule
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -16,6 +17,7 @@ from autopar.pipelined import capture_microbatch
 from autopar.plan import Plan
 from autopar.planning import stages as planning
 from autopar.planning.repeated import Repeated
+from autopar.planning.simulated import stage_figures
 from autopar.planning.single import Options, Trace, make_plan
 from autopar.planning.stages import Devices, in_flight, plan_stages, stage_graphs
 from tests import models
@@ -97,6 +99,25 @@ def test_a_stage_with_more_in_flight_takes_less_memory_for_each() -> None:
     frugal = planned(part, mesh, Repeated(8, 8), memory=0.95 * most)
     assert frugal.predicted["peak_bytes"] <= 0.95 * most
     assert frugal.predicted["step_seconds"] >= many.predicted["step_seconds"]
+
+
+def test_a_device_keeps_what_its_other_stages_keep_and_needs_once_what_one_needs_for_a_while(
+    perceptron: tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]],
+) -> None:
+    _, _, graph, ends = perceptron
+    part, mesh = stage_graphs(graph, ends, Trace(None))[0], Mesh.parse("H100: gpu=2")
+    alone = planned(part, str(mesh), Repeated(8, 4))
+    shared = planned(part, str(mesh), Repeated(8, 4, beside=3))
+    assert shared.nodes == alone.nodes
+    options = Options()
+    figures = stage_figures(part, alone, options, AnalyticModel(mesh))
+    kept = figures.fixed + 4 * figures.kept
+    peaks = [plan.predicted["peak_bytes"] for plan in (alone, shared)]
+    assert peaks[1] - peaks[0] == pytest.approx(2 * kept)
+    # What the problem itself counts, too, keeps a limit that only a thriftier plan keeps.
+    limit = 0.97 * shared.predicted["peak_bytes"]
+    thrifty = planned(part, str(mesh), Repeated(8, 4, beside=3), memory=limit)
+    assert thrifty.predicted["peak_bytes"] <= limit
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "interleaved_1f1b chunks=2"])

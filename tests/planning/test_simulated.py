@@ -100,3 +100,7 @@ def test_stages_in_one_place_send_nothing() -> None:
     # Stages 1 and 2 share their device, at the foot of the V.
     assert [s.arriving > 0 for s in found.stages] == [False, True, False, True]
     assert len(found.memory) == 2
+    # The foot's device updates the second and the third stage, one behind the other.
+    once = [stage.once for stage in found.stages]
+    assert found.once == max(once[0] + once[3], once[1] + once[2])
+    assert found.seconds == found.timeline.seconds + found.once
