@@ -7,9 +7,10 @@ chosen is the number of stages and how each rank runs its chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations_with_replacement
 
 import numpy as np
 
@@ -18,17 +19,31 @@ from autopar.inter_op.prices import Floats, Ints, Table
 from autopar.inter_op.stage import Law
 
 Chunks = tuple[tuple[int, int, int], ...]  # row, first, last
-_MOST_WAYS = 4096  # of running the chunks of one rank; beyond, all chunks are run alike
+_MOST_WAYS = 4096  # of running the chunks of one rank; beyond, equal chunks are run alike
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How one rank runs its chunks: figures of a Candidate, and the option of every chunk."""
+    """How one rank runs its chunks: seconds as of a Candidate, and the option of every chunk."""
 
     seconds: float
     once: float
-    memory: float
     options: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """Ways of running the chunks of one rank.
+
+    Attributes:
+        options: [ways, chunks], the option of every chunk.
+        sums: [ways, 4] over chunks: seconds, seconds once, fixed bytes, bytes per microbatch.
+        transient: [ways], the most transient bytes of a chunk.
+    """
+
+    options: Ints
+    sums: Floats
+    transient: Floats
 
 
 @dataclass(frozen=True)
@@ -140,12 +155,16 @@ class Even:
         law, count, stages = self.law, self.microbatches, len(shape.ranks)
         fill = law.fill(stages, count)
         ways: list[list[_Way]] = []
+        mixed: dict[tuple[int, ...], _Mixed | None] = {}
         known: dict[tuple[tuple[int, ...], float], list[_Way]] = {}
-        for rank, rows in enumerate(shape.rows.tolist()):
-            key = (tuple(rows), float(law.in_flight(stages - rank, stages, count)))
-            if key not in known:
-                known[key] = self._ways(key[0], shape.q, key[1], table)
-            ways.append(known[key])
+        for rank, row in enumerate(shape.rows.tolist()):
+            rows, kept = tuple(row), float(law.in_flight(stages - rank, stages, count))
+            if rows not in mixed:
+                mixed[rows] = self._mixed(rows, shape.q, table)
+            if (rows, kept) not in known:
+                all_ways = mixed[rows]
+                known[rows, kept] = self._ways(all_ways, kept) if all_ways else []
+            ways.append(known[rows, kept])
         if not all(ways):
             return None
         tops = [
@@ -177,30 +196,47 @@ class Even:
             ),
         )
 
-    def _ways(
-        self, rows: tuple[int, ...], q: int, in_flight: float, table: Table
-    ) -> list[_Way]:  # fmt: skip
-        """How a rank can run its chunks within memory; equal chunks are run alike."""
-        distinct = sorted(set(rows))
-        counts = [int(table.count[row, q]) for row in distinct]
-        if not all(counts):
-            return []
-        choices: Iterator[tuple[int, ...]] = product(*map(range, counts))
-        if np.prod(counts) > _MOST_WAYS:
-            choices = iter([(k,) * len(counts) for k in range(min(counts))])
-        found = []
-        for choice in choices:
-            option = dict(zip(distinct, choice, strict=True))
-            each = np.array([table.figures[row, q, option[row]] for row in rows])
-            figures = each.sum(axis=0)
-            way = _Way(
-                float(figures[0]) / self.law.copies,
-                float(figures[1]),
-                float(figures[2] + in_flight * figures[3] + each[:, 4].max()),
-                tuple(option[row] for row in rows),
-            )
-            if way.memory <= self.space.memory:
-                found.append(way)
+    def _mixed(self, rows: tuple[int, ...], q: int, table: Table) -> _Mixed | None:
+        """All ways in which a rank can run its chunks, None where one of them cannot be run."""
+        if not table.count[list(rows), q].all():
+            return None
+        options = self._options(rows, q, table)
+        figures = table.figures[np.array(rows), q, options]
+        sums = figures[:, :, :4].sum(axis=1)
+        sums[:, 0] /= self.law.copies
+        return _Mixed(options, sums, figures[:, :, 4].max(axis=1))
+
+    def _options(self, rows: tuple[int, ...], q: int, table: Table) -> Ints:
+        """[ways, chunks]: the option of every chunk; of equal chunks how many have which."""
+        places: dict[int, list[int]] = {}
+        for at, row in enumerate(rows):
+            places.setdefault(row, []).append(at)
+        counts = [int(table.count[row, q]) for row in places]
+        sizes = [len(of) for of in places.values()]
+        many = math.prod(math.comb(c + n - 1, n) for c, n in zip(counts, sizes, strict=True))
+        if many > _MOST_WAYS < math.prod(counts):
+            return np.repeat(np.arange(min(counts))[:, None], len(rows), axis=1)
+        found = np.zeros((1, len(rows)), dtype=np.int64)
+        for (row, of), count in zip(places.items(), counts, strict=True):
+            # What keeps least stands first: that chunk keeps it the longest.
+            order = np.argsort(table.figures[row, q, :count, 3], kind="stable")
+            some = np.repeat(order[:, None], len(of), axis=1)
+            if many <= _MOST_WAYS:
+                some = order[list(combinations_with_replacement(range(count), len(of)))]
+            found, before = np.repeat(found, len(some), axis=0), len(found)
+            found[:, of] = np.tile(some, (before, 1))
+        return found
+
+    def _ways(self, mixed: _Mixed, in_flight: float) -> list[_Way]:
+        """Those within memory; of these what none is faster than, each microbatch and once."""
+        nbytes = mixed.sums[:, 2] + in_flight * mixed.sums[:, 3] + mixed.transient
+        fits = np.flatnonzero(nbytes <= self.space.memory)
+        found, least = [], math.inf
+        for at in fits[np.lexsort((mixed.sums[fits, 1], mixed.sums[fits, 0]))]:
+            seconds, once = map(float, mixed.sums[at, :2])
+            if once < least:
+                found.append(_Way(seconds, once, tuple(mixed.options[at].tolist())))
+                least = once
         return found
 
 

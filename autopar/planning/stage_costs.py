@@ -8,16 +8,17 @@ One microbatch's forward and backward count in full; what a step does once (grad
 parameters, the update) counts as one part in the number of microbatches. A plan's memory with f
 microbatches in flight is that of parameters, gradients and optimizer state and f times what
 autograd keeps. The problem is solved for one microbatch in flight, for the most that fit, and for
-powers of two between where these differ, which gives the frontier. Where not all of them can be
-had, blocks may compute their activations again, too.
+numbers between where these differ (powers of two, and what schedules keep), which gives the
+frontier. Where not all of them can be had, blocks may compute their activations again, too: all of
+them, or as many as must.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,7 @@ from autopar.planning.repeated import copies
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
 from autopar.planning.stage_problem import StageProblem
+from autopar.planning.ways import Share, along, front, partly
 from autopar.simulate.update import update_works, updated_in
 
 Floats = NDArray[np.float64]
@@ -55,10 +57,32 @@ _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is compu
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
-_EVEN = 0.01  # ways so close in seconds are as good
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _AGAIN = 4 / 3  # of a step is what all its forwards are computed again for, at most
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Layers on a logical mesh, on one of so many microbatches; `graph` has a few of them."""
+
+    graph: Graph
+    signature: Signature
+    mesh: Mesh
+    microbatches: int
+
+    @property
+    def size(self) -> int:
+        """Number of layers."""
+        return sum(count for _, count in self.signature)
+
+    def key(self, recompute: str) -> _Key:
+        """Of its problem, which ranges of the same layers share."""
+        return self._alike, self.mesh, self.microbatches, recompute
+
+    @cached_property
+    def _alike(self) -> str:
+        return alike(self.graph)
 
 
 class StageCosts:
@@ -74,6 +98,8 @@ class StageCosts:
         shapes: how many logical shapes of a sub-mesh are tried in any case.
         held: of a rank, its layers times its microbatches in flight, in units of all layers, at
             most.
+        kept: (ranks, parts that the layers are cut into, chunks of a rank) -> what ranks of such an
+            even pipeline keep in flight under some schedule, ascending.
     """
 
     def __init__(
@@ -86,11 +112,12 @@ class StageCosts:
         most: int,
         shapes: int = 1,
         held: float = math.inf,
+        kept: Mapping[tuple[int, int, int], Sequence[int]] | None = None,
     ) -> None:
-        self.mesh, self.shapes, self.held = mesh, shapes, held
+        self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
         self.most = most
-        self._within = _PRICED if options.solver in _TIMED else {}
+        self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
         self._layered = layered
         self._models: dict[int, Layered] = {}
@@ -115,40 +142,50 @@ class StageCosts:
     ) -> tuple[Candidate, ...]:
         """Ways to run layers `first` to `last`, none where they do not fit; see `Candidate`."""
         meshes = self.meshes(submesh, microbatches)
-        return front([way for mesh in meshes for way in self.on(first, last, mesh, microbatches)])
+        found = [way for mesh in meshes for way in self.on(first, last, mesh, microbatches)]
+        return front(found, microbatches)
 
     def on(self, first: int, last: int, mesh: Mesh, microbatches: int) -> list[Candidate]:
-        """Ways on one logical mesh."""
+        """Ways on one logical mesh; blocks compute again only where memory asks for it."""
         signature = runs(self.layered(microbatches).kinds[first : last + 1])
         graph = self._part(microbatches, signature)
         if graph is None:
             return []
-        return self._with_recomputation(graph, mesh, signature, microbatches)
+        asked = _Asked(graph, signature, mesh, microbatches)
+        return [way for share in self._shares(asked) for way in self._within(asked, share)]
 
-    def _with_recomputation(
-        self, graph: Graph, mesh: Mesh, signature: Signature, microbatches: int
-    ) -> list[Candidate]:
-        """The frontier on one logical mesh; blocks compute again only where memory asks for it."""
+    def _within(self, asked: _Asked, share: Share) -> list[Candidate]:
+        """The frontier within a share of a device."""
         wanted = self.options.recompute
-        ways = {"auto": ("none", "full"), "full": ("full",), "selective": ("selective",)}
+        if wanted != "auto":
+            return self._on(asked, wanted, share)
+        found = self._on(asked, "none", share)
         # What the first stage of 1F1B keeps: of all its layers one microbatch for each stage.
-        size = sum(count for _, count in signature)
-        stages = len(self.layered(microbatches).kinds) / size
-        usual = min(math.ceil(stages), self._in_flight(signature, microbatches)[-1])
-        found: list[Candidate] = []
-        for recompute in ways.get(wanted, ("none",)):
-            if wanted != "auto" or recompute == "none" or graph.repeats:
-                found += self._on(graph, mesh, signature, microbatches, self.memory, recompute)
-            if any(way.memory(usual) <= self.memory for way in found):
-                break
+        stages = math.ceil(len(self.layered(asked.microbatches).kinds) / asked.size)
+        usual = share.in_flight[-1] if share.chunks > 1 else min(stages, share.in_flight[-1])
+        if asked.graph.repeats and not any(share.fits(w, usual, self.memory) for w in found):
+            found += self._on(asked, "full", share)
+            found += self._partly(asked, share)
         return found
 
-    def _in_flight(self, signature: Signature, microbatches: int) -> list[int]:
-        """Numbers of microbatches in flight, for each of which there may be a plan."""
-        size = sum(count for _, count in signature)
-        held = self.held * len(self.layered(microbatches).kinds)
-        most = min(self.most, max(held / size, 1), microbatches)
-        return [2**k for k in range(int(most).bit_length())]
+    def _shares(self, asked: _Asked) -> list[Share]:
+        """What parts of a device these layers may have, with how many microbatches in flight.
+
+        Those of even pipelines of several chunks a rank, if these layers can be one of the chunks;
+        and a whole device.
+        """
+        total = len(self.layered(asked.microbatches).kinds)
+        most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))
+        ranks = self.mesh.size // asked.mesh.size
+        chunks = [
+            Share(chunks, tuple(level for level in kept if level <= asked.microbatches) or (1,))
+            for (on, parts, chunks), kept in self.kept.items()
+            if on == ranks and chunks > 1 and total // parts <= asked.size <= -(-total // parts)
+        ]
+        levels = {1} if chunks else {2**k for k in range(most.bit_length())}
+        if not chunks:
+            levels |= {n for on, kept in self.kept.items() for n in kept if on[0] == ranks}
+        return [Share(1, tuple(sorted(n for n in levels if n <= most))), *chunks]
 
     def meshes(self, submesh: SubMesh, microbatches: int) -> list[Mesh]:
         """The logical meshes to try: so many as were asked for, and that on which each row of
@@ -178,7 +215,8 @@ class StageCosts:
                 self._alone[key] = (0.0, 0.0, 0.0)
             else:
                 single = replace(self.mesh, axes=(replace(self.mesh.axes[-1], size=1),))
-                way = self._on(graph, single, ((kind, 1),), microbatches, math.inf)[0]
+                asked = _Asked(graph, ((kind, 1),), single, microbatches)
+                way = self._on(asked, "none", Share(1, (1,)), math.inf)[0]
                 self._alone[key] = (way.seconds, way.fixed, way.per_microbatch)
         return self._alone[key]
 
@@ -194,58 +232,92 @@ class StageCosts:
         return self._parts[microbatches, short]
 
     def _on(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        signature: Signature,
-        microbatches: int,
-        memory: float,
-        recompute: str = "none",
+        self, asked: _Asked, recompute: str, share: Share, device: float | None = None
     ) -> list[Candidate]:
-        """The frontier on one logical mesh."""
-        key = (alike(graph), mesh, microbatches, recompute)
-        if key not in self._planned:
-            self._planned[key] = self._plan(graph, mesh, microbatches, recompute)
-        planned = self._planned[key]
-        # A folded run may hold blocks of other layers besides, such as one next to an embedding.
-        more = [max(count - layers.BLOCKS, 0) for _, count in signature if count > 1]
-        more = more if len(more) == len(planned.counts) else [0] * len(planned.counts)
-        ratios = [(has + added) / has for added, has in zip(more, planned.counts, strict=True)]
-        size = sum(count for _, count in signature)
+        """The frontier of one way to compute again."""
+        planned, ratios = self._problem(asked, recompute)
+        key, microbatches, label = asked.key(recompute), asked.microbatches, str(asked.mesh)
+        memory = self.memory if device is None else device
+        size = asked.size * share.chunks  # as if one plan had the device for itself
         # What takes longer than that is slower than computing everything again.
-        again = self.options.recompute == "auto" and recompute == "none" and graph.repeats
+        again = self.options.recompute == "auto" and recompute == "none" and asked.graph.repeats
         worth = _AGAIN if again else math.inf
-        transient = 0.0  # what plans need for a while differs little
+        spare = 0.0  # what plans need for a while differs little
 
         def fastest(in_flight: int) -> Candidate | None:
-            nonlocal transient
+            nonlocal spare
             near = [
-                planned.candidate(ratios, choice, microbatches, str(mesh))
+                planned.candidate(ratios, choice, microbatches, label)
                 for choice in self._near(key, size, in_flight)
             ]
-            fits = [way for way in near if way.memory(in_flight) <= memory]
+            fits = [way for way in near if share.fits(way, in_flight, memory)]
             if fits:
                 return min(fits, key=lambda way: way.seconds)
             for _ in range(_TRIES):
-                limit = memory - 1.01 * transient
+                limit = share.limit(memory, spare)
+                if limit <= 0:
+                    break
                 choice = self._solved(planned.scaled(ratios, in_flight, limit))
                 if choice is None:
                     break
-                way = planned.candidate(ratios, choice, microbatches, str(mesh))
-                transient = way.transient
-                if way.memory(in_flight) <= memory:
+                way = planned.candidate(ratios, choice, microbatches, label)
+                spare = 1.01 * way.transient
+                if share.fits(way, in_flight, memory):
                     self._choices.setdefault(key, []).append((size, size * in_flight, choice))
                     return way
             return None
 
-        return _along(self._in_flight(signature, microbatches), fastest, memory, worth)
+        return along(share, fastest, memory, worth)
+
+    def _partly(self, asked: _Asked, share: Share) -> list[Candidate]:
+        """Ways that compute some blocks again, by choices that were best for none or all of them.
+
+        Of all ways for a number of microbatches in flight the fastest.
+        """
+        (none, ratios), (full, _) = (self._problem(asked, how) for how in ("none", "full"))
+        if len(none.counts) != 1:
+            return []
+        blocks = round(none.counts[0] * ratios[0])
+        rows = []
+        for one, other, how in ((none, full, "none"), (full, none, "full")):
+            for choice in {row[-1] for row in self._choices.get(asked.key(how), [])}:
+                same = one.chosen_in(other, choice)
+                if same is not None:
+                    rows.append((choice, same) if one is none else (same, choice))
+        microbatches, label = asked.microbatches, str(asked.mesh)
+        pairs = [
+            tuple(
+                problem.candidate(ratios, choice, microbatches, label)
+                for problem, choice in zip((none, full), row, strict=True)
+            )
+            for row in sorted(set(rows))
+        ]
+        found = []
+        for kept in share.in_flight:
+            ways = [w for a, b in pairs for w in partly(a, b, blocks, share, kept, self.memory)]
+            if ways:
+                found.append(min(ways, key=lambda way: way.seconds))
+        return found
+
+    def _problem(self, asked: _Asked, recompute: str) -> tuple[StageProblem, list[float]]:
+        """The problem of a few layers, and how many times as long each of its runs is."""
+        key = asked.key(recompute)
+        if key not in self._planned:
+            self._planned[key] = self._plan(asked, recompute)
+        planned = self._planned[key]
+        # A folded run may hold blocks of other layers besides, such as one next to an embedding.
+        more = [max(count - layers.BLOCKS, 0) for _, count in asked.signature if count > 1]
+        more = more if len(more) == len(planned.counts) else [0] * len(planned.counts)
+        return planned, [
+            (has + added) / has for added, has in zip(more, planned.counts, strict=True)
+        ]
 
     def _solved(self, problem: Problem) -> tuple[int, ...] | None:
         """The best choice within memory, None where nothing fits."""
         if sum(min(node.memory) for node in problem.nodes) > (problem.memory_limit or math.inf):
             return None
         try:
-            return solve(problem, solver=self.options.solver, **self._within).choice
+            return solve(problem, solver=self.options.solver, **self._solving).choice
         except InfeasibleError:
             return None
 
@@ -254,10 +326,12 @@ class StageCosts:
         return [
             choice
             for layers, held, choice in self._choices.get(key, [])
-            if size < layers <= 4 * size and 1 <= held / (size * in_flight) <= _NEAR
+            if size <= layers <= 4 * size
+            and 1 <= held / (size * in_flight) <= (_NEAR if size < layers else 1)
         ]
 
-    def _plan(self, graph: Graph, mesh: Mesh, microbatches: int, recompute: str) -> StageProblem:
+    def _plan(self, asked: _Asked, recompute: str) -> StageProblem:
+        graph, mesh, microbatches = asked.graph, asked.mesh, asked.microbatches
         offload = offloaded(graph, self.options.offload)
         fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
         fused = fused and not offload.optimizer
@@ -320,64 +394,3 @@ class StageCosts:
             model = cost_model(mesh, replace(self.options, whole=self.mesh))
             self._prices[mesh] = model, Prices(mesh, model), self.options.lies(mesh)
         return self._prices[mesh]
-
-
-def _along(
-    levels: Sequence[int],
-    fastest: Callable[[int], Candidate | None],
-    memory: float,
-    worth: float,
-) -> list[Candidate]:
-    """The fastest ways for few and for many microbatches in flight, and where these differ between.
-
-    Args:
-        levels: microbatches in flight, ascending.
-        fastest: how many of them -> the fastest way that fits.
-        memory: bytes of a device.
-        worth: what takes so many times the seconds of the first is not wanted.
-    """
-    first = fastest(levels[0])
-    if first is None:
-        return []
-    found = {0: first}
-
-    def at(place: int) -> Candidate | None:
-        fits = [way for way in found.values() if way.memory(levels[place]) <= memory]
-        way = min(fits, key=lambda way: way.seconds) if fits else fastest(levels[place])
-        return way if way and way.seconds <= worth * first.seconds else None
-
-    low, high = 1, len(levels) - 1
-    place = high
-    while low <= high:  # the most that fits
-        way = at(place)
-        if way is None:
-            high = place - 1
-        else:
-            found[place], low = way, place + 1
-        place = (low + high + 1) // 2
-    left = list(pairwise(sorted(found)))
-    while left:
-        low, high = left.pop()
-        if high - low > 1 and found[high].seconds > (1 + _EVEN) * found[low].seconds:
-            middle = (low + high) // 2
-            found[middle] = at(middle) or found[high]
-            left += [(low, middle), (middle, high)]
-    return list(found.values())
-
-
-def front(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates that no other is at least as good as in all figures."""
-
-    def figures(way: Candidate) -> tuple[float, ...]:
-        return (way.seconds, way.once, way.fixed + way.transient, way.per_microbatch)
-
-    return tuple(
-        way
-        for at, way in enumerate(found)
-        if not any(
-            all(a <= b for a, b in zip(figures(other), figures(way), strict=True))
-            and (figures(other) != figures(way) or before < at)
-            for before, other in enumerate(found)
-            if before != at
-        )
-    )

@@ -38,6 +38,18 @@ class StageProblem:
     copies: tuple[tuple[float, ...], ...]
     recompute: str
 
+    def chosen_in(self, other: StageProblem, choice: tuple[int, ...]) -> tuple[int, ...] | None:
+        """A choice in the terms of another problem of the stage, None if it leaves one out."""
+        if self.built.names != other.built.names:
+            return None
+        found = []
+        rows = zip(self.built.options, other.built.options, choice, strict=True)
+        for mine, theirs, index in rows:
+            if mine[index] not in theirs:
+                return None
+            found.append(theirs.index(mine[index]))
+        return tuple(found)
+
     def scaled(
         self,
         ratios: Sequence[float],

@@ -12,7 +12,8 @@ from autopar.inter_op.stage import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.ir.mesh import Mesh
 from autopar.planning.layered import Layered, runs
-from autopar.planning.stage_costs import StageCosts, front
+from autopar.planning.stage_costs import StageCosts
+from autopar.planning.ways import front
 from autopar.planning.workers import NOT_PICKLED, Workers
 
 
@@ -72,7 +73,7 @@ class Together:
         found: dict[Cell, list[Candidate]] = {}
         for cell, place in asked:
             found.setdefault(cell, []).extend(next(answers[place]))
-        self._known |= {cell: front(ways) for cell, ways in found.items()}
+        self._known |= {cell: front(ways, cell[-1]) for cell, ways in found.items()}
 
     def _placed(
         self,

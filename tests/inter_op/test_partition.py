@@ -205,20 +205,23 @@ def test_chunks_of_equal_layers_against_all_ways(world: World, stages: int, laye
     part = next(part for part in world.parts if part.size * stages == 4)
     expected = math.inf
     for count in world.counts:
-        # All chunks are alike, and all chunks of a rank are run alike.
+        # All chunks are alike, each is run in any way.
         front = world.candidates(0, layers - 1, part, count)
-        for ways in itertools.product(front, repeat=stages):
+        pairs = list(itertools.product(front, repeat=2))
+        for ways in itertools.product(pairs, repeat=stages):
             total = slowest = 0.0
             fits = True
-            for rank, way in enumerate(ways):
+            for rank, (one, other) in enumerate(ways):
                 kept = min(count, stages - rank + stages / 2)
-                memory = 2 * (way.fixed + kept * way.per_microbatch) + way.transient
+                each = one.per_microbatch + other.per_microbatch
+                memory = one.fixed + other.fixed + kept * each + max(one.transient, other.transient)
                 fits = fits and memory <= world.memory
                 borders = [first for first in (rank * layers, (rank + stages) * layers) if first]
                 waits = sum(world.transfer(at, part, part, count) for at in borders)
-                total += 0.5 * (2 * way.seconds + waits)
-                busy = (count - 0.5) * (2 * way.seconds + 0.5 * waits)
-                slowest = max(slowest, busy + 2 * way.once)
+                seconds = one.seconds + other.seconds
+                total += 0.5 * (seconds + waits)
+                busy = (count - 0.5) * (seconds + 0.5 * waits)
+                slowest = max(slowest, busy + one.once + other.once)
             expected = min(expected, total + slowest if fits else math.inf)
     only = Law(
         INTERLEAVED.name, INTERLEAVED.in_flight, INTERLEAVED.fill, holds=INTERLEAVED.holds,

@@ -120,6 +120,53 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     assert 1.2 < again.seconds / roomy.seconds < 1.4  # a third of the kernels run again
 
 
+def test_as_many_blocks_compute_again_as_must() -> None:
+    """A way between none and all is what the whole range is priced at with so many told."""
+    one, made = submeshes(CLUSTER)[0], layered(5, more=3)
+    (roomy,) = costs(made)(1, 6, one, 8)
+    options = Options(recompute="full")
+    (frugal,) = StageCosts(made, CLUSTER, options, ROOMY, 2.0, most=8)(1, 6, one, 8)
+    # Of more than half of the layers 1F1B keeps two microbatches at most.
+    limit = (roomy.memory(2) + frugal.memory(2)) / 2
+    ways = costs(made, memory=limit)(1, 6, one, 8)
+    between = [w for w in ways if w.recompute.startswith("full ") and w.memory(2) <= limit]
+    assert between
+    fastest = min(between, key=lambda way: way.seconds)
+    assert roomy.seconds < fastest.seconds < frugal.seconds
+    for way in between:
+        told = Options(recompute=way.recompute)
+        with patch.object(parts, "BLOCKS", 100):
+            asked = StageCosts(layered(8), CLUSTER, told, ROOMY, 2.0, most=8)
+            (same,) = asked(1, 6, one, 8)
+        assert same.seconds <= way.seconds * (1 + 1e-6)
+        if way == fastest:  # at ease in memory, too, the same choice is the best
+            figures = [(w.seconds, w.fixed, w.per_microbatch) for w in (way, same)]
+            np.testing.assert_allclose(figures[0], figures[1], rtol=1e-6)
+
+
+def test_chunks_that_share_a_device_are_priced_within_their_share() -> None:
+    """Three chunks of a rank: what one may keep is a third of what is left beside their needs."""
+    whole, made = submeshes(CLUSTER)[1], layered(8)
+    ranks, kinds = CLUSTER.size // whole.size, len(made(8).kinds)
+    length = -(-kinds // (3 * ranks))
+    kept = {(ranks, 3 * ranks, 3): (4, 8)}
+    (roomy,) = costs(made)(1, length, whole, 8)
+    limit = 3 * (roomy.fixed + 8 * roomy.per_microbatch) * 0.7 + roomy.transient
+
+    def fitting(asked: StageCosts) -> list[float]:
+        ways = asked(1, length, whole, 8)
+        return [
+            way.seconds
+            for way in ways
+            if 3 * (way.fixed + 8 * way.per_microbatch) + way.transient <= limit
+        ]
+
+    told = StageCosts(made, CLUSTER, Options(), limit, 2.0, most=8, kept=kept)
+    assert fitting(told)
+    assert min(fitting(told)) > roomy.seconds
+    assert not fitting(costs(made, memory=limit))
+
+
 @pytest.mark.slow
 def test_no_pipeline_of_equal_stages_is_faster_than_the_one_that_is_found() -> None:
     made, counts = layered(8), (2, 4, 8)
