@@ -30,7 +30,9 @@ FEWEST = 4  # microbatches that are worth a pipeline
 GAP = 0.003
 CALLS = 80
 PATIENCE = 9
-MANY = 64  # devices for which the search takes longer than a process takes to start
+# Devices for which the search takes longer than a process takes to start. Of so many, bounds are
+# far below all pipelines: no proof is looked for.
+MANY = 64
 _TRACED = (2, 4)  # samples of a microbatch
 
 
@@ -79,7 +81,7 @@ def find_pipeline(
         memory,
         schedules=SCHEDULES,
         most_calls=CALLS,
-        patience=PATIENCE,
+        patience=PATIENCE if mesh.size < MANY else 0,
         gap=GAP,
         scaling=True,
         progress=told,
@@ -176,7 +178,8 @@ def render(found: Searched, made: PipelinePlan) -> list[RenderableType]:
         others.add_column(name)
     for other, seconds in found.others[:5]:
         others.add_row(*_row(other), format_seconds(seconds), f"{seconds / found.seconds - 1:.1%}")
-    gap = f"within {found.found.gap:.1%} of the best by the formulas" if found.found.gap else ""
+    proved = 0 < found.found.gap < 1
+    gap = f"within {found.found.gap:.1%} of the best by the formulas" if proved else ""
     tail = f"{found.found.calls} stages priced{', ' if gap else ''}{gap}"
     return [head, "", stages, "", others, tail]
 
@@ -225,5 +228,5 @@ def to_json(found: Searched, made: PipelinePlan) -> dict[str, object]:
             for one, seconds in found.others
         ],
         "priced": found.found.calls,
-        "gap": found.found.gap,
+        "gap": found.found.gap if found.found.bound else None,
     }

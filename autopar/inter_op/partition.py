@@ -16,12 +16,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
-from autopar.inter_op import kernels
+from autopar.inter_op.answer import infeasible, pipeline_of
 from autopar.inter_op.draft import Draft, Space
 from autopar.inter_op.even import Even
 from autopar.inter_op.prices import Cell, Floats, LowerBound, Prices, StageCost, Table
-from autopar.inter_op.stage import Candidate, Chunk, Found, Law, Pipeline, Progress, Stage
+from autopar.inter_op.stage import Found, Law, Progress
 from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
 
@@ -34,6 +33,8 @@ Config = Straight | Even
 _FRONT = 8
 # So many stage costs of a pipeline are asked for at once.
 TOGETHER = 4
+# So many of the best pipelines by guesses, on other sub-meshes or microbatches, are asked together.
+_PLACES = 2
 # How exactly the best pipeline by guesses is looked for.
 _SLACK = 0.03
 
@@ -76,7 +77,7 @@ def partition(
         most_calls: how many stage costs may be asked for; what is not asked for by then shows in
             `Found.bound`.
         patience: after how many further stage costs without a better pipeline it is no longer
-            looked for a proof; None: it goes on.
+            looked for a proof, 0: it is not begun; None: it goes on.
         gap: the search stops if the best is proved to be this close, as part of its seconds.
         scaling: believe that stages do not get more efficient with more devices, more microbatches
             or fewer layers, nor than the most efficient one that is known (efficient: near to
@@ -196,18 +197,22 @@ class _Search:
             while len(self.prices.known) < self.most_calls:
                 order = sorted(last, key=lambda at: last[at])
                 found = self._guessed(order if everything else order[:_FRONT], last, rough)
-                if found is None and everything:
+                if not found and everything:
                     break
-                everything = found is None
-                if found is not None and not self._ask(found, "looking for good pipelines"):
-                    self.best = found
+                everything = not found
+                if found and not self._ask(found, "looking for good pipelines"):
+                    self.best = found[0]
         if len(self.prices.known) >= self.most_calls:
             self._known()
 
-    def _guessed(self, order: list[int], last: dict[int, float], rough: bool) -> Draft | None:
-        """The best by guesses, if it is better than the best known; `last` gets their seconds."""
+    def _guessed(self, order: list[int], last: dict[int, float], rough: bool) -> list[Draft]:
+        """What is better by guesses than the best known, the best first; `last` gets their seconds.
+
+        Of those on equal sub-meshes also the next best, in other places.
+        """
         tables: dict[int, Table] = {}
-        cutoff, found = self.seconds * (1 - self.gap), None
+        cutoff = self.seconds * (1 - self.gap)
+        found: list[Draft] = []
         for at in order:
             config = self.configs[at]
             if config.microbatches not in tables:
@@ -219,10 +224,14 @@ class _Search:
                 draft = config.best(table, cutoff, slack=_SLACK)
             last[at] = cutoff if draft is None else draft.seconds
             if draft is not None:
-                cutoff, found = draft.seconds, draft
-                if not rough and len(order) == _FRONT:
-                    break  # good enough to ask for what it needs
-        return found
+                found = _elsewhere([*found, draft])
+                if not rough:
+                    cutoff = draft.seconds
+                    if len(order) == _FRONT:
+                        break  # good enough to ask for what it needs
+                elif len(found) == _PLACES:
+                    cutoff = found[-1].seconds
+        return found if rough else found[:1]
 
     def _known(self) -> None:
         """Take the best of what is known."""
@@ -234,6 +243,8 @@ class _Search:
 
     def prove(self) -> None:
         """Ask for what a pipeline might need that is better than the best; set the bound."""
+        if not self.patience:
+            return self._known()
         order = itertools.count()  # tells apart what has equal bounds
         queue: list[tuple[float, int, int, int]] = []
         drafts: dict[int, Draft] = {}
@@ -256,7 +267,7 @@ class _Search:
                     heapq.heappush(queue, (draft.seconds, next(order), at, asked))
             elif len(self.prices.known) - better >= self.patience:
                 return self._known()
-            elif not self._ask(drafts[at], "looking for better ones"):
+            elif not self._ask([drafts[at]], "looking for better ones"):
                 self.best, better = drafts[at], len(self.prices.known)
             elif asked == len(self.prices.known):
                 return self._known()  # the budget is spent
@@ -267,25 +278,43 @@ class _Search:
     def _microbatches(self) -> list[int]:
         return sorted({config.microbatches for config in self.configs})
 
-    def _ask(self, draft: Draft, doing: str) -> bool:
-        """Whether prices of a pipeline are not known; its most frequent ones are asked for."""
-        count = draft.microbatches
-        unknown = Counter(
-            (q, row) for row, q in draft.cells if (count, row, q) not in self.prices.known
-        )
-        room = min(self.most_calls - len(self.prices.known), TOGETHER)
-        if unknown and room > 0:
-            self.prices.ask([(count, row, q) for (q, row), _ in unknown.most_common(int(room))])
+    def _ask(self, drafts: Sequence[Draft], doing: str) -> bool:
+        """Whether prices of the first pipeline are not known; they are asked for, and with them of
+        the next ones, as long as that is little.
+
+        Where nothing is known of a sub-mesh in so many microbatches, its most frequent range of
+        layers comes alone: the others seldom change whether it is worth anything.
+        """
+        missing = [self._unknown(draft) for draft in drafts]
+        wanted: list[tuple[int, int, int]] = []
+        for keys in missing:
+            if len(wanted) < _PLACES:
+                wanted += keys
+        room = int(min(self.most_calls - len(self.prices.known), TOGETHER))
+        if wanted and room > 0:
+            self.prices.ask(wanted[:room])
             if self.progress is not None:
                 self.progress(
                     Progress(len(self.prices.known), self.seconds, self.bound, doing)
                 )  # fmt: skip
-        return bool(unknown)
+        return bool(missing[0])
+
+    def _unknown(self, draft: Draft) -> list[tuple[int, int, int]]:
+        """Prices of a pipeline to ask for next, none if all of them are known."""
+        count, known = draft.microbatches, self.prices.known
+        tested = {(b, q) for b, _, q in known}
+        keys = Counter((count, row, q) for row, q in draft.cells if (count, row, q) not in known)
+        found: list[tuple[int, int, int]] = []
+        for key, _ in keys.most_common():
+            place = count, key[2]
+            if place in tested or all((count, q) != place for _, _, q in found):
+                found.append(key)
+        return found
 
     def result(self) -> Found:
         """The best, and other forms whose prices are known, up to twice as slow."""
         if self.best is None:
-            raise self._infeasible()
+            raise infeasible(self.space, self.configs)
         own = (self.best.law, self.best.microbatches)
         others: dict[tuple[str, int, int], Draft] = {}
         counts = {count for count, _, _ in self.prices.known}
@@ -302,94 +331,17 @@ class _Search:
         transfers = {config.microbatches: config.transfer for config in self.configs}
         rest = sorted(others.values(), key=lambda draft: draft.seconds)
         return Found(
-            self._pipeline(self.best, transfers),
-            tuple(self._pipeline(draft, transfers) for draft in rest),
+            pipeline_of(self.best, self.prices, transfers),
+            tuple(pipeline_of(draft, self.prices, transfers) for draft in rest),
             min(self.bound, self.best.seconds),
             len(self.prices.known),
             self.prices.families,
         )
 
-    def _pipeline(self, draft: Draft, transfers: dict[int, Floats]) -> Pipeline:
-        count, law = draft.microbatches, draft.law
-        stages = []
-        for rank, (q, numbers) in enumerate(draft.stages):
-            chunks = tuple(
-                Chunk(first, last, self.prices.known[count, row, q][k])
-                for row, first, last, k in numbers
-            )
-            in_flight = law.in_flight(len(draft.stages) - rank, len(draft.stages), count)
-            ways = [chunk.candidate for chunk in chunks]
-            stages.append(
-                Stage(
-                    self.prices.submeshes[q],
-                    chunks,
-                    sum(way.seconds for way in ways) / law.copies,
-                    sum(way.once for way in ways),
-                    _memory(ways, in_flight),
-                )
-            )
-        where = {first: q for q, numbers in draft.stages for _, first, _, _ in numbers}
-        order = sorted(where)
-        way = sum(
-            float(transfers[count][b, where[a], where[b]]) for a, b in itertools.pairwise(order)
-        )
-        return Pipeline(
-            law.name,
-            count,
-            tuple(stages),
-            draft.seconds,
-            way,
-            max(count * stage.seconds + stage.once for stage in stages),
-        )
 
-    def _infeasible(self) -> InfeasibleError:
-        """What is missing for the most frugal pipeline of equal sub-meshes that is known."""
-        least, word = self._frugal("none"), "needs"
-        if least is None:  # bounds forbid all, nothing was priced
-            least, word = self._frugal("bound"), "needs at least"
-        if least is None:
-            return InfeasibleError(
-                "there is no pipeline of these layers on this cluster",
-                why="no number of stages, sub-meshes and microbatches fits any schedule",
-                todo="allow more microbatches, other schedules or other numbers of devices",
-            )
-        peak, words = least
-        gib = 2.0**30
-        return InfeasibleError(
-            f"no pipeline fits into {self.space.memory / gib:.2f} GiB a device",
-            why=f"the most frugal one found, {words}, {word} {peak / gib:.2f} GiB, "
-            f"{(peak - self.space.memory) / gib:.2f} GiB too much",
-            todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
-        )
-
-    def _frugal(self, unknown: str) -> tuple[float, str] | None:
-        """Bytes of the most frugal pipeline of equal sub-meshes, and which it is."""
-        least: tuple[float, str] | None = None
-        for config in self.configs:
-            law, count = config.law, config.microbatches
-            table = self.prices.table(count, unknown)
-            for q, part in enumerate(self.prices.submeshes):
-                stages = self.space.devices // part.size
-                legal = (
-                    stages * part.size == self.space.devices <= part.size * len(self.prices.kinds)
-                )
-                if law.chunks > 1 or not legal or not law.fits(stages, count):
-                    continue
-                peaks = np.full((len(self.prices.ranges), stages), np.inf)
-                for s in range(1, stages + 1):
-                    kept = law.in_flight(s, stages, count)
-                    figures = table.figures[:, q]
-                    bytes_ = figures[..., 2] + kept * figures[..., 3] + figures[..., 4]
-                    there = np.arange(bytes_.shape[1]) < table.count[:, q, None]
-                    peaks[:, s - 1] = np.where(there, bytes_, np.inf).min(axis=1)
-                peak = float(kernels.least_memory(self.prices.row, peaks)[0])
-                many = "stage" if stages == 1 else "stages"
-                words = f"{law.name} with {stages} {many} on {part} and {count} microbatches"
-                if peak < np.inf and (least is None or peak < least[0]):
-                    least = peak, words
-        return least
-
-
-def _memory(ways: Sequence[Candidate], in_flight: float) -> float:
-    transient = max(way.transient for way in ways)
-    return sum(way.fixed + in_flight * way.per_microbatch for way in ways) + transient
+def _elsewhere(drafts: Sequence[Draft]) -> list[Draft]:
+    """The best ones of different numbers of microbatches or sub-meshes, the best first."""
+    best: dict[Hashable, Draft] = {}
+    for draft in sorted(drafts, key=lambda draft: draft.seconds):
+        best.setdefault((draft.microbatches, frozenset(q for q, _ in draft.stages)), draft)
+    return list(best.values())[:_PLACES]

@@ -26,6 +26,8 @@ _FIGURES = 5
 # A guess keeps so much of what a known price is above the best known efficiency, for each doubling
 # of devices, microbatches or work between the two.
 _MEMORY = 0.75
+# With `scaling`, other layers or more of them are at most so much more efficient.
+_UNLIKE = 0.8
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Prices:
 
     With `scaling`, bounds are raised by what is known: no price is nearer to its bound than the
     best known one, nor than a known one of the same kinds of layers with at most its devices and
-    microbatches and at least its layers.
+    microbatches and at least its layers; one of other layers says nearly as much.
 
     Attributes:
         row: [layers, layers], the number of the signature of (first, last).
@@ -152,8 +154,9 @@ class Prices:
             if answer and bound > 0:
                 ratio = min(candidate.seconds for candidate in answer) / bound
                 like = (self.family == self.family[row]) & (self.lengths <= self.lengths[row])
-                worse = like[:, None] & (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
-                found = np.where(worse, np.maximum(found, ratio), found)
+                worse = (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
+                least = np.where(like, ratio, _UNLIKE * ratio)[:, None]
+                found = np.where(worse, np.maximum(found, least), found)
         return np.maximum(found, self.best_ratio())
 
     def best_ratio(self) -> float:

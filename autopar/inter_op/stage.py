@@ -106,6 +106,7 @@ class Stage:
         seconds: of a forward and a backward of one microbatch.
         once: seconds a step besides.
         memory: peak bytes of a device.
+        in_flight: microbatches, see `Law`.
     """
 
     submesh: SubMesh
@@ -113,6 +114,7 @@ class Stage:
     seconds: float
     once: float
     memory: float
+    in_flight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
@@ -18,13 +18,14 @@ from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.stage import Candidate, Found, Pipeline, Progress, Stage
+from autopar.inter_op.stage import Candidate, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
 from autopar.inter_op.timeline import Timeline
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
+from autopar.ir.units import format_bytes
 from autopar.pipeline_plan import PipelinePlan
 from autopar.planning.layered import Layered, runs
 from autopar.planning.schedules import read_schedule
@@ -41,6 +42,9 @@ _SURE = 8  # of these in any case
 INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
 # No operator is more efficient on less work; what is priced so may still differ by rounding.
 _OPTIMISM = 0.98
+# Part of the memory that stages are not priced for: their simulated steps may need as much more.
+_SPARE = 0.02
+_FIGURES = 20  # in so many parts of one it is said how much a rank keeps
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
 _HELD = 2.0
 
@@ -102,17 +106,20 @@ def search(
         MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
     """
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
-    fewest = min(microbatches)
+    fewest, room = min(microbatches), (1 - _SPARE) * memory
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD
+    layers = layered(fewest)
+    kinds = layers.kinds
+    parts = submeshes(mesh)
+    ranks = {mesh.size // part.size for part in parts}
     make = partial(
-        StageCosts, mesh=mesh, options=options, memory=memory, state_bytes=state_bytes, most=most,
-        shapes=shapes, held=held,
+        StageCosts, mesh=mesh, options=options, memory=room, state_bytes=state_bytes, most=most,
+        shapes=shapes, held=held, kept=_kept(laws, [n for n in ranks if n <= len(kinds)]),
     )  # fmt: skip
     together = Together(make, layered, workers or Workers(0))
     costs = together.costs
-    kinds = costs.layered(fewest).kinds
-    parts = submeshes(mesh)
-    transfer = Borders(costs.layered(fewest), mesh, options).between(fewest)
+    costs.know(fewest, layers)
+    transfer = Borders(layers, mesh, options).between(fewest)
 
     def lower_bound(first: int, last: int, part: SubMesh, count: int) -> Candidate:
         total = [0.0] * 3
@@ -124,25 +131,29 @@ def search(
         kept = each * share if options.recompute == "none" else 0.0  # what enters blocks is little
         return Candidate(_OPTIMISM * seconds * share, fixed=fixed, per_microbatch=kept)
 
-    found = partition(
-        kinds,
-        parts,
-        laws=laws,
-        microbatches=microbatches,
-        memory=memory,
-        stage_cost=together,
-        ahead=together.ahead,
-        lower_bound=lower_bound,
-        transfer=transfer,
-        borders=list(pairwise(kinds)),
-        most_stages=most_stages,
-        most_calls=most_calls,
-        patience=patience,
-        gap=gap,
-        scaling=scaling,
-        progress=progress,
-        probes=_usual(parts, microbatches, costs.layered(fewest).samples * fewest),
-    )
+    try:
+        found = partition(
+            kinds,
+            parts,
+            laws=laws,
+            microbatches=microbatches,
+            memory=room,
+            stage_cost=together,
+            ahead=together.ahead,
+            lower_bound=lower_bound,
+            transfer=transfer,
+            borders=list(pairwise(kinds)),
+            most_stages=most_stages,
+            most_calls=most_calls,
+            patience=patience,
+            gap=gap,
+            scaling=scaling,
+            progress=progress,
+            probes=_usual(parts, microbatches, layers.samples * fewest),
+        )
+    except InfeasibleError as error:
+        error.why += f"; of {format_bytes(memory)} a part, {_SPARE:.0%}, is spared"
+        raise
     played: list[tuple[float, Pipeline, Timeline]] = []
     for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
@@ -194,13 +205,25 @@ def plan_of(
         plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule,
         options=options, trace=trace, state_bytes=state_bytes, workers=workers,
     )  # fmt: skip
-    chunks = sorted((c for s in pipeline.stages for c in s.chunks), key=lambda chunk: chunk.first)
+    chunks = sorted(
+        (chunk.first, chunk.candidate.recompute, beside)
+        for stage in pipeline.stages
+        for chunk, beside in zip(stage.chunks, _beside(stage), strict=True)
+    )
     if options.recompute == "auto":
+        recompute, beside = [row[1] for row in chunks], [row[2] for row in chunks]
         try:
-            return made(recompute=[c.candidate.recompute for c in chunks])
+            return made(recompute=recompute, beside=beside)
         except InfeasibleError:
             pass  # its simulated step needs more than it is priced at
     return made()
+
+
+def _beside(stage: Stage) -> list[float]:
+    """What a rank keeps, in units of what each of its chunks keeps; few different figures."""
+    ways = [chunk.candidate for chunk in stage.chunks]
+    kept = [way.fixed + stage.in_flight * way.per_microbatch for way in ways]
+    return [math.ceil(_FIGURES * sum(kept) / own) / _FIGURES for own in kept]
 
 
 def _usual_label(stage: Stage) -> str:
@@ -279,6 +302,21 @@ class Borders:
             for nbytes in self.nbytes(pair)
             if nbytes
         )
+
+
+def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """What `StageCosts` is told of even pipelines of so many ranks: what the first one keeps, and
+    of several chunks the last one.
+    """
+    found: dict[tuple[int, int, int], set[int]] = {}
+    for one, ranks in product(laws, sizes):
+        count = 2 * ranks  # more microbatches change nothing
+        if one.fits(ranks, count):
+            key = ranks, ranks * one.chunks // one.copies, one.chunks
+            ends = (ranks,) if one.chunks == 1 else (1, ranks)
+            kept = {math.ceil(one.in_flight(rank, ranks, count)) for rank in ends}
+            found[key] = found.get(key, set()) | kept
+    return {key: tuple(sorted(kept)) for key, kept in found.items()}
 
 
 def _usual(

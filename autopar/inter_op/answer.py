@@ -1,0 +1,103 @@
+"""What a search for stages answers: pipelines with their figures, or why there is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.inter_op import kernels
+from autopar.inter_op.draft import Draft, Space
+from autopar.inter_op.even import Even
+from autopar.inter_op.prices import Floats, Prices
+from autopar.inter_op.stage import Candidate, Chunk, Pipeline, Stage
+from autopar.inter_op.straight import Straight
+
+
+def pipeline_of(draft: Draft, prices: Prices, transfers: Mapping[int, Floats]) -> Pipeline:
+    """A draft with its figures, all of which are known."""
+    count, law = draft.microbatches, draft.law
+    stages = []
+    for rank, (q, numbers) in enumerate(draft.stages):
+        chunks = tuple(
+            Chunk(first, last, prices.known[count, row, q][k]) for row, first, last, k in numbers
+        )
+        in_flight = law.in_flight(len(draft.stages) - rank, len(draft.stages), count)
+        ways = [chunk.candidate for chunk in chunks]
+        stages.append(
+            Stage(
+                prices.submeshes[q],
+                chunks,
+                sum(way.seconds for way in ways) / law.copies,
+                sum(way.once for way in ways),
+                _memory(ways, in_flight),
+                in_flight,
+            )
+        )
+    where = {first: q for q, numbers in draft.stages for _, first, _, _ in numbers}
+    order = sorted(where)
+    way = sum(float(transfers[count][b, where[a], where[b]]) for a, b in itertools.pairwise(order))
+    return Pipeline(
+        law.name,
+        count,
+        tuple(stages),
+        draft.seconds,
+        way,
+        max(count * stage.seconds + stage.once for stage in stages),
+    )
+
+
+def infeasible(space: Space, configs: Sequence[Straight | Even]) -> InfeasibleError:
+    """What is missing for the most frugal pipeline of equal sub-meshes that is known."""
+    least, word = _frugal(space, configs, "none"), "needs"
+    if least is None:  # bounds forbid all, nothing was priced
+        least, word = _frugal(space, configs, "bound"), "needs at least"
+    if least is None:
+        return InfeasibleError(
+            "there is no pipeline of these layers on this cluster",
+            why="no number of stages, sub-meshes and microbatches fits any schedule",
+            todo="allow more microbatches, other schedules or other numbers of devices",
+        )
+    peak, words = least
+    gib = 2.0**30
+    return InfeasibleError(
+        f"no pipeline fits into {space.memory / gib:.2f} GiB a device",
+        why=f"the most frugal one found, {words}, {word} {peak / gib:.2f} GiB, "
+        f"{(peak - space.memory) / gib:.2f} GiB too much",
+        todo="use more devices or smaller microbatches, or allow recomputation, state sharding",
+    )
+
+
+def _frugal(
+    space: Space, configs: Sequence[Straight | Even], unknown: str
+) -> tuple[float, str] | None:
+    """Bytes of the most frugal pipeline of equal sub-meshes, and which it is."""
+    least: tuple[float, str] | None = None
+    for config in configs:
+        law, count = config.law, config.microbatches
+        table = space.prices.table(count, unknown)
+        for q, part in enumerate(space.prices.submeshes):
+            stages = space.devices // part.size
+            legal = stages * part.size == space.devices <= part.size * len(space.prices.kinds)
+            if law.chunks > 1 or not legal or not law.fits(stages, count):
+                continue
+            peaks = np.full((len(space.prices.ranges), stages), np.inf)
+            for s in range(1, stages + 1):
+                kept = law.in_flight(s, stages, count)
+                figures = table.figures[:, q]
+                bytes_ = figures[..., 2] + kept * figures[..., 3] + figures[..., 4]
+                there = np.arange(bytes_.shape[1]) < table.count[:, q, None]
+                peaks[:, s - 1] = np.where(there, bytes_, np.inf).min(axis=1)
+            peak = float(kernels.least_memory(space.prices.row, peaks)[0])
+            many = "stage" if stages == 1 else "stages"
+            words = f"{law.name} with {stages} {many} on {part} and {count} microbatches"
+            if peak < np.inf and (least is None or peak < least[0]):
+                least = peak, words
+    return least
+
+
+def _memory(ways: Sequence[Candidate], in_flight: float) -> float:
+    transient = max(way.transient for way in ways)
+    return sum(way.fixed + in_flight * way.per_microbatch for way in ways) + transient
