@@ -7,9 +7,11 @@ under the closed forms, which know nothing of this machine. No step is used to f
 
 A shared machine's speed drifts over minutes, so that it is calibrated several times, and the plans
 train in between, some steps each time; of each problem of a calibration the median over the times
-is taken. A step's time is the slowest process's, the median over steps; all plans take their steps
-in turns. The last lines tell the rank correlation (Spearman) and the median error of each
-prediction. Writes results/calibrated.csv and calibrated.svg. The machine must be quiet.
+is taken. A step's time is the slowest process's, the median over steps. All plans take turns, each
+of some steps in a row, of which the first does not count: it finds the caches full of others'
+tensors, as neither training nor calibration does. The last lines tell the rank correlation
+(Spearman) and the median error of each prediction. Writes results/calibrated.csv and
+calibrated.svg. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ from tests import models
 from tests.models import Model
 
 MESH = "cpu: node=2, gpu=2"  # one, so that all plans are priced by one calibration
-PARTS = 3  # calibrations, and as often all plans take their steps
-STEPS, WARMUP = 3, 1  # of each part
+PARTS = 2  # calibrations, and as often all plans take their turns
+TURNS = 3  # of each plan in each part
+STEPS, WARMUP = 2, 1  # of each turn
 
 
 def gpt2(batch: int) -> Model:
@@ -154,10 +157,12 @@ def _train(rank: int, folder: str, count: int) -> None:
         module = load(made["source"], f"<{number}>")
         executor = Executor(module, runtime, made["values"], training, tied=made["tied"])
         programs.append((executor, made["batch"]))
-    # In turns: what disturbs the machine for a while disturbs all plans alike.
-    rounds = [[_step(*program) for program in programs] for _ in range(WARMUP + STEPS)]
+    seconds: list[list[float]] = [[] for _ in programs]
+    for _ in range(TURNS):
+        for taken, program in zip(seconds, programs, strict=True):
+            taken += [_step(*program) for _ in range(WARMUP + STEPS)][WARMUP:]
     if rank == 0:
-        torch.save(rounds[WARMUP:], Path(folder, "seconds.pt"))
+        torch.save(seconds, Path(folder, "seconds.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -178,8 +183,8 @@ def measured(programs: list[dict[str, Any]]) -> list[list[float]]:
         for number, program in enumerate(programs):
             torch.save(program, Path(folder, f"{number}.pt"))
         spawn(_train, args=(folder, len(programs)), nprocs=4)
-        rounds: list[list[float]] = torch.load(Path(folder, "seconds.pt"))
-        return [list(steps) for steps in zip(*rounds, strict=True)]
+        seconds: list[list[float]] = torch.load(Path(folder, "seconds.pt"))
+        return seconds
 
 
 def calibrated(file: Path) -> Calibration:
