@@ -158,7 +158,7 @@ def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any)
     memory: str | None = given["memory"]
     limit = plan.memory.get("limit", device(plan.mesh).usable)
     if memory is not None:
-        limit = parse_quantity(memory, "B") / (1 if part is None else part.beside)
+        limit = parse_quantity(memory, "B")
     by = prices(plan, calibration, None if part is None else part.whole, must=True)
     repeated = None if part is None else part.repeated
     explanation = explained(graph, plan, limit, known, by, repeated)

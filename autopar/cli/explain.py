@@ -204,8 +204,7 @@ def explained(
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     state, peak = chosen.memory.get("state", 2.0), None
     if is_trained(graph):
-        in_flight = 1.0 if repeated is None else repeated.in_flight
-        peak = simulated_peak(graph, chosen, known or table(), price, state, in_flight)
+        peak = simulated_peak(graph, chosen, known or table(), price, state, repeated)
     return explain(
         graph,
         chosen,

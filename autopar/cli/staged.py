@@ -48,15 +48,13 @@ class Stage:
     Attributes:
         plan, graph: its own.
         whole: the mesh of the pipeline.
-        repeated: how often it runs in a step.
-        beside: how many stages its devices hold, itself among them.
+        repeated: how often it runs in a step, and beside how many equal ones.
     """
 
     plan: Plan
     graph: Graph
     whole: Mesh
     repeated: Repeated
-    beside: int
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,8 @@ class Opened:
         schedule = schedule_of(plan.schedule, len(self.step.ranks), plan.microbatches)
         own = plan.stages[number]
         beside = sum(not set(own.starts).isdisjoint(other.starts) for other in plan.stages)
-        repeated = Repeated(plan.microbatches, in_flight(schedule, number))
-        return Stage(own.plan, self.graphs[number], plan.mesh, repeated, beside)
+        repeated = Repeated(plan.microbatches, in_flight(schedule, number), float(beside))
+        return Stage(own.plan, self.graphs[number], plan.mesh, repeated)
 
 
 def check_stage(plan: PipelinePlan, number: int | None) -> None:
