@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from autopar.cli.pipeline import THOROUGH
 from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers, layers_at
@@ -197,9 +198,7 @@ def compare(case: Published) -> dict[str, Any]:
             min(memory, 1e15),
             STATE_BYTES,
             schedules=SCHEDULES,
-            most_calls=40,
-            patience=8,
-            gap=0.01,
+            **THOROUGH,
             scaling=True,
         )
     except InfeasibleError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypedDict
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -26,13 +27,23 @@ from autopar.planning.stages import weights
 from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 
+
+class Effort(TypedDict):
+    """Arguments of `search`."""
+
+    most_calls: int
+    patience: int
+    gap: float
+    shapes: int
+
+
 FEWEST = 4  # microbatches that are worth a pipeline
-GAP = 0.003
-CALLS = 80
-PATIENCE = 9
-# Devices for which the search takes longer than a process takes to start. Of so many, bounds are
-# far below all pipelines: no proof is looked for.
+# Devices for which the search takes longer than a process takes to start.
 MANY = 64
+# How long is looked, see `search`. On many devices bounds are far below all pipelines: no proof is
+# looked for.
+THOROUGH: Effort = {"most_calls": 80, "patience": 24, "gap": 0.003, "shapes": 3}
+QUICK: Effort = {"most_calls": 80, "patience": 0, "gap": 0.003, "shapes": 1}
 _TRACED = (2, 4)  # samples of a microbatch
 
 
@@ -80,9 +91,7 @@ def find_pipeline(
         model.options,
         memory,
         schedules=SCHEDULES,
-        most_calls=CALLS,
-        patience=PATIENCE if mesh.size < MANY else 0,
-        gap=GAP,
+        **(THOROUGH if mesh.size < MANY else QUICK),
         scaling=True,
         progress=told,
         workers=workers,

@@ -36,7 +36,7 @@ TOGETHER = 4
 # So many of the best pipelines by guesses, on other sub-meshes or microbatches, are asked together.
 _PLACES = 2
 # How exactly the best pipeline by guesses is looked for.
-_SLACK = 0.03
+_SLACK = 0.005
 
 
 def partition(
@@ -58,6 +58,7 @@ def partition(
     progress: Callable[[Progress], None] | None = None,
     probes: Sequence[tuple[SubMesh, int]] = (),
     ahead: Callable[[Sequence[Cell]], None] | None = None,
+    again: float = 0.0,
 ) -> Found:
     """The fastest pipeline by the formula of its `Law`, and the fastest of every other form.
 
@@ -86,13 +87,14 @@ def partition(
         probes: sub-meshes and microbatches of which one stage is asked for first.
         ahead: told of stage costs that are asked for next, one by one, so that it can work them
             out at once.
+        again: guess that for so many times its seconds more a stage keeps nothing in flight.
 
     Raises:
         InfeasibleError: nothing fits into memory, or no schedule can be had.
         CostError: a stage cost with a figure that is negative or not finite.
     """
     space = Space(
-        Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead),
+        Prices(kinds, submeshes, stage_cost, lower_bound, scaling, ahead, again),
         max(part.size for part in submeshes),
         memory,
         min(len(kinds), most_stages or len(kinds)),

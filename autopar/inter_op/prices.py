@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -26,6 +26,9 @@ _FIGURES = 5
 # A guess keeps so much of what a known price is above the best known efficiency, for each doubling
 # of devices, microbatches or work between the two.
 _MEMORY = 0.75
+# Guesses keep less than what they are drawn from, so that what nearly fits is asked for.
+_FRUGAL = 0.95
+_SHARES = (0.25, 0.5, 0.75, 0.95)  # of activations that may be computed again
 # With `scaling`, other layers or more of them are at most so much more efficient.
 _UNLIKE = 0.8
 
@@ -49,7 +52,8 @@ class Prices:
 
     With `scaling`, bounds are raised by what is known: no price is nearer to its bound than the
     best known one, nor than a known one of the same kinds of layers with at most its devices and
-    microbatches and at least its layers; one of other layers says nearly as much.
+    microbatches and at least its layers; one of other layers says nearly as much. Guesses take it
+    that a range could keep nothing in flight for `again` times its seconds more, or part of it.
 
     Attributes:
         row: [layers, layers], the number of the signature of (first, last).
@@ -65,11 +69,12 @@ class Prices:
         lower_bound: LowerBound,
         scaling: bool = False,
         ahead: Callable[[Sequence[Cell]], None] | None = None,
+        again: float = 0.0,
     ) -> None:
         self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
         self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
         self._stage_cost, self._lower_bound, self._scaling = stage_cost, lower_bound, scaling
-        self._ahead = ahead
+        self._ahead, self._again = ahead, again
         self.row, self.ranges = _signatures(self.kinds)
         families: dict[tuple[Hashable, ...], int] = {}
         self.family = np.array(
@@ -174,7 +179,8 @@ class Prices:
         Seconds are drawn towards the best ratio of a price to its bound that is known, the more the
         less similar the two are, so that what might be good is asked for.
         """
-        points = [(key, answer) for key, answer in self.known.items() if answer]
+        points = [(key, self._frugal(answer)) for key, answer in self.known.items() if answer]
+        options = max(options, *(len(answer) for _, answer in points))
         bounds = self.bounds(microbatches)
         devices = self.sizes[None, :]
         work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
@@ -203,13 +209,32 @@ class Prices:
         fewer = np.array([self.sizes[q] for (_, _, q), _ in points])[nearest] / devices
         fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
-        scales = np.stack([scale[:, :, _SECONDS], fixed, fixed, each, each], axis=-1)
+        counts = np.array([b for (b, _, _), _ in points])[nearest] / microbatches
+        kept, once = _FRUGAL * each, _FRUGAL * fixed
+        scales = np.stack([scale[:, :, _SECONDS], fixed, once, kept, fewer * counts], axis=-1)
         figures = front * scales[:, :, None]
         ratio, best = np.maximum(ratios[nearest], 1e-30), self.best_ratio()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
         figures[..., _SECONDS] *= drawn[:, :, None]
         count = np.array([len(answer) for _, answer in points])[nearest]
         return figures, count
+
+    def _frugal(self, answer: Sequence[Candidate]) -> Sequence[Candidate]:
+        """An answer with ways that compute some of it again, where it has none."""
+        if not self._again or any(way.recompute != "none" for way in answer):
+            return answer
+        one = min(answer, key=lambda way: way.seconds)
+        return [
+            *answer,
+            *(
+                replace(
+                    one,
+                    backward=one.backward + share * self._again * one.seconds,
+                    per_microbatch=(1 - share) * one.per_microbatch,
+                )
+                for share in _SHARES
+            ),
+        ]
 
 
 def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]]]:

@@ -44,6 +44,7 @@ INEXACT = 0.03  # by which simulated seconds are below those of a formula, at mo
 _OPTIMISM = 0.98
 # Part of the memory that stages are not priced for: their simulated steps may need as much more.
 _SPARE = 0.02
+_AGAIN = 1 / 3  # of a step all its forwards are, see `Candidate.recompute`
 _FIGURES = 20  # in so many parts of one it is said how much a rank keeps
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
 _HELD = 2.0
@@ -140,6 +141,7 @@ def search(
             memory=room,
             stage_cost=together,
             ahead=together.ahead,
+            again=_AGAIN if options.recompute == "auto" else 0.0,
             lower_bound=lower_bound,
             transfer=transfer,
             borders=list(pairwise(kinds)),

@@ -152,7 +152,14 @@ class StageCosts:
         if graph is None:
             return []
         asked = _Asked(graph, signature, mesh, microbatches)
-        return [way for share in self._shares(asked) for way in self._within(asked, share)]
+        found = [way for share in self._shares(asked) for way in self._within(asked, share)]
+        return [*found, *self._free(asked)]
+
+    def _free(self, asked: _Asked) -> list[Candidate]:
+        """The fastest way if memory had no limit: what fewer layers or more devices may come to."""
+        wanted = self.options.recompute
+        how = "none" if wanted == "auto" else wanted
+        return self._on(asked, how, Share(1, (1,)), math.inf)
 
     def _within(self, asked: _Asked, share: Share) -> list[Candidate]:
         """The frontier within a share of a device."""
