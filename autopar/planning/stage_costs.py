@@ -116,10 +116,9 @@ class StageCosts:
     ) -> None:
         self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
         self.options, self.memory, self.state_bytes = options, memory, state_bytes
-        self.most = most
+        self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
-        self._layered = layered
         self._models: dict[int, Layered] = {}
         self._parts: dict[tuple[int, Signature], Graph | None] = {}
         self._planned: dict[_Key, StageProblem] = {}
@@ -157,15 +156,13 @@ class StageCosts:
 
     def _free(self, asked: _Asked) -> list[Candidate]:
         """The fastest way if memory had no limit: what fewer layers or more devices may come to."""
-        wanted = self.options.recompute
-        how = "none" if wanted == "auto" else wanted
+        how = self.options.recompute.replace("auto", "none")
         return self._on(asked, how, Share(1, (1,)), math.inf)
 
     def _within(self, asked: _Asked, share: Share) -> list[Candidate]:
         """The frontier within a share of a device."""
-        wanted = self.options.recompute
-        if wanted != "auto":
-            return self._on(asked, wanted, share)
+        if self.options.recompute != "auto":
+            return self._on(asked, self.options.recompute, share)
         found = self._on(asked, "none", share)
         # What the first stage of 1F1B keeps: of all its layers one microbatch for each stage.
         stages = math.ceil(len(self.layered(asked.microbatches).kinds) / asked.size)
