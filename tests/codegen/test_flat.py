@@ -219,16 +219,18 @@ def every(cases: list[tuple[str, int]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["one piece", "microbatches"])
-@pytest.mark.parametrize("states", [["ddp"], ["zero1", "zero2", "zero3"]], ids=["ddp", "zero"])
+@pytest.mark.parametrize(
+    ("states", "times"), [(["ddp"], 2), (["zero1", "zero2", "zero3"], 3)], ids=["ddp", "zero"]
+)
 def test_two_ranks_launch_once_for_each_group_of_the_optimizer(
-    states: list[str], number: int
+    states: list[str], times: int, number: int
 ) -> None:
     ranks = run_ranks(every, [(state, number) for state in states], count=2)
     model, batch = net()
     wanted = judge(model, batch, autopar.Precision(), groups=no_decay, microbatches=number)
     for launches, found, together in (case for rank in ranks for case in rank):
-        # Of two groups; in one a bias of 12 elements, or of 6, leaves a gap behind it.
-        assert launches == {"adamw_": 3}
+        # Of two groups; in one a part of a bias, 6 elements, leaves a gap behind it.
+        assert launches == {"adamw_": times}
         assert together
         assert error(found, wanted.state) < 1e-5
 

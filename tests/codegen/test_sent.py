@@ -85,7 +85,7 @@ class Ledger(Across):
     def use(self, x: Tensor, parameter: Parameter) -> Tensor:
         """A parameter as operators use it; its gradient takes the way that its table tells."""
         hops = parameter.storage.hops(parameter.type, self.mesh, trained=parameter.trainable)
-        self.calls += [hop.call for hop in hops if hop.when == "forward"]
+        self.together += [hop for hop in hops if hop.when == "forward"]
         out = x
         for dim, size in enumerate(parameter.storage.used.local_shape(parameter.shape, self.mesh)):
             out = torch.cat([out] * (-(-size // out.shape[dim])), dim).narrow(dim, 0, size)
