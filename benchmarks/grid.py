@@ -238,8 +238,7 @@ def _stage(
         chunks,
         sum(way.seconds for way in ways),
         sum(way.once for way in ways),
-        sum(way.fixed + kept * way.per_microbatch for way in ways)
-        + max(way.transient for way in ways),
+        sum(way.kept(kept) for way in ways) + max(way.transient for way in ways),
     )
 
 

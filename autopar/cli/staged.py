@@ -37,7 +37,7 @@ from autopar.planning.repeated import Repeated
 from autopar.planning.schedules import schedule_of
 from autopar.planning.simulated import Simulated, simulated
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import in_flight, stage_graphs
+from autopar.planning.stages import held_beside, in_flight, stage_graphs
 from autopar.zoo import load
 
 
@@ -75,10 +75,9 @@ class Opened:
         """One of its stages."""
         plan = self.plan
         schedule = schedule_of(plan.schedule, len(self.step.ranks), plan.microbatches)
-        own = plan.stages[number]
-        beside = sum(not set(own.starts).isdisjoint(other.starts) for other in plan.stages)
-        repeated = Repeated(plan.microbatches, in_flight(schedule, number), float(beside))
-        return Stage(own.plan, self.graphs[number], plan.mesh, repeated)
+        beside = held_beside(schedule, number)
+        repeated = Repeated(plan.microbatches, in_flight(schedule, number), beside)
+        return Stage(plan.stages[number].plan, self.graphs[number], plan.mesh, repeated)
 
 
 def check_stage(plan: PipelinePlan, number: int | None) -> None:

@@ -100,4 +100,4 @@ def _frugal(
 
 def _memory(ways: Sequence[Candidate], in_flight: float) -> float:
     transient = max(way.transient for way in ways)
-    return sum(way.fixed + in_flight * way.per_microbatch for way in ways) + transient
+    return sum(way.kept(in_flight) for way in ways) + transient

@@ -210,8 +210,9 @@ class Prices:
         fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
         each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
         counts = np.array([b for (b, _, _), _ in points])[nearest] / microbatches
-        kept, once = _FRUGAL * each, _FRUGAL * fixed
-        scales = np.stack([scale[:, :, _SECONDS], fixed, once, kept, fewer * counts], axis=-1)
+        scales = np.stack(
+            [scale[:, :, _SECONDS], fixed, _FRUGAL * fixed, _FRUGAL * each, fewer * counts], axis=-1
+        )
         figures = front * scales[:, :, None]
         ratio, best = np.maximum(ratios[nearest], 1e-30), self.best_ratio()
         drawn = (best + (ratio - best) * _MEMORY**apart) / ratio

@@ -37,9 +37,13 @@ class Candidate:
         """Of a forward and a backward."""
         return self.forward + self.backward
 
+    def kept(self, in_flight: float) -> float:
+        """Bytes that are held all the while, with so many microbatches in flight."""
+        return self.fixed + in_flight * self.per_microbatch
+
     def memory(self, in_flight: float) -> float:
         """Peak bytes with so many microbatches in flight."""
-        return self.fixed + in_flight * self.per_microbatch + self.transient
+        return self.kept(in_flight) + self.transient
 
 
 def _one(_stages: int, _microbatches: int) -> float:

@@ -33,6 +33,7 @@ from autopar.planning.single import Options, Trace, cost_model
 from autopar.planning.stage_costs import StageCosts
 from autopar.planning.stages import Devices, plan_stages, weights
 from autopar.planning.together import Together
+from autopar.planning.ways import AGAIN
 from autopar.planning.workers import Workers
 
 _CHUNKS = (2, 3, 4, 6, 8, 12, 16)
@@ -44,7 +45,6 @@ INEXACT = 0.03  # by which simulated seconds are below those of a formula, at mo
 _OPTIMISM = 0.98
 # Part of the memory that stages are not priced for: their simulated steps may need as much more.
 _SPARE = 0.02
-_AGAIN = 1 / 3  # of a step all its forwards are, see `Candidate.recompute`
 _FIGURES = 20  # in so many parts of one it is said how much a rank keeps
 # Schedules but GPipe keep in flight on a rank about what one microbatch keeps of all layers.
 _HELD = 2.0
@@ -141,7 +141,7 @@ def search(
             memory=room,
             stage_cost=together,
             ahead=together.ahead,
-            again=_AGAIN if options.recompute == "auto" else 0.0,
+            again=AGAIN if options.recompute == "auto" else 0.0,
             lower_bound=lower_bound,
             transfer=transfer,
             borders=list(pairwise(kinds)),
@@ -224,7 +224,7 @@ def plan_of(
 def _beside(stage: Stage) -> list[float]:
     """What a rank keeps, in units of what each of its chunks keeps; few different figures."""
     ways = [chunk.candidate for chunk in stage.chunks]
-    kept = [way.fixed + stage.in_flight * way.per_microbatch for way in ways]
+    kept = [way.kept(stage.in_flight) for way in ways]
     return [math.ceil(_FIGURES * sum(kept) / own) / _FIGURES for own in kept]
 
 

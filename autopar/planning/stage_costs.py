@@ -49,7 +49,7 @@ from autopar.planning.repeated import copies
 from autopar.planning.single import Options, cost_model
 from autopar.planning.stage_pins import pins_of
 from autopar.planning.stage_problem import StageProblem
-from autopar.planning.ways import Share, along, front, partly
+from autopar.planning.ways import AGAIN, Share, along, front, partly
 from autopar.simulate.update import update_works, updated_in
 
 Floats = NDArray[np.float64]
@@ -58,7 +58,6 @@ _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is compu
 _PRICED = {"gap": 0.04, "time_limit": 0.5}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
-_AGAIN = 4 / 3  # of a step is what all its forwards are computed again for, at most
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 
@@ -245,7 +244,7 @@ class StageCosts:
         size = asked.size * share.chunks  # as if one plan had the device for itself
         # What takes longer than that is slower than computing everything again.
         again = self.options.recompute == "auto" and recompute == "none" and asked.graph.repeats
-        worth = _AGAIN if again else math.inf
+        worth = 1 + AGAIN if again else math.inf
         spare = 0.0  # what plans need for a while differs little
 
         def fastest(in_flight: int) -> Candidate | None:

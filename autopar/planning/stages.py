@@ -33,8 +33,8 @@ from autopar.planning.stage_pins import stage_pins
 from autopar.planning.workers import Workers
 
 __all__ = [
-    "Devices", "equal_parts", "even_ends", "groups_for", "in_flight", "legal_cuts", "plan_stages",
-    "read_schedule", "schedule_of", "stage_graphs", "translated", "weights",
+    "Devices", "equal_parts", "even_ends", "groups_for", "held_beside", "in_flight", "legal_cuts",
+    "plan_stages", "read_schedule", "schedule_of", "stage_graphs", "translated", "weights",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -145,7 +145,7 @@ def plan_stages(
     meshes = [copies[0].mesh for copies in held]
     pins = stage_pins(graph, parts, meshes, options)
     again = recompute or [options.recompute] * len(parts)
-    shared = beside or [_held_beside(made, number) for number in range(len(parts))]
+    shared = beside or [held_beside(made, number) for number in range(len(parts))]
     alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
     for number, part in enumerate(parts):
         # Pins are by name, and equal stages differ in names.
@@ -205,7 +205,7 @@ def in_flight(schedule: Schedule, stage: int) -> float:
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
 
 
-def _held_beside(schedule: Schedule, stage: int) -> float:
+def held_beside(schedule: Schedule, stage: int) -> float:
     """How many stages there are on the rank of a stage that has the most."""
     ranks = {placed[stage] for placed in schedule.placement}
     return float(max(len(schedule.holds[rank]) for rank in ranks))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from autopar.inter_op.stage import Candidate
 
+AGAIN = 1 / 3  # of a step is what all its forwards are computed again for, at most
 EVEN = 0.01  # ways so close in seconds are as good, of the same problem
 _SAME = 3e-3  # and of any
 
@@ -31,8 +32,7 @@ class Share(NamedTuple):
 
     def fits(self, way: Candidate, in_flight: int, memory: float) -> bool:
         """Whether a way keeps no more than that."""
-        kept = way.fixed + in_flight * way.per_microbatch
-        return kept <= self.limit(memory, way.transient)
+        return way.kept(in_flight) <= self.limit(memory, way.transient)
 
 
 def along(
@@ -115,7 +115,7 @@ def partly(
     """
     if share.fits(none, in_flight, memory):
         return []
-    most, least = (way.fixed + in_flight * way.per_microbatch for way in (none, full))
+    most, least = none.kept(in_flight), full.kept(in_flight)
     room = share.limit(memory, max(none.transient, full.transient))
     if not least < most:
         return []
