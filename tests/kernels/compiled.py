@@ -7,9 +7,10 @@ Triton.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,11 +153,7 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
 
 
 def _read(name: str, programs: int, kernel: Any) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [TOOL, "--dump-resource-usage", "--dump-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _disassembled(kernel.asm["cubin"])
     registers = re.search(r"REG:(\d+)", text)
     assert registers is not None, text[:500]
     instructions = tuple(
@@ -171,3 +168,18 @@ def _read(name: str, programs: int, kernel: Any) -> Compiled:
         instructions,
         kernel.asm["ttir"],
     )
+
+
+def _disassembled(cubin: bytes) -> str:
+    """What cuobjdump says of it; kept beside Triton's own cache, for it takes as long as to compile."""
+    folder = Path(triton.knobs.cache.dir) / "disassembled"
+    kept = folder / f"{hashlib.sha256(cubin).hexdigest()}.txt"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{kept.stem}.{os.getpid()}.cubin"
+        file.write_bytes(cubin)
+        command = [TOOL, "--dump-resource-usage", "--dump-sass", file]
+        made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        file.write_text(made, encoding="utf-8")
+        file.replace(kept)  # whole at once: other processes read it
+    return kept.read_text(encoding="utf-8")
