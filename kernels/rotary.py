@@ -11,6 +11,7 @@ and v where the exchange takes them from:
 
 What arrives, seen as (whole sequence, batch, heads, width), is what attention reads; nothing
 permutes it again. `rotary_unpack` is the inverse and, the rotation being orthogonal, the gradient.
+Without k and v both are of one tensor that is rotated.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def _run(
     `packed` may be some of the heads of a larger tensor.
     """
     batch, rows, heads, width = whole.shape
+    if not heads:
+        return
     row = launch("rotary", width)
     part, out_row, out_batch, out_head, _ = packed.stride()
     source, out = (packed, whole) if inverse else (whole, packed)
@@ -121,8 +124,8 @@ def back_reference(
 
 def pack_reference(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     parts: int,
@@ -130,7 +133,8 @@ def pack_reference(
     wide: torch.dtype = torch.float32,
 ) -> Tensor:
     """(part, row, batch, heads of q, k and v in the part, width)."""
-    turned = reference(q, cos, sin, wide=wide), reference(k, cos, sin, wide=wide), v
+    turned = [reference(x, cos, sin, wide=wide) for x in (q, k) if x is not None]
+    turned += [] if v is None else [v]
     split = [x.permute(1, 0, 2, 3).unflatten(2, (parts, -1)).movedim(2, 0) for x in turned]
     return torch.cat(split, 3)
 
@@ -166,16 +170,29 @@ def _launch_back(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _run(out, x.transpose(0, 1).unsqueeze(0), cos, sin, rotate=True, inverse=True)
 
 
-def _allocate_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
+def _heads(k: Tensor | None) -> int:
+    return 0 if k is None else k.shape[2]
+
+
+def _allocate_pack(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, parts: int
+) -> Tensor:
     batch, rows, q_heads, width = q.shape
-    return q.new_empty((parts, rows, batch, (q_heads + 2 * k.shape[2]) // parts, width))
+    return q.new_empty((parts, rows, batch, (q_heads + 2 * _heads(k)) // parts, width))
 
 
 def _launch_pack(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int
+    out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    parts: int,
 ) -> None:
-    each = [x.shape[2] // parts for x in (q, k, v)]
-    for x, place in zip((q, k, v), out.split(each, 3), strict=True):
+    given = [x for x in (q, k, v) if x is not None]
+    each = [x.shape[2] // parts for x in given]
+    for x, place in zip(given, out.split(each, 3), strict=True):
         _run(x, place, cos, sin, rotate=x is not v, inverse=False)
 
 
@@ -196,10 +213,14 @@ def _launch_unpack(
         _run(x, place, cos, sin, rotate=x is not results[2], inverse=True)
 
 
-def _wrong_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, parts: int) -> str:
-    if q.shape[2] % parts == 0 and k.shape[2] % parts == 0:
+def _wrong_pack(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, parts: int
+) -> str:
+    if (k is None) != (v is None):
+        return "k and v are given both or neither"
+    if q.shape[2] % parts == 0 and _heads(k) % parts == 0:
         return ""
-    return f"{q.shape[2]} heads of q and {k.shape[2]} of k and v do not divide into {parts} parts"
+    return f"{q.shape[2]} heads of q and {_heads(k)} of k and v do not divide into {parts} parts"
 
 
 def _wrong_unpack(packed: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_heads: int) -> str:
@@ -233,12 +254,13 @@ def _differentiate(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
 
 def _setup_pack(ctx: Any, inputs: Args, output: Tensor) -> None:
     q, k, _, cos, sin, _ = inputs
-    ctx.heads = q.shape[2], k.shape[2]
+    ctx.heads = q.shape[2], _heads(k)
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate_pack(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-    return *UNPACK(d, *ctx.saved_tensors, *ctx.heads), None, None, None
+    back = UNPACK(d.contiguous(), *ctx.saved_tensors, *ctx.heads)
+    return *(back if ctx.heads[1] else (back[0], None, None)), None, None, None
 
 
 def _setup_unpack(ctx: Any, inputs: Args, output: Triple) -> None:
@@ -248,7 +270,8 @@ def _setup_unpack(ctx: Any, inputs: Args, output: Triple) -> None:
 
 
 def _differentiate_unpack(ctx: Any, *d: Tensor) -> tuple[Tensor | None, ...]:
-    return PACK(*d, *ctx.saved_tensors, ctx.parts), None, None, None, None
+    given = d if d[1].shape[2] else (d[0], None, None)
+    return PACK(*given, *ctx.saved_tensors, ctx.parts), None, None, None, None
 
 
 def _angles(draw: Draw, rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -267,10 +290,12 @@ def _pack_samples(draw: Draw) -> Iterable[Args]:
     yield q, k, v, *_angles(draw, 5, 16), 2
     fused = draw.normal(1, 5, 8, 12)
     yield *fused.split([4, 2, 2], 2), *_angles(draw, 5, 12), 1
+    yield q, None, None, *_angles(draw, 5, 16), 2
 
 
 def _unpack_samples(draw: Draw) -> Iterable[Args]:
     yield draw.normal(2, 5, 3, 4, 16), *_angles(draw, 5, 16), 4, 2
+    yield draw.normal(2, 5, 3, 2, 16), *_angles(draw, 5, 16), 4, 0
 
 
 def _typical(draw: Draw, width: int) -> Args:

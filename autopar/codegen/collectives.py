@@ -286,6 +286,13 @@ class Communicator(Groups, Across):
             lambda g: group.exchange(g, to_dim, dim, extent),
         )
 
+    def rotary_all_to_all(self, x: Tensor, cos: Tensor, sin: Tensor, axis: Axes) -> Tensor:
+        """`kernels.rotary`, then `all_to_all` of rows for heads, which the kernel packs itself."""
+        # Not at the top: it brings Triton, which takes a second.
+        from autopar.codegen.rotary import exchanged
+
+        return exchanged(x, cos, sin, self.group(axis))
+
     def part(self, size: int, axis: Axes) -> int:
         """How many of a dimension's `size` elements this rank holds if `axis` splits it."""
         return self.group(axis).own(size)[1]

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer, axes_text
 from autopar.ir.collective import Step
+from autopar.ir.fusion.packed import PACK, packing, reader
 from autopar.ir.graph import PREFIX, Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
@@ -201,8 +202,20 @@ class Scope:
             self._unpack(parts, code, note, layouts)
             return
         variable = self.fresh(self.wish(node))
+        if (step := self._packing(node, layouts[0])) is not None:
+            code = f"mesh.rotary_all_to_all({', '.join(operands)}, axis={axes_text(step.axes)})"
+            note = self.printer.step_note(step, node.type)
+            layouts = (step.dst,)
         self.hold(node.name, variable, layouts[0])
         self.line(f"{variable} = {code}", note)
+
+    def _packing(self, node: Node, given: Layout) -> Step | None:
+        """The exchange that the operator itself makes, where a kernel writes what it sends."""
+        found = reader(self.printer.graph, node) if PACK in self.printer.plan.fuse else None
+        if found is None:
+            return None
+        _, wanted = self.printer.planned(found.name).operands[found.inputs.index(node.name)]
+        return packing(node, given, wanted, self.printer.resharder)
 
     def _local(self, node: Node, planned: NodePlan, operands: list[str]) -> str:
         """The operator on local parts; borders that it needs of its neighbours come before."""

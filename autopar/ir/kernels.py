@@ -60,6 +60,18 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+def rotary_pack(x: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
+    """`rotary` as an all_to_all of rows for heads sends it: (part, row, batch, head, width)."""
+    packed: Tensor = _OPS.rotary_pack(x, None, None, cos, sin, parts)
+    return packed
+
+
+def rotary_unpack(packed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotary_pack`, which is also its gradient."""
+    x: Tensor = _OPS.rotary_unpack(packed, cos, sin, packed.shape[0] * packed.shape[3], 0)[0]
+    return x
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """The sum of the losses of logits x weightᵀ, a chunk of rows at a time.
 

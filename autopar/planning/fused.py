@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from autopar.cost.model import CostModel, NodeWork, Work
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.works import node_work, works
-from autopar.ir.fusion import UPDATE
+from autopar.ir.collective import Resharder
+from autopar.ir.fusion import PACK, UPDATE
+from autopar.ir.fusion.packed import COPIES, packing, reader
 from autopar.ir.fusion.written import written
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
-from autopar.plan import Fused, Plan
+from autopar.plan import Fused, NodePlan, Plan
 from autopar.simulate.update import update_works, updated_of
 
 
@@ -53,6 +56,81 @@ def fused(
             last.count + times, last.first, last.nbytes + sums[0], last.seconds + sums[1]
         )
     return found
+
+
+def fused_exchange(graph: Graph, plan: Plan, prices: CostModel) -> dict[str, Fused]:
+    """The exchanges that rotary embedding packs: how many, and what a device saves in a step.
+
+    That is copies, which the price of an all_to_all does not count. {} if the plan has none.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        prices: of kernels.
+    """
+    count, first, saved = 0, "", list[Work]()
+    for node, read, resharder in _rotated(graph, plan, prices):
+        step = packing(node, _given(plan, node), _wanted(graph, plan, read, node), resharder)
+        if step is None:
+            continue
+        times = graph.multiplicity[node.name]
+        count, first = count + times, first or _line(node)
+        copied = 2.0 * step.src.local_bytes(node.type, plan.mesh)
+        copies = COPIES if node.requires_grad else COPIES - 1
+        saved += [Work("copy", 0.0, copied, node.type.dtype)] * (copies * times * plan.microbatches)
+    nbytes, seconds = (
+        math.fsum(map(price, saved)) for price in (lambda work: work.nbytes, prices.compute)
+    )
+    return {PACK: Fused(count, first, nbytes, seconds)} if count else {}
+
+
+def packed(graph: Graph, plan: Plan, prices: CostModel) -> Plan:
+    """The plan with exchanges of rows for heads behind rotary embedding, where the kernel packs.
+
+    Behind the transpose that follows they take as long, and a plan may have them there.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        prices: of collectives.
+    """
+    nodes = dict(plan.nodes)
+    for node, turned, resharder in _rotated(graph, plan, prices):
+        given, readers = _given(plan, node), graph.users[turned.name]
+        alike = _wanted(graph, plan, turned, node) == given
+        if (turned.op, turned.args[1:]) != _TURN or len(readers) != 1 or not alike:
+            continue
+        wanted = _turned(_wanted(graph, plan, graph[readers[0]], turned))
+        if (step := packing(node, given, wanted, resharder)) is not None:
+            operand, result = (node.type.shape, step.dst), (turned.type.shape, _turned(step.dst))
+            nodes[graph.template[turned.name]] = NodePlan((operand,), (result,))
+    return replace(plan, nodes=nodes)
+
+
+_TURN = ("aten.transpose.int", (1, 2))
+
+
+def _turned(layout: Layout) -> Layout:
+    first, rows, heads, last = layout.dims
+    return layout.with_dims((first, heads, rows, last))
+
+
+def _rotated(graph: Graph, plan: Plan, prices: CostModel) -> Iterator[tuple[Node, Node, Resharder]]:
+    """Rotary embeddings that may pack what they send, each with what reads it."""
+    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened)
+    for node in graph.folded if PACK in plan.fuse else ():
+        if (read := reader(graph, node)) is not None:
+            yield node, read, resharder
+
+
+def _given(plan: Plan, node: Node) -> Layout:
+    return plan.nodes[node.name].results[0][1]
+
+
+def _wanted(graph: Graph, plan: Plan, read: Node, node: Node) -> Layout:
+    """The layout in which an operator reads a node."""
+    operands = plan.nodes[graph.template[read.name]].operands
+    return operands[read.inputs.index(node.name)][1]
 
 
 def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
-from autopar.planning.fused import applicable, fused, fused_update
+from autopar.planning.fused import applicable, fused, fused_exchange, fused_update, packed
 from autopar.planning.peak import simulated_peak
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.repeated import Repeated
@@ -362,9 +362,11 @@ class Planner:
                 fuse=self.fuse,
                 offload=offload,
             )
+            found = packed(self.graph, found, self.prices)
             found = replace(
                 found,
                 fused=fused(self.graph, found, options.table, self.prices)
+                | fused_exchange(self.graph, found, self.prices)
                 | fused_update(self.graph, found, self.prices, self.state_bytes),
             )
             peak = simulated_peak(

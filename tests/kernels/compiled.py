@@ -171,7 +171,7 @@ def _read(name: str, programs: int, kernel: Any) -> Compiled:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """What cuobjdump says of it; kept beside Triton's own cache, for it takes as long as to compile."""
+    """What cuobjdump says of it, kept beside Triton's cache: it takes as long as compiling."""
     folder = Path(triton.knobs.cache.dir) / "disassembled"
     kept = folder / f"{hashlib.sha256(cubin).hexdigest()}.txt"
     if not kept.exists():

@@ -144,6 +144,18 @@ def test_unpacking_undoes_packing_and_so_do_its_gradients() -> None:
     torch.testing.assert_close(found, ours.rotary_pack(*grads, cos, sin, 2))
 
 
+def test_one_tensor_is_packed_as_it_is_among_three() -> None:
+    cos, sin = ANGLE.cos(), ANGLE.sin()
+    q = HEADS[0].clone().requires_grad_()
+    alone = ours.rotary_pack(q, None, None, cos, sin, 2)
+    among = ours.rotary_pack(*HEADS, cos, sin, 2)
+    assert torch.equal(alone, among[:, :, :, :2])
+    (found,) = torch.autograd.grad(alone, q, alone.detach())
+    torch.testing.assert_close(found, HEADS[0])  # a rotation's gradient is the way back
+    back = ours.rotary_unpack(alone.detach().requires_grad_(), cos, sin, 4, 0)
+    torch.testing.assert_close(back[0], HEADS[0])
+
+
 def test_a_gated_product_is_computed_again_as_it_was() -> None:
     gate, up, dout = (t.bfloat16() for t in (X, R, DRAW.normal(2, 5, 12)))
     for name in ("swiglu", "geglu"):

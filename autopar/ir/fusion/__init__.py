@@ -1,8 +1,9 @@
 """A pass that puts kernels in the place of what models write out.
 
 Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
-does not reach over the border of a repeated block, so that all blocks stay alike. One more kernel
-has no pattern, since it is no part of the graph: the optimizer's step.
+does not reach over the border of a repeated block, so that all blocks stay alike. Two more have no
+pattern, since they are no part of the graph: the optimizer's step, and what rotary embedding and a
+plan's exchange of rows for heads are together (`packed.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,25 @@ from dataclasses import replace
 
 from autopar.errors import GraphError, ProgramError
 from autopar.ir.fusion.match import find
+from autopar.ir.fusion.packed import PACK
 from autopar.ir.fusion.pattern import Match, Pattern, Writer
 from autopar.ir.fusion.patterns import names, patterns
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
-__all__ = ["UPDATE", "Fuse", "Match", "Pattern", "choose", "fuse", "names", "patterns", "switches"]
+__all__ = [
+    "PACK",
+    "UPDATE",
+    "Fuse",
+    "Match",
+    "Pattern",
+    "choose",
+    "fuse",
+    "names",
+    "patterns",
+    "switches",
+]
 
 UPDATE = "adamw"  # by what `fuse` switches the optimizer's kernel on and off
 
@@ -31,7 +44,7 @@ Known = dict[tuple[str, tuple[Arg, ...]], Ref]
 
 def switches() -> tuple[str, ...]:
     """All that `fuse` may name."""
-    return (*names(), UPDATE)
+    return (*names(), PACK, UPDATE)
 
 
 def choose(fuse: Fuse) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.codegen.adamw import AdamW
+from autopar.codegen.collectives import Communicator
+from autopar.ir.mesh import Mesh
 from autopar_kernels.linear_cross_entropy import (
     parallel_cross_entropy,
     parallel_linear_cross_entropy,
@@ -175,6 +177,16 @@ def exchanged(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tupl
     return arrived.flatten(0, 1), *ours.rotary_unpack(back, cos[rows], sin[rows], 4, 2)
 
 
+def exchanged_in_a_program(q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of q alone, by what programs call, and the gradient of a sum of squares, halved."""
+    rows = slice(dist.get_rank() * 5, dist.get_rank() * 5 + 5)
+    own = q[:, rows].clone().requires_grad_()
+    mesh = Communicator(Mesh.parse("cpu: gpu=2"))
+    arrived = mesh.rotary_all_to_all(own, cos[rows], sin[rows], axis="gpu")
+    (gradient,) = torch.autograd.grad(arrived, own, arrived.detach())
+    return arrived.detach(), gradient
+
+
 def test_rotary_and_ulysses_on_two_ranks() -> None:
     draw = Draw(torch.bfloat16)
     q, k, v = draw.normal(2, 10, 4, 16), draw.normal(2, 10, 2, 16), draw.normal(2, 10, 2, 16)
@@ -193,3 +205,8 @@ def test_rotary_and_ulysses_on_two_ranks() -> None:
         assert error(arrived, heads.transpose(0, 1)) < 2e-3  # rounded to bf16 once
         for found, wanted in zip(back, (q, k, v), strict=True):
             assert error(found, wanted[:, rank * 5 : rank * 5 + 5]) < 4e-3
+    alone = run_ranks(exchanged_in_a_program, q, cos, sin, count=P, start="fork")
+    for rank, (arrived, gradient) in enumerate(alone):
+        assert error(arrived, whole[0].chunk(P, 2)[rank]) < 2e-3
+        # A rotation leaves squares as they are.
+        assert error(gradient, q[:, rank * 5 : rank * 5 + 5]) < 4e-3
