@@ -1,7 +1,7 @@
 """Tokens to experts and back: rows sorted by expert, and the weighted sum of what returns.
 
-Every token goes to `k` experts, so there are k slots a token; `slots` lists them sorted by expert,
-`inverse` says where in that list each slot is.
+Every token goes to `k` experts, so there are k slots a token; `slots` lists those whose experts are
+here, sorted by expert, `inverse` says where in that list each of all slots is, -1 where it is not.
 
     permuted[i] = x[slots[i] // k],    out[t] = sum over j of weight[t, j] y[inverse[k t + j]]
 
@@ -58,7 +58,7 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         row = tl.load(inverse + token * K + j).to(tl.int64)
-        value = tl.load(y + row * n + column, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(y + row * n + column, mask=mask & (row >= 0), other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weight + token * K + j).to(tl.float32)
         total += value
@@ -69,7 +69,7 @@ def _unpermute_kernel(
 def _backward_kernel(
     dout: tl.tensor,
     y: tl.tensor,
-    slots: tl.tensor,
+    inverse: tl.tensor,
     weight: tl.tensor,
     dy: tl.tensor,
     dweight: tl.tensor,
@@ -77,14 +77,14 @@ def _backward_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row of y: its gradient, and that of its weight."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
+    """One slot: the gradient of its row of y, if that is here, and of its weight."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(inverse + slot).to(tl.int64)
     w = tl.load(weight + slot).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(0, tl.cdiv(n, BLOCK)):
         column = block * BLOCK + tl.arange(0, BLOCK)
-        mask = column < n
+        mask = (column < n) & (row >= 0)
         d = tl.load(dout + slot // K * n + column, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(y + row * n + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dy + row * n + column, (d * w).to(dy.dtype.element_ty), mask=mask)
@@ -96,19 +96,22 @@ def permute_reference(
     x: Tensor, slots: Tensor, inverse: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
     """(slots, features): the rows of x in the order of their slots."""
-    return x[slots // (slots.numel() // x.shape[0])]
+    return x[slots // (inverse.numel() // x.shape[0])]
+
+
+def _rows(y: Tensor, inverse: Tensor) -> Tensor:
+    """(all slots, features): the row of y of each, zeros where there is none."""
+    here = (inverse >= 0).unsqueeze(1)
+    if not y.shape[0]:
+        return y.new_zeros(inverse.numel(), y.shape[1])
+    return torch.where(here, y[inverse.clamp(min=0)], y.new_zeros(()))
 
 
 def unpermute_reference(
-    y: Tensor,
-    slots: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    *,
-    wide: torch.dtype = torch.float32,
+    y: Tensor, inverse: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
     """(tokens, features): the weighted sum of each token's rows of y."""
-    rows = wider(y, wide)[inverse].view(*weight.shape, -1)
+    rows = _rows(wider(y, wide), inverse).view(*weight.shape, y.shape[1])
     return (rows * wider(weight, wide).unsqueeze(-1)).sum(1).to(y.dtype)
 
 
@@ -116,18 +119,18 @@ def gather_reference(
     d: Tensor, inverse: Tensor, k: int, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
     """(tokens, features): the sum of each token's rows of d, the gradient of `experts_permute`."""
-    rows = wider(d, wide)[inverse]
-    return rows.view(inverse.numel() // k, k, -1).sum(1).to(d.dtype)
+    rows = _rows(wider(d, wide), inverse)
+    return rows.view(inverse.numel() // k, k, d.shape[1]).sum(1).to(d.dtype)
 
 
 def backward_reference(
-    dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
+    dout: Tensor, y: Tensor, inverse: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Pair:
     """(dy, dweight)."""
-    d = wider(dout, wide)[slots // weight.shape[1]]
-    dy = d * wider(weight, wide).reshape(-1)[slots].unsqueeze(1)
-    dweight = torch.zeros(weight.numel(), dtype=d.dtype, device=d.device)
-    dweight[slots] = (d * wider(y, wide)).sum(1)
+    d = wider(dout, wide).repeat_interleave(weight.shape[1], 0)
+    dweight = (d * _rows(wider(y, wide), inverse)).sum(1)
+    order = inverse.argsort(stable=True)[inverse.numel() - y.shape[0] :]  # slots in order of rows
+    dy = (d * wider(weight, wide).reshape(-1, 1))[order]
     return dy.to(y.dtype), dweight.view(weight.shape).to(weight.dtype)
 
 
@@ -139,17 +142,15 @@ def _launch_permute(out: Tensor, x: Tensor, slots: Tensor, inverse: Tensor) -> N
     n = x.shape[1]
     row = launch("experts_permute", n)
     _permute_kernel[(slots.numel(), blocks(n, row.block))](
-        *(x, slots, out, n), K=slots.numel() // x.shape[0], BLOCK=row.block, **row.options
+        *(x, slots, out, n), K=inverse.numel() // x.shape[0], BLOCK=row.block, **row.options
     )
 
 
-def _allocate_unpermute(y: Tensor, slots: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def _allocate_unpermute(y: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     return y.new_empty((weight.shape[0], y.shape[1]))
 
 
-def _launch_unpermute(
-    out: Tensor, y: Tensor, slots: Tensor, inverse: Tensor, weight: Tensor
-) -> None:
+def _launch_unpermute(out: Tensor, y: Tensor, inverse: Tensor, weight: Tensor) -> None:
     _gather(out, y, inverse, weight, weight.shape[1])
 
 
@@ -173,15 +174,17 @@ def _gather(out: Tensor, y: Tensor, inverse: Tensor, weight: Tensor | None, k: i
     )
 
 
-def _allocate_backward(dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor) -> Pair:
+def _allocate_backward(dout: Tensor, y: Tensor, inverse: Tensor, weight: Tensor) -> Pair:
     return torch.empty_like(y, memory_format=torch.contiguous_format), torch.empty_like(weight)
 
 
-def _launch_backward(results: Pair, dout: Tensor, y: Tensor, slots: Tensor, weight: Tensor) -> None:
+def _launch_backward(
+    results: Pair, dout: Tensor, y: Tensor, inverse: Tensor, weight: Tensor
+) -> None:
     n = y.shape[1]
     row = launch("experts_backward", n)
-    _backward_kernel[(slots.numel(),)](
-        *(dout, y, slots, weight, *results, n),
+    _backward_kernel[(inverse.numel(),)](
+        *(dout, y, inverse, weight, *results, n),
         K=weight.shape[1],
         BLOCK=min(row.block, power_of_2(n)),
         **row.options,
@@ -189,8 +192,14 @@ def _launch_backward(results: Pair, dout: Tensor, y: Tensor, slots: Tensor, weig
 
 
 def _wrong_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> str:
-    if x.shape[0] and slots.numel() % x.shape[0]:
-        return f"{slots.numel()} slots are not a multiple of {x.shape[0]} tokens"
+    if x.shape[0] and inverse.numel() % x.shape[0]:
+        return f"{inverse.numel()} slots are not a multiple of {x.shape[0]} tokens"
+    return ""
+
+
+def _wrong_unpermute(y: Tensor, inverse: Tensor, weight: Tensor) -> str:
+    if inverse.numel() != weight.numel():
+        return f"{inverse.numel()} slots have {weight.numel()} weights"
     return ""
 
 
@@ -200,8 +209,8 @@ def _fits(*args: Any) -> str:
 
 
 def _setup_permute(ctx: Any, inputs: Args, output: Tensor) -> None:
-    x, slots, inverse = inputs
-    ctx.k = slots.numel() // x.shape[0]
+    x, _, inverse = inputs
+    ctx.k = inverse.numel() // max(x.shape[0], 1)
     ctx.save_for_backward(inverse)
 
 
@@ -210,42 +219,45 @@ def _differentiate_permute(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _setup_unpermute(ctx: Any, inputs: Args, output: Tensor) -> None:
-    y, slots, _, weight = inputs
-    ctx.save_for_backward(y, slots, weight)
+    ctx.save_for_backward(*inputs)
 
 
 def _differentiate_unpermute(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dy, dweight = BACKWARD(dout.contiguous(), *ctx.saved_tensors)
-    return dy, None, None, dweight
+    return dy, None, dweight
 
 
-def _slots(draw: Draw, tokens: int, k: int) -> Pair:
-    """Slots sorted by an expert drawn for each, and the inverse."""
+def _slots(draw: Draw, tokens: int, k: int, experts: int = 8) -> Pair:
+    """Slots sorted by an expert drawn for each, of the first `experts` of 8, and the inverse."""
     expert = draw.integers(8, tokens * k)
     if draw.device.type == "meta":
         return expert, expert
-    slots = expert.argsort(stable=True)
-    return slots, slots.argsort()
+    slots = expert.argsort(stable=True)[: int((expert < experts).sum())]
+    inverse = expert.new_full((tokens * k,), -1)
+    inverse[slots] = torch.arange(slots.numel(), device=slots.device)
+    return slots, inverse
 
 
 def _permute_samples(draw: Draw) -> Iterable[Args]:
-    for tokens, k, n in ((6, 2, 100), (4, 1, 48)):
-        yield draw.normal(tokens, n), *_slots(draw, tokens, k)
+    for tokens, k, n, experts in ((6, 2, 100, 8), (4, 1, 48, 8), (6, 2, 48, 5)):
+        yield draw.normal(tokens, n), *_slots(draw, tokens, k, experts)
 
 
 def _unpermute_samples(draw: Draw) -> Iterable[Args]:
-    for tokens, k, n in ((6, 2, 100), (4, 3, 48)):
-        slots, inverse = _slots(draw, tokens, k)
-        yield draw.normal(tokens * k, n), slots, inverse, draw.positive(tokens, k)
+    for tokens, k, n, experts in ((6, 2, 100, 8), (4, 3, 48, 5)):
+        slots, inverse = _slots(draw, tokens, k, experts)
+        yield draw.normal(slots.numel(), n), inverse, draw.positive(tokens, k)
 
 
 def _gather_samples(draw: Draw) -> Iterable[Args]:
-    yield draw.normal(12, 100), _slots(draw, 6, 2)[1], 2
+    for experts in (8, 5):
+        slots, inverse = _slots(draw, 6, 2, experts)
+        yield draw.normal(slots.numel(), 100), inverse, 2
 
 
 def _backward_samples(draw: Draw) -> Iterable[Args]:
-    for y, slots, _, weight in _unpermute_samples(draw):
-        yield draw.normal(weight.shape[0], y.shape[1]), y, slots, weight
+    for y, inverse, weight in _unpermute_samples(draw):
+        yield draw.normal(weight.shape[0], y.shape[1]), y, inverse, weight
 
 
 def _typical(draw: Draw, n: int) -> Args:
@@ -253,12 +265,12 @@ def _typical(draw: Draw, n: int) -> Args:
 
 
 def _typical_unpermute(draw: Draw, n: int) -> Args:
-    return draw.normal(4096 * 8, n or 4096), *_slots(draw, 4096, 8), draw.positive(4096, 8)
+    return draw.normal(4096 * 8, n or 4096), _slots(draw, 4096, 8)[1], draw.positive(4096, 8)
 
 
 def _typical_backward(draw: Draw, n: int) -> Args:
-    y, slots, _, weight = _typical_unpermute(draw, n)
-    return draw.normal(4096, n or 4096), y, slots, weight
+    y, inverse, weight = _typical_unpermute(draw, n)
+    return draw.normal(4096, n or 4096), y, inverse, weight
 
 
 GATHER = Operator(
@@ -266,7 +278,7 @@ GATHER = Operator(
     allocate=_allocate_gather,
     launch=_launch_gather,
     reference=gather_reference,
-    factors="s! n, s! -> t! n",
+    factors="s! n, f! -> t! n",
     flops="s n",
     samples=_gather_samples,
     typical=lambda draw, n: (draw.normal(4096 * 8, n or 4096), _slots(draw, 4096, 8)[1], 8),
@@ -278,7 +290,7 @@ BACKWARD = Operator(
     allocate=_allocate_backward,
     launch=_launch_backward,
     reference=backward_reference,
-    factors="t! n!, s! n!, s!, t! k! -> s! n!, t! k!",
+    factors="t! n!, s! n!, f!, t! k! -> s! n!, t! k!",
     flops="3 s n",
     samples=_backward_samples,
     typical=_typical_backward,
@@ -290,7 +302,7 @@ PERMUTE = Operator(
     allocate=_allocate_permute,
     launch=_launch_permute,
     reference=permute_reference,
-    factors="t! n, s!, s! -> s! n",
+    factors="t! n, s!, f! -> s! n",
     flops="out",
     passes={"inverse": 0},
     samples=_permute_samples,
@@ -305,12 +317,12 @@ UNPERMUTE = Operator(
     allocate=_allocate_unpermute,
     launch=_launch_unpermute,
     reference=unpermute_reference,
-    factors="s! n, s!, s!, t! k! -> t! n",
+    factors="s! n, f!, t! k! -> t! n",
     flops="2 s n",
-    passes={"slots": 0},
     samples=_unpermute_samples,
     typical=_typical_unpermute,
     table="experts_unpermute",
+    wrong=_wrong_unpermute,
     fits=_fits,
     gradient=Gradient(_setup_unpermute, _differentiate_unpermute),
 )

@@ -19,11 +19,13 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
 from autopar.intra_op.works import node_work
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import EXPERTS as EXPERTS_KERNELS
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import ACTIVATIONS, MIXTURE, mixture
 from autopar.ir.passes import PASSES, prepare
 from autopar.ir.routing import find_mixtures
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.ir.text import format_graph, parse_graph
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.families import make
 from tests.graphs import assert_equal_runs, model_values, ops
 from tests.ranks import run_ranks
@@ -64,19 +66,26 @@ SPLITS: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-def captured() -> Captured:
+# Those that are trained with kernels, too: with all experts here, and with some.
+FUSED = ("tokens", "tokens and experts")
+
+
+def captured(fuse: tuple[str, ...] = ()) -> Captured:
     model, batch = make(MODEL)
-    return capture_graph(model, (), batch, Options(), Trace(None))
+    return capture_graph(model, (), batch, Options(fuse=fuse), Trace(None))
 
 
-def trained(found: Captured) -> dict[str, Run]:
+def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     """The runs of this rank."""
     compiler = importlib.import_module("autopar.compile")
     runs = {}
-    for name, (mesh, pins, _) in SPLITS.items():
+    for name in FUSED if fuse else SPLITS:
+        mesh, pins, _ = SPLITS[name]
         model, batch = make(MODEL)
         with patch.object(compiler, "capture_graph", lambda *_: found):
-            program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch, pins=pins)
+            program = autopar.compile(
+                model, mesh, optimizer=sgd, example_inputs=batch, pins=pins, fuse=fuse
+            )
         losses = [program.step(**batch).item() for _ in range(STEPS)]
         runs[name] = Run(losses, program.state_dict(), program.source)
     return runs
@@ -90,6 +99,28 @@ def test_training_equals_that_of_the_unsharded_model() -> None:
         written = re.search(r"mesh\.mixture\(\s*([^)]*?),?\s*\)", source)
         assert written is not None
         assert written[1].endswith(call), name
+
+
+def test_training_with_kernels_is_the_same() -> None:
+    fuse = (EXPERTS_KERNELS,)
+    whole, ranks = train_whole(MODEL), run_ranks(trained, captured(fuse), fuse)
+    for name in FUSED:
+        assert max(max(rank[name].errors(whole)) for rank in ranks) <= TOLERANCE, name
+        assert '"silu", kernels=True' in ranks[0][name].source
+
+
+def test_what_kernels_save_is_in_the_plan() -> None:
+    fuse = (EXPERTS_KERNELS,)
+    _, pins, _ = SPLITS["tokens"]
+    graph, mesh = captured(fuse).graph, Mesh.parse("H200: gpu=4")
+    assert parse_graph(format_graph(graph)) == graph
+    plan = make_plan(graph, mesh, Options(fuse=fuse, pins=pins), Trace(None))
+    entry = plan.fused[EXPERTS_KERNELS]
+    # Two layers; of a quarter of the tokens in float64 no row is written scaled, read to be added
+    # up or written anew, in either direction, and the gradient of the sum is read row by row.
+    tokens = 8 * TOKENS * WIDTH // 4
+    assert (entry.count, entry.nbytes) == (2, 2 * (6 * 2 * tokens + tokens))
+    assert entry.seconds > 0
 
 
 def by_loops(
@@ -119,14 +150,15 @@ def operands(dtype: torch.dtype, experts: int = 5) -> list[Tensor]:
 
 # bfloat16 takes torch's own grouped product, the others a loop.
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_it_is_what_every_token_gets_of_its_experts(
-    dtype: torch.dtype, within: float, act: str
+    dtype: torch.dtype, within: float, act: str, kernels: bool
 ) -> None:
     given = operands(dtype)
     exact = [t.detach().double() if t.is_floating_point() else t for t in given]
     exact = [t.requires_grad_() if t.is_floating_point() else t for t in exact]
-    wanted, found = by_loops(*exact, act), mixture(*given, act)
+    wanted, found = by_loops(*exact, act), mixture(*given, act, kernels=kernels)
     assert found.dtype == dtype
     cotangent = torch.randn(wanted.shape, generator=torch.manual_seed(1), dtype=torch.float64)
     wanted.backward(cotangent)
@@ -140,20 +172,27 @@ def test_it_is_what_every_token_gets_of_its_experts(
             assert float((mine.detach().double() - its).norm() / its.norm()) <= within
 
 
-def test_parts_of_the_experts_give_parts_of_the_sum() -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_parts_of_the_experts_give_parts_of_the_sum(kernels: bool) -> None:
     gate, up, down, x, ids, weights = operands(torch.float64)
     parts = [(0, 1), (1, 3), (4, 1)]  # the middle one has no token for its last expert
     found = [
-        mixture(*(w[i : i + n] for w in (gate, up, down)), x, ids, weights, "silu", i, 5)
+        mixture(*(w[i : i + n] for w in (gate, up, down)), x, ids, weights, "silu", i, 5, kernels)
         for i, n in parts
     ]
     whole = mixture(gate, up, down, x, ids, weights, "silu")
-    torch.testing.assert_close(sum(found), whole, rtol=1e-12, atol=1e-12)
+    total = torch.stack(found).sum(0)
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=1e-12)
+    leaves, cotangent = (gate, up, down, x, weights), torch.linspace(-1, 1, x.numel()).view_as(x)
+    ours, theirs = (torch.autograd.grad(y, leaves, cotangent.double()) for y in (total, whole))
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-def test_experts_whom_no_token_chooses_have_a_gradient_of_zeros() -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_experts_whom_no_token_chooses_have_a_gradient_of_zeros(kernels: bool) -> None:
     gate, up, down, x, ids, weights = operands(torch.float64)
-    mixture(gate[3:4], up[3:4], down[3:4], x, ids, weights, "silu", 3, 5).sum().backward()
+    mixture(gate[3:4], up[3:4], down[3:4], x, ids, weights, "silu", 3, 5, kernels).sum().backward()
     assert down.grad is not None
     assert not down.grad.any()
 

@@ -154,6 +154,7 @@ def recipe(
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     if rows:
         scratch, backward = _mixture_scratch(types, rows, gradients, mesh)
+        scratch = 0.0 if node.keyword("kernels") else scratch  # added up as they are read
     if node.op == "aten.dropout" and not accelerator:
         # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)

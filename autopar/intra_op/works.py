@@ -224,7 +224,8 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     """Three products for the rows of the experts here, which are chosen equally often.
 
     Beside them rows are sorted by expert and looked up, gates and the rest multiplied, and what is
-    found is scaled and added up in the dtype of the weights; backwards likewise.
+    found is scaled and added up in the dtype of the weights; backwards likewise. Kernels scale and
+    add up what they read, and write nothing in between.
     """
     down, x, ids, weights = local.operands[2:]
     experts, width, inner = down.shape
@@ -232,7 +233,8 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
     wide, narrow = size * rows * width, size * rows * inner
     moved = down.nbytes + wide + narrow
-    exact = DTYPE_BYTES[weights.dtype] * rows * width
+    kernels = bool(local.node.keyword("kernels"))
+    exact = 0 if kernels else DTYPE_BYTES[weights.dtype] * rows * width
 
     def products(make: Callable[..., Work], *lengths: tuple[int, int, int]) -> list[Work]:
         gemms = [Gemm(experts, *length) for length in lengths]
@@ -248,9 +250,10 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
         own = ((inner, width, each), (inner, width, each), (width, inner, each))
         wanted = [gemm for gemm, needs in zip(own, local.wanted, strict=False) if needs]
         backward += products(local.gradient, *wanted)
-        backward.append(local.gradient(4 * rows * width, 2 * wide + 3 * exact + local.written))
+        read = local.results[0].nbytes if not kernels else wide  # a row of the result's for each
+        backward.append(local.gradient(4 * rows * width, 2 * wide + 3 * exact + read))
         backward.append(local.gradient(4 * rows * inner, 6 * narrow))
-        backward.append(local.gradient(2 * rows * width, 5 * wide + x.nbytes))
+        backward.append(local.gradient(2 * rows * width, (5 - kernels) * wide + x.nbytes))
     return NodeWork(tuple(forward), tuple(backward))
 
 

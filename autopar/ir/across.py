@@ -208,12 +208,13 @@ class Across(ABC):
         weights: Tensor,
         act: str,
         *,
+        kernels: bool = False,
         axis: Axes = (),
         size: int = 0,
     ) -> Tensor:
         """A mixture of experts, see `mixture.py`; of the part of them that this device holds."""
         first = self.group(axis).own(size)[0] if axis else 0
-        return mixture(gate, up, down, x, ids, weights, act, first, size)
+        return mixture(gate, up, down, x, ids, weights, act, first, size, kernels)
 
     def halo(
         self, x: Tensor, dim: int, before: int, after: int, fill: float = 0.0, *, axis: Axes

@@ -226,7 +226,7 @@ def execute(
     if node.op == "autopar.detach":
         return args[0].detach()
     if node.op == MIXTURE:
-        return mixture(*args)
+        return mixture(*args, **kwargs)
     operator = _operator(node)
     # Operators that create a tensor out of nothing must be told where. Which take a device, only
     # their schema tells, private as the attribute is.

@@ -72,6 +72,18 @@ def rotary_unpack(packed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
+def experts_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
+    """The rows of x in the order of `slots`, of which each row has some; see `mixture.py`."""
+    rows: Tensor = _OPS.experts_permute(x.contiguous(), slots, inverse)
+    return rows
+
+
+def experts_unpermute(y: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """The weighted sum of each token's rows of y, those left out that are not there."""
+    total: Tensor = _OPS.experts_unpermute(y.contiguous(), inverse, weight.contiguous())
+    return total
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """The sum of the losses of logits x weightᵀ, a chunk of rows at a time.
 

@@ -16,6 +16,7 @@ is what a router's loss for balance asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout, TensorType
 
 MIXTURE = "autopar.mixture"
@@ -47,6 +48,7 @@ def mixture(
     act: str,
     first: int = 0,
     size: int = 0,
+    kernels: bool = False,
 ) -> Tensor:
     """What the experts first, first + 1, ... of `size` add to every token.
 
@@ -58,6 +60,7 @@ def mixture(
         weights: of every token's experts, [..., k].
         act: one of `ACTIVATIONS`.
         first, size: which experts are here and how many there are; by default these are all.
+        kernels: whether rows are taken, weighted and added up by kernels, in float32 at least.
 
     Returns:
         A tensor like x, added up in the wider dtype of x and weights.
@@ -71,12 +74,40 @@ def mixture(
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
     tokens = places // ids.shape[-1]
-    rows = x.flatten(0, -2)[tokens]
+    flat = x.flatten(0, -2)
+    rows = _taken(flat, places, ids.numel()) if kernels else flat[tokens]
     inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-    given = _grouped(inner, down, ends) * weights.flatten()[places].unsqueeze(-1)
+    given = _grouped(inner, down, ends)
+    if kernels:
+        return _added(given, places, weights.flatten(0, -2)).view(x.shape)
+    given = given * weights.flatten()[places].unsqueeze(-1)
     # Unlike index_add, this is determined on every device, and its backward keeps indices only.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
+
+
+def _taken(x: Tensor, places: Tensor, count: int) -> Tensor:
+    """[places, width]: for each of these places of `count` its token's row of x."""
+    from autopar.ir import (
+        kernels,
+    )  # makes torch operators of them, which most graphs have no use for
+
+    return kernels.experts_permute(x, places, _inverse(places, count))
+
+
+def _added(given: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, width]: the weighted sum of each token's rows, of those that are here."""
+    from autopar.ir import kernels
+
+    inverse = _inverse(places, weights.numel())
+    return kernels.experts_unpermute(given, inverse, weights)
+
+
+def _inverse(places: Tensor, count: int) -> Tensor:
+    """[count]: where in `places` each number is, -1 where it is not."""
+    inverse = places.new_full((count,), -1)
+    inverse[places] = torch.arange(places.shape[0], device=places.device)
+    return inverse
 
 
 def rows_near(
@@ -93,6 +124,15 @@ def rows_near(
     rows = types[4].numel
     wide = ((rows, types[3].shape[-1]), Layout((tuple(axes), ())))
     return [wide, ((rows, types[0].shape[1]), Layout((tuple(axes), inner)))]
+
+
+def with_kernels(graph: Graph) -> Graph:
+    """`graph` with mixtures that use kernels."""
+    nodes = (
+        replace(node, kwargs=(("kernels", True),)) if node.op == MIXTURE else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.works import node_work, works
 from autopar.ir.collective import Resharder
-from autopar.ir.fusion import PACK, UPDATE
+from autopar.ir.fusion import EXPERTS, PACK, UPDATE
 from autopar.ir.fusion.packed import COPIES, packing, reader
 from autopar.ir.fusion.written import written
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.mixture import MIXTURE
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Fused, NodePlan, Plan
@@ -40,11 +41,14 @@ def fused(
     own = works(graph, plan, table)
     found: dict[str, Fused] = {}
     for node in graph.folded:
-        if not node.op.startswith(PREFIX):
+        if not (node.op.startswith(PREFIX) or node.keyword("kernels")):
             continue
         kernel, times = node.op.removeprefix(PREFIX), graph.multiplicity[node.name]
-        layouts = [layout for _, layout in plan.nodes[node.name].operands]
-        before = _works(_expanded(graph, node, layouts, plan.mesh), table, alone)
+        if node.op == MIXTURE:
+            kernel, before = EXPERTS, _without(graph, node, plan, table)
+        else:
+            layouts = [layout for _, layout in plan.nodes[node.name].operands]
+            before = _works(_expanded(graph, node, layouts, plan.mesh), table, alone)
         after = _both(own[node.name])
         times_a_step = times * plan.microbatches
         sums = [
@@ -173,6 +177,15 @@ def fused_update(
     )
     launches = sum(work.op == "adamw_" for work in after)
     return {"adamw_": Fused(launches, "the optimizer's step", nbytes, seconds)}
+
+
+def _without(graph: Graph, node: Node, plan: Plan, table: dict[str, OpRule]) -> list[Work]:
+    """What a mixture of experts would launch without its kernels."""
+    types, entry = operand_types(graph, node), plan.nodes[node.name]
+    signature = resolve(table[node.op], node, types, node.types)
+    into, out = (tuple(layout for _, layout in side) for side in (entry.operands, entry.results))
+    written = replace(node, kwargs=())
+    return [*_both(node_work(graph, written, into, out, signature, plan.mesh))]
 
 
 def _line(node: Node) -> str:

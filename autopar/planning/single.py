@@ -34,9 +34,10 @@ from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
-from autopar.ir.fusion import UPDATE, fuse
+from autopar.ir.fusion import EXPERTS, UPDATE, fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
+from autopar.ir.mixture import with_kernels
 from autopar.ir.offload import Offload, left_of
 from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
 from autopar.ir.precision import AS_IS, Precision
@@ -171,6 +172,7 @@ def capture_graph(
 
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:
+        graph = with_kernels(graph) if EXPERTS in options.fuse else graph
         graph = verify(fuse(graph, options.fuse))
         keep("fuse", graph)
     finding = tuple(step for step in passes if step not in NORMALISING)

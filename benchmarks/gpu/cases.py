@@ -152,7 +152,7 @@ def _reduce(q: Tensor, scales: Tensor, group: int, scale: float, dtype: torch.dt
     return (wide.sum(0).view(-1) * scale).to(dtype)
 
 
-def _gather(y: Tensor, slots: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def _gather(y: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     rows = y[inverse].view(*weight.shape, -1)
     return (rows * weight.unsqueeze(-1)).sum(1)
 
@@ -268,7 +268,7 @@ def _sorted(tokens: int, k: int, n: int) -> Callable[[Draw], Args]:
         slots = draw.integers(64, tokens * k)
         slots = slots if slots.is_meta else slots.argsort(stable=True)
         inverse = slots if slots.is_meta else slots.argsort()
-        return draw.normal(tokens * k, n), slots, inverse, draw.positive(tokens, k)
+        return draw.normal(tokens * k, n), inverse, draw.positive(tokens, k)
 
     return make
 

@@ -267,7 +267,7 @@ def test_torch_s_own_modules() -> None:
 
 
 def test_patterns_are_chosen_by_name() -> None:
-    assert choose(True) == switches() == (*names(), "rotary_pack", "adamw")
+    assert choose(True) == switches() == (*names(), "experts", "rotary_pack", "adamw")
     assert choose(False) == ()
     assert choose(["rotary"]) == ("rotary",)
     assert set(choose({"rms_norm": False})) == {*switches()} - {"rms_norm"}

@@ -89,7 +89,8 @@ MUTANTS = {
         "experts",
         {
             "tl.load(weight + token * K + j)": "tl.load(weight + token * K)",
-            "tl.store(dweight + slot,": "tl.store(dweight + row,",
+            "dout + slot // K * n": "dout + slot * n",
+            "mask & (row >= 0)": "mask",
         },
     ),
     "co2": ("co2", {"tl.where(m < -most, -most, m)": "m"}),

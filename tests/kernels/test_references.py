@@ -105,8 +105,8 @@ DIFFERENTIABLE: dict[str, tuple[Sequence[Any], Callable[..., Any]]] = {
         lambda x, slots, _: x.repeat_interleave(2, 0)[slots],
     ),
     "experts_unpermute": (
-        (DRAW.normal(6, 5), SLOTS, SLOTS.argsort(), DRAW.normal(3, 2)),
-        lambda y, _, inverse, w: torch.einsum("tk,tkn->tn", w, y[inverse].view(3, 2, 5)),
+        (DRAW.normal(6, 5), SLOTS.argsort(), DRAW.normal(3, 2)),
+        lambda y, inverse, w: torch.einsum("tk,tkn->tn", w, y[inverse].view(3, 2, 5)),
     ),
 }
 CONSTANT = {"rotary": (1, 2), "rotary_pack": (3, 4)}  # operands without a gradient, by position

@@ -1,7 +1,8 @@
 """A pass that puts kernels in the place of what models write out.
 
 Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
-does not reach over the border of a repeated block, so that all blocks stay alike. Two more have no
+does not reach over the border of a repeated block, so that all blocks stay alike. A mixture of
+experts is one operator already, which is told to use kernels (`ir/mixture.py`). Two more have no
 pattern, since they are no part of the graph: the optimizer's step, and what rotary embedding and a
 plan's exchange of rows for heads are together (`packed.py`).
 """
@@ -22,6 +23,7 @@ from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
 __all__ = [
+    "EXPERTS",
     "PACK",
     "UPDATE",
     "Fuse",
@@ -34,6 +36,7 @@ __all__ = [
     "switches",
 ]
 
+EXPERTS = "experts"  # by what `fuse` switches the kernels of a mixture on and off
 UPDATE = "adamw"  # by what `fuse` switches the optimizer's kernel on and off
 
 Fuse = bool | Mapping[str, bool] | Sequence[str]
@@ -44,7 +47,7 @@ Known = dict[tuple[str, tuple[Arg, ...]], Ref]
 
 def switches() -> tuple[str, ...]:
     """All that `fuse` may name."""
-    return (*names(), PACK, UPDATE)
+    return (*names(), EXPERTS, PACK, UPDATE)
 
 
 def choose(fuse: Fuse) -> tuple[str, ...]:
