@@ -111,6 +111,10 @@ class Case:
     ahead: bool = False
     precision: str = ""
 
+    def captured(self, precision: Precision) -> tuple[Any, ...]:
+        """What cases with one captured graph have in common."""
+        return self.make, self.microbatches, precision.compute, elementwise(self.optimizer)
+
     @property
     def pins(self) -> list[Word]:
         """Data parallelism, with Megatron's beside it if that is asked for."""
@@ -218,7 +222,7 @@ class Jobs:
             elementwise=elementwise(case.optimizer),
             precision=Precision.read(case.precision),
         )
-        key = (case.make, case.microbatches, options.precision.compute)
+        key = case.captured(options.precision)
         if key not in _captures:
             model, batch = case.make()
             _captures[key] = pipelined.capture_microbatch(
@@ -233,7 +237,7 @@ class Jobs:
     def program(self, number: int) -> tuple[autopar.Program, dict[str, Tensor]]:
         """The program of a case on this rank, and its batch."""
         case, plan = self.cases[number], self.plans[number]
-        key = (case.make, case.microbatches, plan.precision.compute)
+        key = case.captured(plan.precision)
         captured = self.captured[key]
         model, batch = case.make()
         pipelined = importlib.import_module("autopar.pipelined")

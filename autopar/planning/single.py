@@ -34,6 +34,7 @@ from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
+from autopar.ir.fused import split_fused
 from autopar.ir.fusion import EXPERTS, UPDATE, fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
@@ -170,6 +171,8 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
+    if not options.elementwise:  # pieces of a parameter would be updated each by itself
+        passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:
         graph = with_kernels(graph) if EXPERTS in options.fuse else graph
@@ -377,8 +380,7 @@ class Planner:
             simulated = replace(found, predicted=found.predicted | {"peak_bytes": peak})
             return Made(simulated, found.predicted["peak_bytes"], choice)
 
-        searches = options.solver != "propagate"
-        exact = EXACT if self.repeated is None else ALIKE
+        searches, exact = options.solver != "propagate", EXACT if self.repeated is None else ALIKE
         return Branch(
             lambda: planned(EXACT, math.inf, None).plan,
             lambda limit, gap: fitting(
@@ -389,11 +391,10 @@ class Planner:
 
 def found_by(problem: Problem, solution: Solution) -> dict[str, str | float]:
     """What a plan tells of how it was found; see `Plan.solver`."""
-    left = {} if solution.left is None else {"left": solution.left}
     return {
         "name": solution.solver,
         "nodes": len(problem.nodes),
-        **left,
+        **({} if solution.left is None else {"left": solution.left}),
         "gap": solution.gap,
         "seconds": round(solution.seconds, 3),
     }
