@@ -5,10 +5,12 @@ hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -26,15 +28,37 @@ PRODUCTS = (
 )
 
 
+class _OfProducts(TorchDispatchMode):
+    """One of torch's two contexts, which sees products and attention only.
+
+    It compares the operators of a block with those of its repetition, and parameters that are on
+    their way meanwhile are another block's in each.
+    """
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._context = context
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own have it."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What the operator gives, now or in the forward."""
+        given: Mapping[str, Any] = kwargs or {}
+        if func not in PRODUCTS:
+            return func(*args, **given)
+        return self._context.__torch_dispatch__(func, types, args, given)
+
+
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a block's forward and its repetition: products and attention run once."""
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
-        create_selective_checkpoint_contexts(_policy)
-    )
-    return contexts
+    first, again = create_selective_checkpoint_contexts(_policy)
+    return _OfProducts(first), _OfProducts(again)
 
 
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator in PRODUCTS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(_context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
