@@ -13,7 +13,7 @@ import torch
 from autopar.errors import PinError
 from autopar.ir.state import shardings
 from tests.ranks import run_ranks
-from tests.state_sharding import Case, Jobs, Run, gpt2, llama, unsharded
+from tests.state_sharding import ADAMW, Case, Jobs, Run, gpt2, llama, unsharded
 
 STATES = [str(one) for one in shardings()]
 MODELS = {"gpt2": gpt2, "llama": llama}
@@ -21,6 +21,8 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 # Keys' biases have no gradient but rounding, 1e-17. By default Adafactor divides it by itself: even
 # one device would be 1e-8 off if it took its samples in another order. This is AdamW's epsilon.
 ADAFACTOR = partial(torch.optim.Adafactor, lr=1e-2, eps=(1e-8, 1e-3))
+
+OPTIMIZERS = {"adamw": ADAMW, "momentum": MOMENTUM}
 
 
 def train(cases: list[Case], tolerance: float = 1e-9) -> None:
@@ -43,6 +45,7 @@ def test_states_train_beside_tensor_parallelism_stages_recomputation_and_other_o
             Case("zero2", 2, tensor=True),
             Case("zero3", 2, stages=2, again=True),
             Case("zero3", recompute="full", again=True),
+            Case("zero3", recompute="selective"),
             Case("zero3", 2, again=True, offload="optimizer+activations"),
             Case("paro-iig", 2, optimizer=MOMENTUM),
             Case("ddp", 2, optimizer=ADAFACTOR),
@@ -62,10 +65,12 @@ def test_models_of_transformers_train_as_one_device_does(name: str, microbatches
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_momentum_is_split_like_any_state(name: str) -> None:
-    case = Case("", 4, make=MODELS[name], steps=5, optimizer=MOMENTUM)
-    train([replace(case, state=state) for state in [*STATES, "zero++"]])
+def test_momentum_is_split_like_any_state(name: str, microbatches: int) -> None:
+    case = Case("", microbatches, make=MODELS[name], steps=5, optimizer=MOMENTUM)
+    cases = [replace(case, state=state) for state in [*STATES, "zero++"]]
+    train([*cases, *(replace(case, state=state, again=True) for state in ("zero3", "hsdp"))])
 
 
 @pytest.mark.slow
@@ -75,9 +80,11 @@ def test_adafactor_updates_whole_parameters() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_states_are_split_beside_tensor_parallelism(name: str) -> None:
-    case = Case("", 4, make=MODELS[name], steps=5, tensor=True)
+def test_states_are_split_beside_tensor_parallelism(name: str, optimizer: str) -> None:
+    how = OPTIMIZERS[optimizer]
+    case = Case("", 4, make=MODELS[name], steps=5, tensor=True, optimizer=how)
     states = ["NNN", "NNG", "NGG", "GGG", "III over none", "NIG over none", "IIG over none"]
     cases = [replace(case, state=state) for state in states]
     train([*cases, replace(case, state="GGG", again=True)])
@@ -89,10 +96,11 @@ def test_pins_that_split_parameters_do_not_go_with_an_optimizer_that_needs_them_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_states_are_split_in_stages(name: str) -> None:
+def test_states_are_split_in_stages(name: str, optimizer: str) -> None:
     """Each on two devices; what two stages share is added up before it is updated."""
-    case = Case("", 4, make=MODELS[name], steps=5, stages=2)
+    case = Case("", 4, make=MODELS[name], steps=5, stages=2, optimizer=OPTIMIZERS[optimizer])
     states = [
         "NNN",
         "NNG",
@@ -105,6 +113,14 @@ def test_states_are_split_in_stages(name: str) -> None:
     ]
     cases = [replace(case, state=state) for state in states]
     train([*cases, replace(case, state="GGG", again=True)])
+
+
+@pytest.mark.slow
+def test_adafactor_updates_whole_parameters_of_stages() -> None:
+    """One device for each stage, or two."""
+    case = Case("ddp", 4, steps=5, optimizer=ADAFACTOR)
+    pairs = product((gpt2, llama), (2, 4))
+    train([replace(case, make=make, stages=count) for make, count in pairs])
 
 
 @pytest.mark.slow
