@@ -67,6 +67,26 @@ def check_masters(found: dict[str, Tensor], microbatches: int) -> None:
     assert error(moved(before, found), moved(before, wanted)) < 1e-5
 
 
+def kept_away(state: str) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Parameters after a run with masters on the device and with masters in host memory, and the
+    bytes that the latter have left on the device of each."""
+    found = []
+    for offload in ("none", "optimizer"):
+        program, batch = made(precision="bf16", state=state, offload=offload, clip_norm=0.5)
+        found.append(run(program, batch).state)
+    weights = program._executor.weights
+    assert len(weights.masters) == sum(weight.has_master for weight in weights.all) > 0
+    updated = (weight.updated for weight in weights.all if weight.has_master)
+    return found, [tensor.untyped_storage().nbytes() for tensor in updated]
+
+
+@pytest.mark.parametrize("state", ["zero1", "zero3"])
+def test_masters_in_host_memory_leave_the_device_and_change_no_bit(state: str) -> None:
+    for (here, away), left in run_ranks(kept_away, state, count=2):
+        assert all(torch.equal(value, away[name]) for name, value in here.items())
+        assert max(left) == 4  # one element
+
+
 # Bad gradients ------------------------------------------------------------------------------------
 
 
@@ -192,7 +212,11 @@ def quickly(folder: str, how: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("how", [{}, {"fuse": ["adamw"]}], ids=["torch", "kernel"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"fuse": ["adamw"]}, {"offload": "optimizer"}],
+    ids=["torch", "kernel", "host"],
+)
 def test_training_on_two_ranks_is_that_of_one_device(how: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_all(run_ranks(quickly, folder, how, count=2), folder)
@@ -210,7 +234,9 @@ def check_all(ranks: list[dict[str, Any]], folder: str) -> None:
 def thoroughly(folder: str) -> dict[str, Any]:
     found = [masters(state, count) for state, count in CASES]
     # Tied weights in two stages, and backwards in halves.
-    found += [masters("zero1", 4, pins=None, stages=2, schedule=name) for name in STAGED]
+    staged = {"pins": None, "stages": 2}
+    found += [masters("zero1", 4, schedule=name, **staged) for name in STAGED]
+    found += [masters("zero1", 4, offload="optimizer", **how) for how in ({}, staged)]
     return {**quickly(folder, {}), "masters": found}
 
 
@@ -223,7 +249,7 @@ def gone_on(folder: str) -> dict[str, Any]:
 
 CASES = [("ddp", 1), ("zero1", 2), ("paro-iig over node", 2), ("zero++ over node", 2)]
 STAGED = ["1f1b", "zb_h1"]
-COUNTS = [*(count for _, count in CASES), *(4 for _ in STAGED)]
+COUNTS = [*(count for _, count in CASES), *(4 for _ in STAGED), 4, 4]
 
 
 @pytest.mark.slow

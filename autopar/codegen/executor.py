@@ -87,6 +87,7 @@ class Executor:
             host_bucket_of(program),
             self.weights.rounded if fuses_update(program) else None,
             self.weights.scattered,
+            [self.weights],
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.grad_norm: Tensor | None = None
@@ -194,9 +195,7 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """What this rank holds of every parameter and buffer, for checkpoints."""
-        return held_of(
-            self.state, self.tensors, self.weights.updated, averages=self.update.averages
-        )
+        return held_of(self.state, self.tensors, self.weights, averages=self.update.averages)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -208,11 +207,11 @@ class Executor:
 
         With `average` the averages of what is trained.
         """
-        trained, state = self.weights.trained, self.state
+        weights, state = self.weights, self.state
         if average:
-            means = self.update.averages_of(trained)
+            means = self.update.averages_of(weights.trained)
             return state.state_dict(self.tensors, means, state.trained.names)
-        return state.state_dict(self.tensors, trained, state.with_master)
+        return state.state_dict(self.tensors, weights.values, state.with_master)
 
     def refresh(self) -> None:
         """Make what is held again of what the optimizer updates."""

@@ -1,13 +1,15 @@
 """Optimizer state in host memory: a bucket of it comes to the device, is updated and goes back.
 
-Each bucket is a step of the optimizer in which no other parameter has a gradient, so that any torch
-optimizer will do that updates every parameter by itself. On accelerators the next bucket comes and
-the last one goes meanwhile.
+Masters of mixed precision are state like any other: between updates a parameter of the optimizer is
+an empty place, with its master's shape and dtype, for the gradient to be stored at. Each bucket is
+a step of the optimizer in which no other parameter has a gradient, so that any torch optimizer will
+do that updates every parameter by itself. On accelerators the next bucket comes and the last one
+goes meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +31,10 @@ class HostState:
         averages: of them, by their id; {} without.
         device: where the update runs.
         bucket: bytes of parameters whose state comes together, or little more.
+        masters: ids of parameters that lie there as well.
+
+    Attributes:
+        masters: the values of these, wherever they lie, by the ids.
     """
 
     def __init__(
@@ -38,23 +44,26 @@ class HostState:
         averages: MutableMapping[int, Tensor],
         device: torch.device,
         bucket: int,
+        masters: Collection[int] = (),
     ) -> None:
         self._optimizer, self._averages = optimizer, averages
         self._host = Host(device)
         self._rows = list(rows(parameters, bucket))
         self._puts: dict[tuple[int, Any], Put] = {}
+        self.masters = {id(p): p.detach() for p in parameters if id(p) in masters}
 
     def settle(self) -> None:
         """Take to the host what is not there: what was loaded, or begun on the device."""
         for row in self._rows:
+            self._empty(row)
             for put in self._go(row):
                 self._host.gone(put)
 
-    def step(self, averaged: Callable[[Sequence[nn.Parameter]], None]) -> None:
+    def step(self, updated: Callable[[Sequence[nn.Parameter]], None]) -> None:
         """One step of the optimizer.
 
         Args:
-            averaged: what is done with parameters once they are updated.
+            updated: what is done with parameters once they are updated.
         """
         gradients = [[parameter.grad for parameter in row] for row in self._rows]
         for row in self._rows:
@@ -66,10 +75,12 @@ class HostState:
                 for (kept, key), taken in coming:
                     kept[key] = taken.wait()
                 coming = self._come(number + 1) if self._host.beside else []
+                self._fill(row)
                 _give(row, gradients[number])
                 self._optimizer.step()
-                averaged(row)
+                updated(row)
                 _give(row, [None] * len(row))
+                self._empty(row)
                 for put in going:
                     self._host.gone(put)
                 going = self._go(row)
@@ -87,8 +98,20 @@ class HostState:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     yield state, key
-            if id(parameter) in self._averages:
-                yield self._averages, id(parameter)
+            for kept in (self._averages, self.masters):
+                if id(parameter) in kept:
+                    yield kept, id(parameter)
+
+    def _fill(self, row: Sequence[nn.Parameter]) -> None:
+        """Masters that have come are what the optimizer updates."""
+        for parameter in row:
+            parameter.data = self.masters.get(id(parameter), parameter.data)
+
+    def _empty(self, row: Sequence[nn.Parameter]) -> None:
+        """They are not, and may go."""
+        for parameter in row:
+            if id(parameter) in self.masters:
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
     def _come(self, number: int) -> list[tuple[Slot, Taken]]:
         """Begin to bring a bucket to the device."""

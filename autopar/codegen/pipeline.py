@@ -113,7 +113,8 @@ class Pipeline(PipelineState):
         fused = fuses_update(modules[0])
         scattered = [k for stage in self.stages.values() for k in stage.weights.scattered]
         precision, rounded = precision_of(modules[0]), held if fused else None
-        self.update = Update(training, precision, named, device, away, rounded, scattered)
+        weights = [stage.weights for stage in self.stages.values()]
+        self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
             rounds = sum(

@@ -53,8 +53,8 @@ class PipelineState:
         found: list[Held] = []
         for key, stage in self.stages.items():
             own = {name for name in stage.state.names if first[name] == key}
-            updated, averages = stage.weights.updated, self.update.averages
-            found += held_of(stage.state, stage.tensors, updated, own, averages)
+            averages = self.update.averages
+            found += held_of(stage.state, stage.tensors, stage.weights, own, averages)
         return found
 
     @property
@@ -86,11 +86,11 @@ class PipelineState:
 
     def _whole(self, stage: Stage, name: str, average: bool) -> Tensor:
         """A tensor of a stage; its average if that is asked for, its master where it has one."""
-        state, trained = stage.state, stage.weights.trained
+        state, weights = stage.state, stage.weights
         if average and name in state.trained.names:
-            return state.trained.whole(name, self.update.averages_of(trained))
+            return state.trained.whole(name, self.update.averages_of(weights.trained))
         if name in state.with_master:
-            return state.trained.whole(name, trained)
+            return state.trained.whole(name, weights.values)
         return state.whole(name, stage.tensors)
 
     def refresh(self) -> None:

@@ -19,7 +19,7 @@ from autopar.ir.precision import Precision
 
 if TYPE_CHECKING:
     from autopar.codegen.adamw import AdamW
-    from autopar.codegen.weights import Weight
+    from autopar.codegen.weights import Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Update:
         held: where AdamW's step is a kernel, what is held of masters that are only rounded, by
             their ids, which it writes too; None to leave every optimizer as it is.
         scattered: ids of what is updated whose gradients a reduce_scatter gives.
+        weights: all that `trained` is of. Where the state is in host memory, masters are as well.
 
     Raises:
         ProgramError: the state is in host memory, and the optimizer does not update each parameter
@@ -100,6 +101,7 @@ class Update:
         bucket: int | None = None,
         held: Mapping[int, Tensor] | None = None,
         scattered: Collection[int] = (),
+        weights: Sequence[Weights] = (),
     ) -> None:
         if bucket is not None:
             refuse_what_steps_break(training.optimizer)
@@ -119,8 +121,15 @@ class Update:
         self.scaler = Scaler(device) if precision.scaled else None
         self.averages: dict[int, Tensor] = {}
         self.away: HostState | None = None
+        self._weights = weights
         if bucket is not None:
-            self.away = HostState(self.optimizer, self._trained, self.averages, device, bucket)
+            masters = {id(w.updated) for each in weights for w in each.all if w.has_master}
+            self.away = HostState(
+                self.optimizer, self._trained, self.averages, device, bucket, masters
+            )
+            self.written = frozenset(masters)
+            for each in weights:
+                each.masters = self.away.masters
         self.restart()
 
     @torch.no_grad()
@@ -129,7 +138,8 @@ class Update:
         if self.training.ema is not None:
             for parameter in self._trained:
                 mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
-                mean.copy_(parameter)
+                away = {} if self.away is None else self.away.masters
+                mean.copy_(away.get(id(parameter), parameter))
         self.settle()
 
     def settle(self) -> None:
@@ -186,7 +196,7 @@ class Update:
             before = norm()
             clip(gradients, before, self.training.clip_norm)
         if finite and self.away is not None:
-            self.away.step(self._averaged)
+            self.away.step(self._come)
         elif finite:
             self.optimizer.step()
             self._averaged(self._trained)
@@ -208,6 +218,12 @@ class Update:
         if self.scaler is not None:
             self.scaler.follow(finite)
         return None if bound is None else total
+
+    def _come(self, parameters: Sequence[nn.Parameter]) -> None:
+        """What is done with those that are updated, before their state goes back."""
+        self._averaged(parameters)
+        for weights in self._weights:
+            weights.round({id(parameter) for parameter in parameters})
 
     @torch.no_grad()
     def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:

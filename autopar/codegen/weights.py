@@ -91,6 +91,9 @@ class Weights:
         parameters: what the program stores.
         tensors: what this device holds of each.
         bucket: bytes that go together, 1 if each goes by itself.
+
+    Attributes:
+        masters: the values of those masters that lie in host memory, by the ids of what is updated.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Weights:
             for parameter, tensor in zip(parameters, tensors, strict=True)
         )
         self.moving = {id(w.held): w for w in self.all if w.storage.moves or w.has_master}
+        self.masters: Mapping[int, Tensor] = {}
 
     @property
     def updated(self) -> list[Tensor]:
@@ -116,6 +120,11 @@ class Weights:
     def trained(self) -> list[nn.Parameter]:
         """Those of `updated` that have gradients."""
         return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The values of `trained`, on the device."""
+        return [self.masters.get(id(own), own).to(own.device) for own in self.trained]
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -151,17 +160,33 @@ class Weights:
         """Put together what other devices have updated, as far as this one holds it.
 
         Args:
-            written: ids of masters of which what is held is made already.
+            written: ids of masters of which this device's part of what is held is made already.
         """
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
+            done = id(weight.updated) in written
             if weight.path("update"):
-                part = weight.updated.detach().to(weight.held.dtype)
-                _store(bucket.add(weight, part))
-            elif weight.has_master and id(weight.updated) not in written:
-                weight.held.copy_(weight.updated)
+                value = self._own(weight) if done else self._value(weight)
+                _store(bucket.add(weight, value.to(weight.held)))
+            elif weight.has_master and not done:
+                weight.held.copy_(self._value(weight))
         for way in bucket.ways:
             _store(bucket.send(way))
+
+    @torch.no_grad()
+    def round(self, masters: Collection[int]) -> None:
+        """Make this device's part of what is held of masters that are on it, given by their ids."""
+        for weight in self.all:
+            if weight.has_master and id(weight.updated) in masters:
+                self._own(weight).copy_(weight.updated)
+
+    def _own(self, weight: Weight) -> Tensor:
+        """A view of what this device updates of what it holds."""
+        return _part(self.comm, weight.storage, weight.held)
+
+    def _value(self, weight: Weight) -> Tensor:
+        """What the optimizer updates, wherever it lies."""
+        return self.masters.get(id(weight.updated), weight.updated.detach())
 
     @torch.no_grad()
     def cut(self) -> None:
@@ -171,7 +196,7 @@ class Weights:
 
     def _cut(self, weight: Weight) -> None:
         if weight.updated is not weight.held and not weight.has_master:
-            weight.updated.copy_(_part(self.comm, weight.storage, weight.held))
+            weight.updated.copy_(self._own(weight))
 
     @torch.no_grad()
     def take(self, state: State, name: str, full: Tensor) -> None:
@@ -187,7 +212,8 @@ class Weights:
             self._cut(self.all[number])
         if name in state.with_master:
             for number, shard in state.trained.shards(name, full, "cpu").items():
-                self.trained[number].copy_(shard)
+                own = self.trained[number]
+                self.masters.get(id(own), own).copy_(shard)
 
 
 def _store(arrived: list[tuple[Weight, Tensor]]) -> None:

@@ -103,8 +103,8 @@ def parameters(
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                master + (0.0 if plan.offload.optimizer else state_bytes * updated),
-                state_bytes * updated if plan.offload.optimizer else 0.0,
+                0.0 if plan.offload.optimizer else master + state_bytes * updated,
+                master + state_bytes * updated if plan.offload.optimizer else 0.0,
             )
         )
     return tuple(found)

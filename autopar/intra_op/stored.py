@@ -138,10 +138,10 @@ class StoredTraffic:
         own_dtype = self.own != self.tensor
         # The kernel takes parts that lie in a buffer of their own; others are updated in place.
         master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
-        state = state_bytes * updated if self.trained else 0.0
+        state = state_bytes * updated + master if self.trained else 0.0
         host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
         nbytes: dict[Role, float] = {
-            "leaf": self.nbytes["held"] + (master if self.trained else 0.0) + state - host,
+            "leaf": self.nbytes["held"] + state - host,
             "gathered": self.nbytes["kept"] if forward_apart else 0.0,
             "fetched": used if backward_apart else 0.0,
             "waiting": used,

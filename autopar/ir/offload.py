@@ -1,11 +1,11 @@
 """Offload: training state and activations that lie in host memory while nothing needs them.
 
-Optimizer state, and averages of parameters, come to the device bucket by bucket for the update and
-go back behind it, so that every number is computed where it always was (ZeRO-Offload, Ren et al.,
-arXiv:2101.06840, updates on the host instead). What a block keeps for its backward goes to the host
-behind its forward and comes back before its backward (vDNN, Rhu et al., arXiv:1602.08124). Of a run
-of blocks those that are computed again come first, then those that are offloaded: what is made
-first lies idle the longest.
+Optimizer state, masters of mixed precision and averages of parameters come to the device bucket by
+bucket for the update and go back behind it, so that every number is computed where it always was
+(ZeRO-Offload, Ren et al., arXiv:2101.06840, updates on the host instead). What a block keeps for
+its backward goes to the host behind its forward and comes back before its backward (vDNN, Rhu et
+al., arXiv:1602.08124). Of a run of blocks those that are computed again come first, then those that
+are offloaded: what is made first lies idle the longest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Offload:
     """What lies in host memory.
 
     Attributes:
-        optimizer: whether optimizer state and averages do.
+        optimizer: whether optimizer state, masters and averages do.
         blocks: run of blocks -> of how many what is kept for the backward does.
 
     Raises:

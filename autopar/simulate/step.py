@@ -163,10 +163,11 @@ class _Step:
             self.leaves[node.name].gradient = self.recorder.hold(earlier)
         updated = self.updated[node.name] = updated_of(self.graph, plan, node)
         finer = storage.updated.dims != storage.held.dims
-        if master or (plan.fuses_update and trained and finer):
+        away = plan.offload.optimizer  # masters, too
+        if not away and (master or (plan.fuses_update and trained and finer)):
             title = "master" if master else "updated part"
             part = self.recorder.allocate("optimizer", f"{node.name}, {title}", updated.nbytes)
             self.recorder.hold(part)
-        if node.requires_grad and self.settings.state_bytes and not plan.offload.optimizer:
+        if node.requires_grad and self.settings.state_bytes and not away:
             state = updated.nbytes * self.settings.state_bytes
             self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))

@@ -1,9 +1,9 @@
 """The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
 
-Masters are rounded to what is held afterwards, unless AdamW's kernel has written that as well. Of
-that there is a launch for every buffer of gradients: the parts that reduce_scatters gave, a bucket
-that was all_reduced, those that were cast together, small ones that are copied together for it, and
-every other one by itself.
+Masters come with it. They are rounded to what is held afterwards, unless AdamW's kernel has written
+that as well. Of that there is a launch for every buffer of gradients: the parts that
+reduce_scatters gave, a bucket that was all_reduced, those that were cast together, small ones that
+are copied together for it, and every other one by itself.
 """
 
 from __future__ import annotations
@@ -207,9 +207,13 @@ def _come(
     recorder: Recorder, settings: Settings, buckets: Sequence[Sequence[Updated]], number: int
 ) -> _Away | None:
     """The state of a bucket comes."""
-    if number >= len(buckets) or not settings.state_bytes:
+    if number >= len(buckets):
         return None
-    nbytes = settings.state_bytes * sum(each.nbytes for each in buckets[number])
+    nbytes = sum(
+        (settings.state_bytes + bool(each.rounded)) * each.nbytes for each in buckets[number]
+    )
+    if not nbytes:
+        return None
     title = f"state of {buckets[number][0].name}"
     with recorder.aside(settings.accelerator):
         task = recorder.copy(title, nbytes, True, not settings.accelerator)

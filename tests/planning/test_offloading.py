@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,6 +21,7 @@ from autopar.explain import Explanation
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload, left_of, offloaded_runs
+from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute
 from autopar.plan import Plan
 from autopar.planning import single
@@ -122,6 +124,26 @@ def test_copies_cost_what_the_link_takes(words: str) -> None:
     assert found.step == pytest.approx(said["step_seconds"], rel=1e-9)
     assert found.memory["activations"] == pytest.approx(said["activation_bytes"], rel=1e-9)
     assert not found.stale
+
+
+def test_masters_are_offloaded_with_the_rest_of_the_state() -> None:
+    """Of a parameter in bf16 a float32 and AdamW's two moments of it, 12 bytes."""
+    options = Options(offload="optimizer", recompute="none", precision=Precision.read("bf16"))
+    torch.manual_seed(0)
+    model, batch = models.MODELS["gpt2"](layers=LAYERS, batch=8, seq=32)
+    mixed = capture_graph(model, (), batch, options, Trace(None)).graph
+    plan = Planner(mixed, GPUS, options, Trace(None)).plan(1e15)
+    states = 0.0
+    for leaf in mixed.leaves("param"):
+        share = mixed.template[mixed.users[leaf.name][0]]
+        storage = plan.storage(mixed.template[leaf.name], share)
+        elements = storage.updated.local_bytes(leaf.type, GPUS) / leaf.type.nbytes
+        states += 12 * elements * math.prod(leaf.type.shape)
+    chip, found = device(GPUS), explained(mixed, plan, 1e15)
+    assert plan.predicted["host_bytes"] == pytest.approx(states)
+    seconds = states / (chip.host_bandwidth * chip.host_efficiency)
+    assert plan.predicted["host_seconds"] == pytest.approx(seconds)
+    assert (found.host, found.copies) == pytest.approx((states, seconds))
 
 
 def test_a_plan_keeps_what_is_offloaded(tmp_path: Path) -> None:

@@ -178,4 +178,5 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
 def test_predicted_bytes_are_measured_bytes_in_mixed_precision(precision: str) -> None:
     plans = ["data parallel", "Megatron", "batch x tensor", "ZeRO-3"]
     every = cases("gpt2", plans, 2, precision)
-    compare([*every, *map(fusing, every)], 0.05)
+    away = [offloading(case, "optimizer") for case in every[1::2]]
+    compare([*every, *map(fusing, every), *away], 0.05)

@@ -21,6 +21,7 @@ from autopar.codegen.checkpoint.values import DTYPES, decode, encode
 from autopar.codegen.failure import Watch
 from autopar.codegen.state import Parameter, State
 from autopar.codegen.update import Update
+from autopar.codegen.weights import Weights
 from autopar.errors import CheckpointError
 from autopar.ir.tensor import Layout
 
@@ -95,7 +96,7 @@ class Holder(Protocol):
 def held_of(
     state: State,
     tensors: Sequence[Tensor],
-    updated: Sequence[Tensor],
+    weights: Weights,
     first: Collection[str] | None = None,
     averages: Mapping[int, Tensor] | None = None,
 ) -> list[Held]:
@@ -104,7 +105,7 @@ def held_of(
     Args:
         state: of the program.
         tensors: what it holds of each parameter and buffer.
-        updated: what the optimizer updates of each.
+        weights: the same, with what the optimizer updates of each.
         first: names that are saved from here, None for all.
         averages: of what the optimizer updates, by the id of that.
     """
@@ -112,12 +113,12 @@ def held_of(
         Held(
             parameter.master if parameter.has_master else parameter,
             state,
-            own if parameter.has_master else tensor,
+            weights.masters.get(id(own), own) if parameter.has_master else tensor,
             own if own.requires_grad else None,
             first is None or parameter.name in first,
             (averages or {}).get(id(own)),
         )
-        for parameter, tensor, own in zip(state.parameters, tensors, updated, strict=True)
+        for parameter, tensor, own in zip(state.parameters, tensors, weights.updated, strict=True)
     ]
 
 
