@@ -324,12 +324,12 @@ def _kept(laws: Sequence[Law], sizes: Sequence[int]) -> dict[tuple[int, int, int
 def _usual(
     parts: Sequence[SubMesh], microbatches: Sequence[int], batch: int
 ) -> list[tuple[SubMesh, int]]:
-    """Sub-meshes on which each sample of a microbatch has four devices of one host."""
+    """Sub-meshes, not the whole cluster, on which each sample has four devices of one host."""
     return [
         (part, count)
         for part in parts
         for count in microbatches
-        if batch and batch // count * 4 == part.size and part.hosts > 1
+        if batch and batch // count * 4 == part.size != parts[-1].size
     ]
 
 
