@@ -146,6 +146,11 @@ class Mesh:
         """Axis names, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> number of devices along it."""
+        return {axis.name: axis.size for axis in self.axes}
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Axis sizes, outermost first."""
@@ -159,8 +164,8 @@ class Mesh:
         raise MeshError(f"mesh has no axis {name!r}", why=f"its axes are {', '.join(self.names)}")
 
     def axis_size(self, name: str) -> int:
-        """Number of devices along `name`."""
-        return self.axis(name).size
+        """Number of devices along `name`; MeshError names the axes there are."""
+        return self.sizes[name] if name in self.sizes else self.axis(name).size
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The position of `rank` (row-major) along every axis."""

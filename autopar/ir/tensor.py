@@ -109,10 +109,10 @@ class Layout:
         """Shape of the part that the device at `coordinate` holds; without one, of the largest."""
         if coordinate is not None:
             return tuple(length for _, length in self.bounds(shape, mesh, coordinate))
-        largest = []
+        largest, sizes = [], mesh.sizes
         for size, axes in zip(shape, self.dims, strict=True):
             for axis in axes:
-                size = -(-size // mesh.axis_size(axis))
+                size = -(-size // sizes[axis])
             largest.append(size)
         return tuple(largest)
 
@@ -138,7 +138,7 @@ class Layout:
 
     def local_bytes(self, tensor: TensorType, mesh: Mesh) -> int:
         """Bytes of the largest part a device holds."""
-        return TensorType(tensor.dtype, self.local_shape(tensor.shape, mesh)).nbytes
+        return math.prod(self.local_shape(tensor.shape, mesh)) * DTYPE_BYTES[tensor.dtype]
 
     def check(self, shape: tuple[int, ...], mesh: Mesh) -> None:
         """LayoutError unless rank and axes fit `shape` on `mesh` and every part has an element."""

@@ -36,9 +36,13 @@ def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
     """Returns the share of (D-1) (T_F + T_B - T_W) idle seconds (Table 2).
 
     It is the time of at least D microbatches, and of weight backwards that take no longer than the
-    two others, which they fill the gaps between; None otherwise.
+    two others, which they fill the gaps between. Of fewer microbatches and equal times T: a rank
+    waits 2 (D-1) T for the others, and meanwhile has N-1 weight backwards to do. None otherwise.
     """
-    if microbatches < ranks or times.weight > min(times.forward, times.input):
+    if microbatches >= ranks and times.weight <= min(times.forward, times.input):
+        idle = (ranks - 1) * (times.forward + times.input - times.weight)
+    elif microbatches < ranks and len(set(times)) == 1:
+        idle = (2 * (ranks - 1) - (microbatches - 1)) * times.weight
+    else:
         return None
-    idle = (ranks - 1) * (times.forward + times.input - times.weight)
     return fraction(idle, microbatches * times.total)
