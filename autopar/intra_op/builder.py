@@ -19,7 +19,7 @@ from autopar.cost.memory import kept
 from autopar.cost.model import Work
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
-from autopar.intra_op.held import Rows, amounts
+from autopar.intra_op.held import Rows
 from autopar.intra_op.lifetimes import lifetimes, pieces_of
 from autopar.intra_op.options import Lies, Option, accumulating, storages
 from autopar.intra_op.pins import Pins
@@ -249,7 +249,7 @@ class Builder:
 
     def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
         """Bytes of one copy of everything that an operator allocates, under each choice."""
-        found = amounts(self.graph, node, options, self._options_of, self.mesh, self.accelerator)
+        found = self.prices.allocated(self.graph, node, options, self._options_of, self.accelerator)
         if not node.is_leaf:
             self._sums(node, found)
         return found

@@ -28,6 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -86,14 +87,13 @@ class Lifetimes:
 
 def pieces_of(memory: Copies) -> list[Held]:
     """Bytes at each point, shape (points, choices), as intervals in which they stay the same."""
-    found: list[Held] = []
-    begin = 0
-    for end in range(1, len(memory) + 1):
-        if end == len(memory) or (memory[end] != memory[begin]).any():
-            if memory[begin].any():
-                found.append(((begin, end), tuple(memory[begin].tolist())))
-            begin = end
-    return found
+    ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
+    bounds = [0, *ends.tolist(), len(memory)]
+    return [
+        ((begin, end), tuple(memory[begin].tolist()))
+        for begin, end in pairwise(bounds)
+        if memory[begin].any()
+    ]
 
 
 def lifetimes(

@@ -2,12 +2,16 @@
 
 Problems of stages, and of one model with more or fewer blocks computed again, ask the same of the
 same devices: the cheapest ways between layouts, what the states of a parameter take, and the
-choices of every operator of a graph with their kernels.
+choices of every operator with their kernels and what they allocate. Operators that are alike but
+for names are asked about once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 from autopar.cost.model import Checked, CostModel
+from autopar.intra_op.held import Around, Rows, amounts, around
 from autopar.intra_op.options import (
     Lies,
     Option,
@@ -20,7 +24,7 @@ from autopar.intra_op.stored import StoredTraffic, stored_traffic
 from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import TensorType
@@ -41,8 +45,8 @@ class Prices:
     def __init__(self, mesh: Mesh, model: CostModel) -> None:
         self.mesh, self.model = mesh, Checked(model)
         self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
-        self._graph: Graph | None = None
-        self._operators: dict[str, Operator] = {}
+        self._operators: dict[Hashable, Operator] = {}
+        self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
         self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
@@ -81,7 +85,7 @@ class Prices:
         return self._stored[key]
 
     def operator(self, graph: Graph, node: Node, table: dict[str, OpRule]) -> Operator:
-        """What is asked of a node, kept until another graph is asked about.
+        """What is asked of a node.
 
         Returns:
             its choices, its signature if it has a rule, and for each choice the seconds of its
@@ -90,17 +94,37 @@ class Prices:
         Raises:
             CostError: a price that is negative or not finite.
         """
-        if graph is not self._graph:
-            self._graph, self._operators = graph, {}
-        if node.name not in self._operators:
+        key = _kind(graph, node)
+        if key not in self._operators:
             options, signature = node_options(graph, node, self.mesh, table)
-            self._operators[node.name] = (
+            self._operators[key] = (
                 options,
                 signature,
                 tuple(self._kernels(graph, node, option, signature) for option in options),
                 tuple(self._exchange(graph, node, option) for option in options),
             )
-        return self._operators[node.name]
+        return self._operators[key]
+
+    def allocated(
+        self,
+        graph: Graph,
+        node: Node,
+        options: tuple[Option, ...],
+        options_of: Callable[[str], tuple[Option, ...]],
+        accelerator: bool,
+    ) -> Rows:
+        """Bytes of one copy of what a node allocates under its choices, or some; see `amounts`.
+
+        Not to be changed.
+        """
+        near, kind = around(graph, node, options_of), _kind(graph, node)
+        known = self._operators.get(kind)
+        if known is None or len(options) < len(known[0]):
+            return amounts(graph, node, options, near, self.mesh, accelerator)
+        key = kind, near, accelerator
+        if key not in self._allocated:
+            self._allocated[key] = amounts(graph, node, options, near, self.mesh, accelerator)
+        return self._allocated[key]
 
     def _kernels(
         self, graph: Graph, node: Node, option: Option, signature: Signature | None
@@ -113,3 +137,22 @@ class Prices:
         asked = exchanged(node, operand_types(graph, node), option.operands, self.mesh)
         forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
         return forward, backward
+
+
+def _kind(graph: Graph, node: Node) -> Hashable:
+    """What nodes have in common that are alike but for names, and whose operands are."""
+    names = {name: str(at) for at, name in enumerate(dict.fromkeys(node.inputs))}
+    plain = node.map_refs(lambda name: Ref(names[name]))
+    return (
+        node.op,
+        repr(plain.args[node.is_leaf :]),
+        repr(plain.kwargs),
+        node.types,
+        node.requires_grad,
+        None if node.alias is None else names.get(node.alias),
+        tuple(names.get(name) for name in node.saved),
+        node.saved_types,
+        tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs),
+        sum(graph[user].requires_grad for user in graph.users[node.name]),
+        node.name in graph.aside,
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -244,8 +244,8 @@ class Evaluation:
 def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation:
     """Prices a choice, independently of any solver.
 
-    Memory is summed in exact arithmetic at every time at which it changes, so that the verdict does
-    not depend on the order of the nodes.
+    Where memory comes near the limit it is summed in exact arithmetic, so that the verdict does not
+    depend on the order of the nodes.
 
     Returns:
         the cost of all nodes and edges in seconds, the most memory held at any time in bytes, and
@@ -262,7 +262,7 @@ def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation
             why=f"{len(choice)} choices for {len(problem.nodes)} nodes",
         )
     prices: list[float] = []
-    changes: defaultdict[int, Fraction] = defaultdict(Fraction)
+    changes: defaultdict[int, list[float]] = defaultdict(list)
     for node, index in zip(problem.nodes, choice, strict=True):
         if not 0 <= index < len(node.cost):
             raise ProblemError(
@@ -273,18 +273,29 @@ def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation
         prices.append(node.cost[index])
         for (start, end), nbytes in node.held:
             if start < end:
-                amount = Fraction(nbytes[index])
-                changes[start] += amount
-                changes[end] -= amount
+                changes[start].append(nbytes[index])
+                changes[end].append(-nbytes[index])
     for edge in problem.edges:
         prices.append(float(edge.cost[choice[edge.a], choice[edge.b]]))
-    held = peak = Fraction(0)
-    for time in sorted(changes):
-        held += changes[time]
-        peak = max(peak, held)
+    limit = math.inf if problem.memory_limit is None else problem.memory_limit
+    peak = _peak(changes, math.fsum)
+    if abs(peak - limit) < 1e-9 * limit < math.inf:
+        peak = _peak(changes, lambda amounts: sum(map(Fraction, amounts)))
     allowed = all(price < FORBIDDEN for price in prices)
-    fits = problem.memory_limit is None or peak <= problem.memory_limit
-    return Evaluation(math.fsum(prices) if allowed else math.inf, float(peak), allowed and fits)
+    cost = math.fsum(prices) if allowed else math.inf
+    return Evaluation(cost, float(peak), allowed and peak <= limit)
+
+
+def _peak(
+    changes: Mapping[int, Sequence[float]],
+    total: Callable[[Sequence[float]], float | Fraction],
+) -> float | Fraction:
+    """The most that is held, given by how much that changes at some times."""
+    held = peak = total(())
+    for time in sorted(changes):
+        held += total(changes[time])
+        peak = max(peak, held)
+    return peak
 
 
 def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:

@@ -191,6 +191,8 @@ class Resharder:
 
     def _canonical(self, layout: Layout, grad: bool) -> Layout:
         """One spelling for equal layouts: axis sets in mesh order; no V where no gradient flows."""
+        if len(layout.partial) < 2 and len(layout.varying) < 1 + grad:
+            return layout
         order = self.mesh.names.index
         return Layout(
             layout.dims,

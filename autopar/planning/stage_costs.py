@@ -38,7 +38,8 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
 from autopar.ir.stages import alike
-from autopar.ir.storage import BUCKET
+from autopar.ir.storage import BUCKET, Storage
+from autopar.ir.tensor import TensorType
 from autopar.ir.verify import verify
 from autopar.planning import layered as layers
 from autopar.planning.fused import applicable
@@ -55,7 +56,7 @@ from autopar.simulate.update import update_works, updated_in
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
-_PRICED = {"gap": 0.04, "time_limit": 0.5}
+_PRICED = {"gap": 0.04, "time_limit": 2.0}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
@@ -124,6 +125,7 @@ class StageCosts:
         # Of each (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
+        self._updated: dict[tuple[Mesh, TensorType, bool, bool], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """The model on one microbatch."""
@@ -146,8 +148,7 @@ class StageCosts:
     def on(self, first: int, last: int, mesh: Mesh, microbatches: int) -> list[Candidate]:
         """Ways on one logical mesh; blocks compute again only where memory asks for it."""
         signature = runs(self.layered(microbatches).kinds[first : last + 1])
-        graph = self._part(microbatches, signature)
-        if graph is None:
+        if (graph := self._part(microbatches, signature)) is None:
             return []
         asked = _Asked(graph, signature, mesh, microbatches)
         found = [way for share in self._shares(asked) for way in self._within(asked, share)]
@@ -249,11 +250,10 @@ class StageCosts:
 
         def fastest(in_flight: int) -> Candidate | None:
             nonlocal spare
-            near = [
-                planned.candidate(ratios, choice, microbatches, label)
-                for choice in self._near(key, size, in_flight)
-            ]
-            fits = [way for way in near if share.fits(way, in_flight, memory)]
+            limited = memory < math.inf  # a choice that was made within memory is no free one
+            near = self._near(key, size, in_flight) if limited else []
+            ways = [planned.candidate(ratios, choice, microbatches, label) for choice in near]
+            fits = [way for way in ways if share.fits(way, in_flight, memory)]
             if fits:
                 return min(fits, key=lambda way: way.seconds)
             for _ in range(_TRIES):
@@ -340,10 +340,7 @@ class StageCosts:
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
-            graph,
-            mesh,
-            model,
-            self.options.table,
+            graph, mesh, model, self.options.table,
             state_bytes=self.state_bytes,
             unknown_ops=self.options.unknown_ops,
             pins=pins_of(whole, graph, mesh, self.options),
@@ -356,7 +353,7 @@ class StageCosts:
             offload=offload,
             fused_update=fused,
             prices=prices,
-        )
+        )  # fmt: skip
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
             (entry, node)
@@ -373,7 +370,7 @@ class StageCosts:
         for name, options in zip(built.names, built.options, strict=True):
             node, found = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
-                found += [self._update(model, node, option, mesh, fused) for option in options]
+                found += self._updates(model, node, options, mesh, fused)
             updates.append(graph.multiplicity[name] * found)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(
@@ -382,15 +379,17 @@ class StageCosts:
         )
         return StageProblem(built, grows, edges, counts, tuple(updates), kept, recompute)
 
-    def _update(
-        self, model: CostModel, node: Node, option: Option, mesh: Mesh, fused: bool
-    ) -> float:
-        """Seconds of the update of a parameter under a choice."""
-        if option.storage is None:
-            return 0.0
-        updated = updated_in(option.storage, node, mesh, self.options.precision)
-        works = update_works([updated], self.state_bytes, fused)
-        return sum(map(model.compute, works))
+    def _updates(
+        self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
+    ) -> list[float]:
+        """Seconds of the update of a parameter under each of its choices."""
+        known = self._updated.setdefault((mesh, node.type, node.requires_grad, fused), {None: 0.0})
+        for storage in {option.storage for option in options} - known.keys():
+            if storage is not None:
+                updated = updated_in(storage, node, mesh, self.options.precision)
+                works = update_works([updated], self.state_bytes, fused)
+                known[storage] = sum(map(model.compute, works))
+        return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
         if mesh not in self._prices:

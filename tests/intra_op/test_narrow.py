@@ -52,7 +52,7 @@ def bounded(problem: Problem, share: float) -> tuple[Dual, float, float]:
     whole = flatten(problem)
     best = float(prices(whole)[1].min())
     prices_of_memory = np.zeros(len(whole.base))
-    return ascend(whole, prices_of_memory, share * best, lambda: False, 10), best, share * best
+    return ascend(whole, prices_of_memory, share * best, lambda *_: False, 10), best, share * best
 
 
 def unknown(guesses: Sequence[Ints]) -> float:

@@ -69,11 +69,22 @@ class Dual:
 
 
 def ascend(
-    flat: Flat, prices: Floats, target: float, expired: Callable[[], bool], steps: int = STEPS
+    flat: Flat,
+    prices: Floats,
+    target: float,
+    enough: Callable[[float, Ints], bool],
+    steps: int = STEPS,
 ) -> Dual:
-    """Raises the bound until it stalls, reaches `target` seconds, or time is up.
+    """Raises the bound until it stalls, reaches `target` seconds, or is said to be high enough.
 
     Every choice of the problem must have an allowed partner at every neighbour.
+
+    Args:
+        flat: the problem.
+        prices: of memory, to begin with.
+        target: seconds.
+        enough: is given the bound and a choice that costs little with memory so priced.
+        steps: of the prices of memory, at most.
     """
     graph, table, room = links(flat), flat.table(), flat.limit - flat.base
     guess, least = np.zeros(flat.nodes, dtype=np.int64), np.zeros(flat.nodes, dtype=np.int64)
@@ -91,7 +102,7 @@ def ascend(
         stalled = 0 if proved - best.bound > 1e-5 * abs(proved) else stalled + 1
         if proved > best.bound:
             best = Dual(flat, prices, messages.copy(), proved, ())
-        if best.bound >= target or expired() or length < LAST:
+        if best.bound >= target or enough(best.bound, guess) or length < LAST:
             break
         if stalled > PATIENCE:
             length, stalled = length / 2, 0

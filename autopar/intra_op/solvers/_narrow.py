@@ -70,7 +70,7 @@ def narrow(
         found = Narrowed(layers, target, dual)
         if not found.flat.nodes or expired():
             return found
-        dual = ascend(found.flat, dual.prices, target, expired)
+        dual = ascend(found.flat, dual.prices, target, lambda *_: expired())
         target = min(target, offer([found.expand(guess) for guess in dual.guesses]))
         layers = (*layers, run(dual.without(target), name))
         if len(layers[-1].flat.cost) > WORTH * len(found.flat.cost):

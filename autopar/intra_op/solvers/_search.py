@@ -6,6 +6,7 @@ left out makes a relaxation, whose bound holds, and whose optimum is the optimum
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ PEAKS = 4  # times at which memory is newly limited after each look
 ROUNDS = 8
 FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
 GUESSES = 6  # of each bound, the last ones, that are improved
+WIDE = 0.01  # a gap for which the bound need not be raised to its end
+LOOK = 10  # steps of the bound after which a guess is tried, if so
 LOOKS = 12  # at what a choice exceeds while it is made to fit
 TREE = 200  # nodes of a block that is made optimal at once, at most
 DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # by turns, how much worse than the best kicks may lead
@@ -131,7 +134,7 @@ class Search:
             return prices
         half = self.elapsed() + 0.5 * self.left()
         dual = ascend(
-            self.core.at(times), prices, self.price, lambda: self.elapsed() > half, SHRINK_STEPS
+            self.core.at(times), prices, self.price, lambda *_: self.elapsed() > half, SHRINK_STEPS
         )
         kept = dual.without(self.price)
         try:
@@ -282,9 +285,8 @@ class Relaxation:
         flat = self.inner.flat
         self.dual: Dual | None = None
         if flat.nodes:
-            half = search.elapsed() + 0.5 * search.left()
             target = search.price if search.price < math.inf else _somewhat_above(flat)
-            self.dual = ascend(flat, prices, target, lambda: search.elapsed() > half)
+            self.dual = ascend(flat, prices, target, self._watched())
             guesses: Sequence[Ints] = self.dual.guesses
             search.raise_bound(self.dual.bound)
             search.weigh(times, self.dual.prices)
@@ -292,6 +294,20 @@ class Relaxation:
             guesses = (np.zeros(0, dtype=np.int64),)
             search.raise_bound(flat.total)
         self.guesses = [self.inner.expand(guess) for guess in guesses]
+
+    def _watched(self) -> Callable[[float, Ints], bool]:
+        """Whether half of the time is up, or, of a wide gap, a guess is within half of it."""
+        search = self.search
+        half, step = search.elapsed() + 0.5 * search.left(), itertools.count()
+
+        def enough(bound: float, guess: Ints) -> bool:
+            if search.gap >= WIDE and next(step) % LOOK == 0:
+                search.offer(self.inner.expand(guess))
+                if search.price - bound <= 0.5 * search.gap * abs(search.price):
+                    return True
+            return search.elapsed() > half
+
+        return enough
 
     def wider(self) -> tuple[Ints, Floats]:
         """Offers the guesses; returns the times with those at which the last ones do not fit, and
