@@ -277,8 +277,9 @@ class Bucket:
         way = weight.way(self._when), self._order.get(id(weight.updated), 0)
         waiting = self._waiting.setdefault(way, [])
         waiting.append((weight, tensor))
-        kinds = {hop.call.kind for hop in weight.path(self._when)}
-        if kinds == {"all_reduce"} and tensor.device.type == "cpu":
+        kinds, device = {hop.call.kind for hop in weight.path(self._when)}, tensor.device
+        del tensor  # nobody else holds what is on its way
+        if kinds == {"all_reduce"} and device.type == "cpu":
             return []  # nothing is gained from it before the end
         full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
         return self.send(way) if full else []
@@ -300,7 +301,7 @@ class Bucket:
         """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
         weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]
-        together.clear()  # nobody else holds what is on its way
+        together.clear()
         arrived = travel(self._comm, weights, tensors, self._when, self._room(weights))
         return list(zip(weights, arrived, strict=True))
 

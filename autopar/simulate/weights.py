@@ -259,6 +259,9 @@ class Weights:
                 )
                 recorder.scratch("communication", before.name, staging)
                 recorder.drop(before)
+        cast = any(self._sent(weight) != self._own(weight) for weight in weights)
+        if cast and "gradient" not in self.overlap:
+            recorder.compute("cast of gradients", "", ())  # what was sent is gone by then
         for weight, buffer in zip(weights, buffers, strict=True):
             self._arrived(key[0], weight, buffer, ready)
 

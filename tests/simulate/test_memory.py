@@ -22,7 +22,7 @@ from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.offloading import told
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from autopar.simulate import Task, run, tasks
+from autopar.simulate import Task, run, settings_on, tasks
 from tests import models
 from tests.memory import Measured, measured_step, simulated_levels
 from tests.ranks import run_ranks
@@ -64,7 +64,8 @@ class Case:
 
     def simulated(self) -> tuple[Task, ...]:
         graph, model = self.captured.graph, AnalyticModel(self.plan.mesh)
-        return tasks(graph, self.plan, works(graph, self.plan, table()), model)
+        settings = settings_on(self.plan.mesh.device)
+        return tasks(graph, self.plan, works(graph, self.plan, table()), model, settings)
 
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
