@@ -3,7 +3,7 @@
 from autopar import pins
 from autopar.codegen.checkpoint.plain import load_checkpoint
 from autopar.codegen.groups import groups
-from autopar.compile import Program, compile, plan
+from autopar.compile import compile, plan
 from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.annotation import shard
@@ -11,6 +11,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.program import Program
 
 __all__ = [
     "Mesh",

@@ -214,7 +214,7 @@ class Sharded:
 
     def train(self) -> list[Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.compile")
+        compiler = importlib.import_module("autopar.program")
         models = {key: make(self.name, *key[:2]) for key in self.captured}
         runs = []
         for case, plan in zip(self.cases, self.plans, strict=True):

@@ -196,7 +196,7 @@ def losses(found: Planned | None) -> tuple[list[float], Batch]:
     """Four steps of SGD: on this rank by autopar as planned, without a plan by torch alone."""
     model, batch = gpt({})
     if found is not None:
-        compiler = importlib.import_module("autopar.compile")
+        compiler = importlib.import_module("autopar.program")
         with patch.object(compiler, "capture_graph", lambda *_: found.captured):
             program = autopar.compile(
                 model,

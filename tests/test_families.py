@@ -83,7 +83,7 @@ class Jobs:
 
     def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.compile")
+        compiler = importlib.import_module("autopar.program")
         runs = {}
         for name, captured in self.captured.items():
             model, batch = make(name)

@@ -77,7 +77,7 @@ def captured(fuse: tuple[str, ...] = ()) -> Captured:
 
 def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     """The runs of this rank."""
-    compiler = importlib.import_module("autopar.compile")
+    compiler = importlib.import_module("autopar.program")
     runs = {}
     for name in FUSED if fuse else SPLITS:
         mesh, pins, _ = SPLITS[name]

@@ -55,7 +55,7 @@ def planned(found: Captured, fuse: Fuse) -> Plan:
 
 def trained(found: list[Captured]) -> list[Run]:
     """The runs of this rank, one for each of `WAYS`."""
-    compiler = importlib.import_module("autopar.compile")
+    compiler = importlib.import_module("autopar.program")
     runs = []
     for fuse, graph in zip(WAYS, found, strict=True):
         model, batch = llama()

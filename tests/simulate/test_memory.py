@@ -69,7 +69,7 @@ class Case:
 
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
-        compiler = importlib.import_module("autopar.compile")
+        compiler = importlib.import_module("autopar.program")
         with patch.object(compiler, "capture_graph", lambda *_: self.captured):
             program = autopar.compile(
                 model,

@@ -1,0 +1,245 @@
+"""The story on one page: capture -> plan (see `autopar.planning`) -> emit -> load -> train."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import pipelined
+from autopar.codegen import folder, inductor
+from autopar.codegen.checkpoint.checkpoints import Checkpoints
+from autopar.codegen.checkpoint.program import Checkpointed
+from autopar.codegen.emit import emit
+from autopar.codegen.executor import Executor
+from autopar.codegen.pipeline import Pipeline
+from autopar.codegen.processes import (
+    check_processes,
+    from_first_rank,
+    local_device,
+    same_on_all_ranks,
+)
+from autopar.codegen.profile import profiled
+from autopar.codegen.runtime import Runtime
+from autopar.codegen.trained import Trained
+from autopar.codegen.update import Training, state_bytes_of
+from autopar.errors import BatchError, PlanMismatchError, ProgramError
+from autopar.intra_op import legal
+from autopar.ir.capture import Captured
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.text import fingerprint, format_graph
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import Request, values_of
+from autopar.plan import Plan
+from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+
+WHOLE = Request()  # one stage, one microbatch
+
+
+class Program(Trained, Checkpointed):
+    """A model that trains in parallel; made by `autopar.compile`.
+
+    Attributes:
+        mesh: the devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        training: Training,
+        plan: Plan | PipelinePlan | None,
+        options: Options,
+        request: Request = WHOLE,
+        backend: str = "eager",
+        cuda_graph: bool = False,
+    ) -> None:
+        check_processes(mesh)
+        inductor.check(backend)
+        staged = isinstance(plan, PipelinePlan) or request != WHOLE
+        if staged and backend != "eager":
+            raise ProgramError(
+                "stages of a pipeline are not compiled",
+                why='backend="inductor" is for programs in one piece',
+                todo='pass backend="eager"',
+            )
+        if staged and cuda_graph:
+            raise ProgramError(
+                "the step cannot be a CUDA graph",
+                why="the host follows the schedule of a pipeline and waits for its messages",
+                todo="leave cuda_graph out",
+            )
+        self._prices = cost_model(mesh, options)
+        self.mesh, self._backend, self._cuda_graph = mesh, backend, cuda_graph
+        self._model, self._training, self._options = model, training, options
+        self._plan, self._request = plan, request
+        self._captured: Captured | None = None
+        self._executor: Executor | Pipeline | None = None
+        self._saved: Checkpoints | None = None
+        self._source = ""
+        self._sources: tuple[str, ...] = ()
+        self._example: dict[str, Tensor] = {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture, plan, emit and load for batches like this one; the first step does it too."""
+        if self._executor is not None:
+            return
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        trace = Trace(self._options.trace if first else None)
+        if isinstance(self._plan, PipelinePlan) or self._request != WHOLE:
+            self._prepare_pipeline(args, kwargs, trace)
+            return
+        captured = capture_graph(self._model, args, kwargs, self._options, trace)
+        graph = captured.graph
+        if not same_on_all_ranks(fingerprint(graph)):
+            raise BatchError(
+                "the ranks captured different graphs",
+                why="their models or the shapes of their batches differ",
+                todo="build one model on every rank, and give every rank the same whole batch",
+            )
+        if self._plan is None:
+            state = state_bytes_of(self._training)
+            # A solver that runs out of time stops elsewhere on every rank: one plans for all.
+            self._plan = from_first_rank(
+                lambda: make_plan(graph, self.mesh, self._options, trace, state)
+            )
+        else:
+            wanted = {node.name for node in graph.folded}
+            self._plan.check(fingerprint(graph), wanted, self.mesh)
+            legal.check(graph, self._plan, self._options.table)
+            self._plan = replace(self._plan, mesh=self.mesh)
+        self._source = emit(graph, self._plan, self._prices.collective)
+        trace("program.py", lambda: self._source)
+        runtime = Runtime(self.mesh, local_device())
+        # Its own name for every source: tracebacks look the lines up by it.
+        number = zlib.crc32(self._source.encode())
+        name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
+        self._executor = Executor(
+            inductor.loaded(self._source, name, self._backend),
+            runtime,
+            values_of(self._model, captured),
+            self._training,
+            tied={k: v for k, v in captured.parameter_names.items() if k != v},
+            cuda_graph=self._cuda_graph,
+        )
+        self._captured = captured
+        self._example = captured.inputs.flatten(args, kwargs)
+
+    def _prepare_pipeline(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Trace
+    ) -> None:
+        """The same with stages."""
+        given = self._plan
+        if isinstance(given, Plan):
+            raise PlanMismatchError(
+                "the plan is for a model in one piece",
+                why=f"{self._request.stages} stages and {self._request.microbatches} microbatches "
+                "are asked for",
+                todo="leave out the plan, or stages and microbatches",
+            )
+        made = pipelined.make(
+            self._model,
+            args,
+            kwargs,
+            self.mesh,
+            given,
+            self._request,
+            self._options,
+            trace,
+            self._training,
+        )
+        self._plan, self._sources = made.plan, made.sources
+        self._source = "\n\n".join(made.sources)
+        self._captured, self._executor = made.captured, made.pipeline
+        self._example = made.captured.inputs.flatten(args, kwargs)
+
+    def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
+        """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+
+        Args:
+            args, kwargs: the batch.
+            profile: the path of a file for what every rank does in this step and when, for
+                ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
+
+        Returns:
+            The loss, a scalar, the same on every rank.
+
+        Raises:
+            BatchError: the batch does not fit the captured shapes, or differs between ranks.
+            RankFailedError: another rank failed.
+            ProgramError: the profile cannot be written.
+        """
+        self.prepare(args, kwargs)
+        captured, executor = self._ready()
+        with profiled(profile):
+            return executor.step(captured.inputs.flatten(args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for a batch, as whole tensors on every rank; no gradients."""
+        self.prepare(args, kwargs)
+        captured, executor = self._ready()
+        return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
+
+    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
+        if self._captured is None or self._executor is None:
+            raise ProgramError(
+                "the program is not there yet",
+                why="its shapes come from the first batch",
+                todo="run a step first, or pass example_inputs to compile",
+            )
+        return self._captured, self._executor
+
+    @property
+    def plan(self) -> Plan | PipelinePlan:
+        """The plan; ProgramError before the first batch."""
+        self._ready()
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph; ProgramError before the first batch."""
+        return self._ready()[0].graph
+
+    @property
+    def source(self) -> str:
+        """The generated Python; ProgramError before the first batch."""
+        self._ready()
+        return self._source
+
+    def _checkpoints(self) -> Checkpoints:
+        captured, executor = self._ready()
+        if self._saved is None:
+            self._saved = Checkpoints.of(self._model, captured, executor)
+        return self._saved
+
+    def save(self, path: str | Path) -> Path:
+        """Write a folder that runs by itself under torchrun; every rank calls it, one writes.
+
+        Raises:
+            ProgramError: before the first batch, or the folder cannot be written.
+        """
+        captured, executor = self._ready()
+        full = executor.state_dict()
+        tied = {k: v for k, v in captured.parameter_names.items() if k != v}
+
+        def write() -> Path:
+            if isinstance(self.plan, PipelinePlan):
+                files = pipelined.files_of(captured, self.plan, self._sources)
+            else:
+                files = {
+                    "program.py": folder.standalone(self._source),
+                    "plan.toml": self.plan.to_toml(),
+                    "graph.txt": format_graph(captured.graph),
+                }
+            files["program.toml"] = folder.settings(tied, self._training)
+            weights = {name: value for name, value in full.items() if name not in tied}
+            tensors = {"weights.safetensors": weights, "batch.safetensors": self._example}
+            return folder.write(path, files, tensors)
+
+        return from_first_rank(write)
