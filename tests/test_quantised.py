@@ -146,7 +146,7 @@ def judge(case: Case, ways: dict[str, tuple[int, list[int]]]) -> Run:
 def storages(jobs: Jobs, number: int) -> list[dict[str, Storage]]:
     """Where the parameters of each stage of a case lie, by their names in the model."""
     case, plan = jobs.cases[number], jobs.plans[number]
-    captured = jobs.captured[case.make, case.microbatches, ""]
+    captured = jobs.captured[case.captured(plan.precision)]
     return [
         {
             leaf.target: stage.plan.storage(
