@@ -24,7 +24,7 @@ from autopar.intra_op.stored import StoredTraffic, stored_traffic
 from autopar.intra_op.works import node_work
 from autopar.ir.collective import Resharder
 from autopar.ir.exchange import exchanged
-from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import TensorType
@@ -141,16 +141,14 @@ class Prices:
 
 def _kind(graph: Graph, node: Node) -> Hashable:
     """What nodes have in common that are alike but for names, and whose operands are."""
-    names = {name: str(at) for at, name in enumerate(dict.fromkeys(node.inputs))}
-    plain = node.map_refs(lambda name: Ref(names[name]))
+    place = {name: at for at, name in enumerate(dict.fromkeys(node.inputs))}
     return (
         node.op,
-        repr(plain.args[node.is_leaf :]),
-        repr(plain.kwargs),
+        node.form,
         node.types,
         node.requires_grad,
-        None if node.alias is None else names.get(node.alias),
-        tuple(names.get(name) for name in node.saved),
+        None if node.alias is None else place.get(node.alias),
+        tuple(place.get(name) for name in node.saved),
         node.saved_types,
         tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs),
         sum(graph[user].requires_grad for user in graph.users[node.name]),

@@ -113,6 +113,17 @@ class Node:
         values = (*self.args, *(value for _, value in self.kwargs))
         return tuple(ref.name for ref in iterate_refs(values))
 
+    @cached_property
+    def form(self) -> str:
+        """Its arguments as text, with numbers for the values it reads; a leaf's without its name.
+
+        Text, because True == 1 and nan != nan.
+        """
+        number = {name: Ref(str(at)) for at, name in enumerate(dict.fromkeys(self.inputs))}
+        args = tuple(map_arg(arg, number.__getitem__) for arg in self.args[self.is_leaf :])
+        kwargs = tuple((key, map_arg(value, number.__getitem__)) for key, value in self.kwargs)
+        return repr((args, kwargs))
+
     def keyword(self, name: str, default: Arg = None) -> Arg:
         """The keyword argument `name`."""
         return dict(self.kwargs).get(name, default)

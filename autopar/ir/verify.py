@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autopar.errors import GraphError
-from autopar.ir.graph import Graph, Node, Ref, Repeat
+from autopar.ir.graph import Graph, Node, Repeat
 
 Fault = tuple[Node | None, str]
 
@@ -129,10 +129,7 @@ def blocks_are_aligned(graph: Graph) -> Iterator[Fault]:
 
 
 def _shape_of(node: Node) -> tuple[object, ...]:
-    plain = node.map_refs(lambda _: Ref(""))
-    args = plain.args[1:] if node.is_leaf else plain.args
-    # repr, because True == 1 and nan != nan.
-    return (node.op, node.types, repr((args, plain.kwargs)), node.requires_grad, node.saved_types)
+    return (node.op, node.types, node.form, node.requires_grad, node.saved_types)
 
 
 def blocks_read_alike(graph: Graph) -> Iterator[Fault]:

@@ -32,7 +32,7 @@ SLACKS = (1.02, 1.1, 1.5)  # over the least memory of all nodes, at which there 
 # The least is for a busy machine and a process that still has to load what the solver compiles.
 LEAST_SECONDS, PAIR_SECONDS, MOST_SECONDS = 15.0, 1e-5, 60.0
 LATER = 0.4  # the share of them that a solve has which begins with a choice
-SOON = 0.05  # the same where the optimum is not asked for
+SOON = 0.02  # the same where the optimum is not asked for
 
 
 @dataclass(frozen=True)

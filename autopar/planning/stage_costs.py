@@ -56,7 +56,7 @@ from autopar.simulate.update import update_works, updated_in
 Floats = NDArray[np.float64]
 _Key = tuple[str, Mesh, int, str]  # graph, devices, microbatches, what is computed again
 # Prices are as exact as that: what is taken in the end is planned once more, to the optimum.
-_PRICED = {"gap": 0.04, "time_limit": 2.0}
+_PRICED = {"gap": 0.04, "time_limit": 0.5}
 _NEAR = 1.5  # how much more in flight a choice may be made for that is taken for less
 _TRIES = 3  # of limits, where what a plan needs for a while exceeds the memory
 _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
