@@ -268,6 +268,18 @@ def test_memory_that_no_plan_meets_is_said_to_be_how_much_too_little() -> None:
     refused(InfeasibleError, lambda: planned(memory=0.97 * need))
 
 
+def test_what_would_help_is_said_with_its_price() -> None:
+    fixed = {"state": "ddp", "pins": autopar.pins.data_parallel()}
+    least = planned(**fixed).predicted["peak_bytes"]
+    error = refused(InfeasibleError, lambda: planned(memory=0.9 * least, **fixed))
+    found = re.search(r"state=None \((.*?) (\w+) a step\)", error.todo)
+    assert found is not None, error.todo
+    plan = planned(memory=0.9 * least, pins=fixed["pins"])  # as it is told
+    assert plan.predicted["peak_bytes"] <= 0.9 * least
+    seconds = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
+    assert seconds == pytest.approx(plan.predicted["step_seconds"], rel=0.01)
+
+
 @pytest.mark.parametrize("memory", [0.0, -1.0])
 def test_no_memory_at_all_is_too_little(memory: float) -> None:
     assert refused(InfeasibleError, lambda: planned(memory=memory)).todo

@@ -52,6 +52,7 @@ from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
 from autopar.planning.fused import applicable, fused, fused_exchange, fused_update, packed
 from autopar.planning.peak import simulated_peak
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
+from autopar.planning.remedies import with_remedies
 from autopar.planning.repeated import Repeated
 
 
@@ -245,7 +246,12 @@ def make_plan(
         PinError: a pin names nothing, fits no choice or contradicts another, or a plan of
             `autopar.pins` does not apply.
     """
-    made = Planner(graph, mesh, options, trace, state_bytes, repeated).plan(limit_of(mesh, options))
+
+    def planned(options: Options, mesh: Mesh) -> Plan:
+        planner = Planner(graph, mesh, options, trace, state_bytes, repeated)
+        return planner.plan(limit_of(mesh, options))
+
+    made = planned(options, mesh) if repeated else with_remedies(planned, options, mesh)
     trace("plan.toml", made.to_toml)
     return made
 
