@@ -15,6 +15,7 @@ from autopar.codegen.group import Group
 from autopar.cost.calibration import Timing
 
 BEHIND = 5e-3  # seconds of work before a collective: more than a process's turn on a processor
+_MOST_RUNS = 1000  # of a problem between two looks at the clock
 
 
 class Bench:
@@ -115,12 +116,21 @@ class Bench:
         return time.perf_counter()
 
     def _count(self, call: Callable[[], object]) -> int:
-        """How often a problem is run for `seconds`; alike on all processes."""
+        """How often a problem is run for `seconds`; alike on all processes.
+
+        A run by itself says little of that: where processes share processors it may wait for its
+        turn, and runs that end before all have had theirs are measured too short.
+        """
         call()
-        began = self.clock()
-        call()
-        once = max(self.slowest([self.clock() - began])[0], 1e-7)
-        return min(max(int(self.seconds / once), 1), 1000)
+        count = 1
+        while count < _MOST_RUNS:
+            began = self.clock()
+            for _ in range(count):
+                call()
+            if self.slowest([began - self.clock()])[0] <= -self.seconds:  # the fastest one's
+                break
+            count *= 2
+        return count
 
     @cached_property
     def _work(self) -> Callable[[], None]:
