@@ -149,12 +149,14 @@ def _train(rank: int, folder: str, count: int) -> None:
     """One process: the step times of the programs 0.pt, 1.pt, ..."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
     training = Training(partial(torch.optim.AdamW, lr=1e-4))
     programs = list[tuple[Executor, dict[str, Tensor]]]()
     for number in range(count):
         made = torch.load(Path(folder, f"{number}.pt"))
         module = load(made["source"], f"<{number}>")
+        runtime = Runtime(
+            Mesh.parse(MESH), torch.device("cpu")
+        )  # it reduces one program's gradients
         executor = Executor(module, runtime, made["values"], training, tied=made["tied"])
         programs.append((executor, made["batch"]))
     seconds: list[list[float]] = [[] for _ in programs]

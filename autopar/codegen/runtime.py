@@ -28,6 +28,8 @@ from autopar.ir.tensor import Layout
 class Runtime(Communicator):
     """One device of the mesh, for `forward(mesh, p, batch)` of a generated program.
 
+    It serves one program: the gradients that it takes are those of its parameters.
+
     Args:
         mesh: the grid.
         device: where this process computes.
