@@ -57,7 +57,10 @@ class States(Jobs):
             state = [t for s in program.optimizer.state.values() for t in s.values() if t.ndim]
             held = [tensor for weight in weights for tensor in (weight.held, weight.updated)]
             found["params"] = bytes_of(held)
-            found["grads"] = bytes_of(known.total for known in gradients._sums.values())
+            # What is only all_reduced autograd adds up itself.
+            grads = [tensor.grad for tensor in held if tensor.grad is not None]
+            grads += [known.total for known in gradients._sums.values()]
+            found["grads"] = bytes_of(grads)
             found["optimizer"] = bytes_of(state)
             found["alive"] = alive.live
 
