@@ -154,9 +154,7 @@ def _train(rank: int, folder: str, count: int) -> None:
     for number in range(count):
         made = torch.load(Path(folder, f"{number}.pt"))
         module = load(made["source"], f"<{number}>")
-        runtime = Runtime(
-            Mesh.parse(MESH), torch.device("cpu")
-        )  # it reduces one program's gradients
+        runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
         executor = Executor(module, runtime, made["values"], training, tied=made["tied"])
         programs.append((executor, made["batch"]))
     seconds: list[list[float]] = [[] for _ in programs]

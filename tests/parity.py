@@ -167,17 +167,25 @@ def optimizer(
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=epsilon)
 
 
-def unsharded(name: str, dtype: torch.dtype, dropout: float) -> Run:
-    """The run on one device, without autopar."""
-    model, batch = make(name, dtype, dropout)
-    updates, losses = optimizer(model.parameters(), dtype), []
-    torch.manual_seed(1)
-    for _ in range(STEPS):
+def train_plainly(
+    model: nn.Module, batch: Batch, updates: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    """The losses of a model that plain torch trains on one batch."""
+    losses = []
+    for _ in range(steps):
         updates.zero_grad()
         loss = model(**batch)
         loss.backward()
         updates.step()
         losses.append(loss.item())
+    return losses
+
+
+def unsharded(name: str, dtype: torch.dtype, dropout: float) -> Run:
+    """The run on one device, without autopar."""
+    model, batch = make(name, dtype, dropout)
+    torch.manual_seed(1)
+    losses = train_plainly(model, batch, optimizer(model.parameters(), dtype), STEPS)
     held = sum(parameter.numel() for parameter in model.parameters())
     return Run(losses, dict(model.state_dict()), held)
 

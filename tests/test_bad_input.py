@@ -5,10 +5,8 @@ Nothing hangs, nothing is trained wrongly, and what was being written is whole o
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,6 @@ from autopar.errors import (
     PinError,
     PlanError,
     PlanMismatchError,
-    ProblemError,
     ProgramError,
     UnknownDeviceError,
     UnknownOperatorError,
@@ -47,43 +44,9 @@ from autopar.ir.text import parse_graph
 from tests import models
 from tests.codegen.test_failure import LIMIT, boom, run
 from tests.ranks import run_ranks
+from tests.refusals import BATCH, Net, planned, refused, squared
 
 ONE, FOUR = "cpu: x=1", "cpu: gpu=4 @1TB/s 1ns"
-
-
-BATCH = {"x": torch.randn(8, 16)}
-
-
-class Net(nn.Module):
-    """A perceptron; processes that are spawned import this module, and no transformers with it."""
-
-    def __init__(self, sizes: tuple[int, ...] = (16, 32, 32, 8)) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def squared(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def refused(kind: type[AutoparError], call: Callable[[], Any]) -> AutoparError:
-    """The error of just that kind that a call raises, soon."""
-    start = time.monotonic()
-    with pytest.raises(kind) as caught:
-        call()
-    assert type(caught.value) is kind
-    assert time.monotonic() - start < 20
-    return caught.value
-
-
-def planned(mesh: str = "H100: gpu=4", **options: Any) -> autopar.Plan:
-    given = {"example_inputs": BATCH, "loss_fn": squared, **options}
-    return autopar.plan(Net(), mesh, **given)
 
 
 def test_a_mesh_needs_its_processes() -> None:
@@ -246,47 +209,6 @@ def test_an_operator_without_a_rule_runs_whole_and_is_named() -> None:
     program = autopar.compile(model, ONE, example_inputs=batch)
     assert "torch.ops.autopar_test.mystery" in program.source
     torch.testing.assert_close(program(**batch), model(**batch).detach(), rtol=1e-12, atol=1e-12)
-
-
-def quantity(text: str) -> float:
-    """Bytes of "1.5 MiB"."""
-    number, unit = text.split()
-    return float(number) * 1024.0 ** ("B", "KiB", "MiB", "GiB").index(unit)
-
-
-def test_memory_that_no_plan_meets_is_said_to_be_how_much_too_little() -> None:
-    error = refused(InfeasibleError, lambda: planned(memory=4096))
-    assert "4 KiB" in error.what
-    found = re.search(r"needs (.*?), (.*?) more; largest: (.*)", error.why)
-    assert found is not None
-    need, more = quantity(found[1]), quantity(found[2])
-    assert need - more == pytest.approx(4096, rel=0.02)
-    assert "layers_1_weight" in found[3]  # 32 x 32, the largest
-    assert error.todo
-    # With what it says is needed, there is a plan, and with less there is none.
-    assert planned(memory=1.01 * need).predicted["peak_bytes"] <= 1.01 * need
-    refused(InfeasibleError, lambda: planned(memory=0.97 * need))
-
-
-def test_what_would_help_is_said_with_its_price() -> None:
-    fixed = {"state": "ddp", "pins": autopar.pins.data_parallel()}
-    least = planned(**fixed).predicted["peak_bytes"]
-    error = refused(InfeasibleError, lambda: planned(memory=0.9 * least, **fixed))
-    found = re.search(r"state=None \((.*?) (\w+) a step\)", error.todo)
-    assert found is not None, error.todo
-    plan = planned(memory=0.9 * least, pins=fixed["pins"])  # as it is told
-    assert plan.predicted["peak_bytes"] <= 0.9 * least
-    seconds = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
-    assert seconds == pytest.approx(plan.predicted["step_seconds"], rel=0.01)
-
-
-@pytest.mark.parametrize("memory", [0.0, -1.0])
-def test_no_memory_at_all_is_too_little(memory: float) -> None:
-    assert refused(InfeasibleError, lambda: planned(memory=memory)).todo
-
-
-def test_memory_that_is_no_number_is_refused() -> None:
-    assert "nan" in refused(ProblemError, lambda: planned(memory=math.nan)).why
 
 
 def test_a_plan_for_something_else_shows_what_differs() -> None:

@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from tests.parity import Batch, Run, make, optimizer
+from tests.parity import Batch, Run, make, optimizer, train_plainly
 from tests.ranks import run_ranks
 
 MESH, ROWS, BATCH = "cpu[1TFLOP/s 64GiB 1TB/s]: gpu=2 @10GB/s 1us", 16, 2
@@ -70,13 +70,7 @@ def trained(found: list[Captured]) -> list[Run]:
 
 def test_training_is_that_of_one_device_packed_or_not() -> None:
     model, batch = llama()
-    updates, losses = optimizer(model.parameters()), []
-    for _ in range(STEPS):
-        updates.zero_grad()
-        loss = model(**batch)
-        loss.backward()
-        updates.step()
-        losses.append(loss.item())
+    losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
     whole = Run(losses, model.state_dict(), 0)
     ranks = run_ranks(trained, [captured(fuse) for fuse in WAYS], count=2)
     for rank in ranks:

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.errors import PrecisionError, StateError
-from autopar.intra_op.options import behind, fits
+from autopar.intra_op.options import Lies, behind, fits, in_one_piece
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.state import Groups, StateSharding
@@ -158,6 +158,35 @@ class StateChoice:
                 for kept in (behind(whole, dim, inside),) if self.sharding.secondary else copies:
                     found.append(Storage(used, held, grads, updated, kept))
         return tuple(dict.fromkeys(found)) or (Storage(used, whole, whole, whole, whole),)
+
+
+def lies_of(
+    state: str | StateSharding | None, elementwise: bool, precision: Precision, mesh: Mesh
+) -> Lies | None:
+    """Where the states of parameters may lie, if not everywhere.
+
+    Args:
+        state: what a user said.
+        elementwise: whether the optimizer can update parts of a parameter.
+        precision: what is sent in it.
+        mesh: the devices.
+
+    Raises:
+        StateError: what is said of it is nonsense, or more than the optimizer can do.
+        PrecisionError: what is to be sent as int8 blocks is not sent under it.
+    """
+    said = state if elementwise else state or "ddp"
+    choice = None if said is None else StateChoice.read(said, mesh).sending(precision)
+    if elementwise:
+        return None if choice is None else choice.storages
+    if choice is not None and choice.sharding.optimizer != "N":
+        raise StateError(
+            f"the optimizer cannot be sharded as {state}",
+            why="its update mixes the elements of a tensor, so it needs all of them",
+            todo='leave out the state sharding or pass state="ddp", or use an elementwise '
+            "optimizer (SGD, Adam, AdamW, Lion, ...)",
+        )
+    return in_one_piece
 
 
 def _axes(names: list[str], mesh: Mesh) -> tuple[str, ...]:

@@ -75,31 +75,30 @@ def mixture(
     ends = (bounds[1:] - bounds[0]).int()
     tokens = places // ids.shape[-1]
     flat = x.flatten(0, -2)
-    rows = _taken(flat, places, ids.numel()) if kernels else flat[tokens]
+    inverse = _inverse(places, ids.numel()) if kernels else None
+    rows = flat[tokens] if inverse is None else _taken(flat, places, inverse)
     inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
     given = _grouped(inner, down, ends)
-    if kernels:
-        return _added(given, places, weights.flatten(0, -2)).view(x.shape)
+    if inverse is not None:
+        return _added(given, inverse, weights.flatten(0, -2)).view(x.shape)
     given = given * weights.flatten()[places].unsqueeze(-1)
     # Unlike index_add, this is determined on every device, and its backward keeps indices only.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
 
 
-def _taken(x: Tensor, places: Tensor, count: int) -> Tensor:
-    """[places, width]: for each of these places of `count` its token's row of x."""
-    from autopar.ir import (
-        kernels,
-    )  # makes torch operators of them, which most graphs have no use for
+def _taken(x: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
+    """[places, width]: for each of these places its token's row of x."""
+    # Not at the top: it makes torch operators of them, which most graphs have no use for.
+    from autopar.ir import kernels
 
-    return kernels.experts_permute(x, places, _inverse(places, count))
+    return kernels.experts_permute(x, places, inverse)
 
 
-def _added(given: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def _added(given: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
     """[tokens, width]: the weighted sum of each token's rows, of those that are here."""
     from autopar.ir import kernels
 
-    inverse = _inverse(places, weights.numel())
     return kernels.experts_unpermute(given, inverse, weights)
 
 

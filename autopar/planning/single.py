@@ -18,17 +18,17 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
-from autopar.errors import PinError, PrecisionError, ProgramError, StateError
+from autopar.errors import PinError, PrecisionError, ProgramError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built import Built
 from autopar.intra_op.contest import format_problem
-from autopar.intra_op.options import Lies, in_one_piece
+from autopar.intra_op.options import Lies
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
-from autopar.intra_op.states import StateChoice
+from autopar.intra_op.states import lies_of
 from autopar.intra_op.stored import bucket_of
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike, spell_out
@@ -96,24 +96,8 @@ class Options:
         vars(self).update(state, table={**rules(), **state["table"]})
 
     def lies(self, mesh: Mesh) -> Lies | None:
-        """Where the states of parameters may lie, if not everywhere.
-
-        Raises:
-            StateError: what is said of it is nonsense, or more than the optimizer can do.
-            PrecisionError: what is to be sent as int8 blocks is not sent under it.
-        """
-        said = self.state if self.elementwise else self.state or "ddp"
-        choice = None if said is None else StateChoice.read(said, mesh).sending(self.precision)
-        if self.elementwise:
-            return None if choice is None else choice.storages
-        if choice is not None and choice.sharding.optimizer != "N":
-            raise StateError(
-                f"the optimizer cannot be sharded as {self.state}",
-                why="its update mixes the elements of a tensor, so it needs all of them",
-                todo='leave out the state sharding or pass state="ddp", or use an elementwise '
-                "optimizer (SGD, Adam, AdamW, Lion, ...)",
-            )
-        return in_one_piece
+        """Where the states of parameters may lie, if not everywhere; see `lies_of`."""
+        return lies_of(self.state, self.elementwise, self.precision, mesh)
 
 
 class Trace:
