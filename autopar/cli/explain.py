@@ -36,6 +36,7 @@ from autopar.ir.stages import is_trained
 from autopar.ir.tensor import Layout
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
+from autopar.planning.fused import fused_linears
 from autopar.planning.peak import simulated_peak
 from autopar.planning.repeated import Repeated
 
@@ -202,6 +203,8 @@ def explained(
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
+    beside_linears = fused_linears(graph, chosen, known or table(), price).values()
+    hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
     state, peak = chosen.memory.get("state", 2.0), None
     if is_trained(graph):
         peak = simulated_peak(graph, chosen, known or table(), price, state, repeated)

@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.codegen.async_linear import (
+    Around,
+    gathered_linears,
+    reach_one_another,
+    scattered_linear,
+)
 from autopar.codegen.fetch import Fetch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
@@ -136,6 +143,7 @@ class Groups:
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
         self._handles = self._create()
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._direct: dict[tuple[str, ...], bool] = {}
 
     def _create(self) -> dict[frozenset[str], dist.ProcessGroup]:
         wide = [axis.name for axis in self.mesh.axes if axis.size > 1]
@@ -292,6 +300,35 @@ class Communicator(Groups, Across):
         from autopar.codegen.rotary import exchanged
 
         return exchanged(x, cos, sin, self.group(axis))
+
+    def all_gather_linear(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (),
+        *,
+        dim: int,
+        axis: Axes,
+    ) -> tuple[Tensor, ...]:
+        """`all_gather`, then `F.linear` with each weight, at a time where the devices can."""
+        group, given = self.group(axis), biases or (None,) * len(weights)
+        if group.size == 1:
+            return tuple(map(F.linear, (x,) * len(weights), weights, given))
+        return gathered_linears(x, weights, given, self._around(group, dim))
+
+    def linear_reduce_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, axis: Axes
+    ) -> Tensor:
+        """`F.linear`, then `reduce_scatter`, at a time where the devices can; the bias once."""
+        group = self.group(axis)
+        if group.size == 1:
+            return F.linear(x, weight, bias)
+        return scattered_linear(x, weight, bias, self._around(group, dim))
+
+    def _around(self, group: Group, dim: int) -> Around:
+        if group.axes not in self._direct:
+            self._direct[group.axes] = reach_one_another(group)
+        return Around(group, dim, self._direct[group.axes])
 
     def part(self, size: int, axis: Axes) -> int:
         """How many of a dimension's `size` elements this rank holds if `axis` splits it."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from autopar.cost.device import device
+from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import GATHERS, Collective, Resharder, Step
 from autopar.ir.exchange import exchanged
+from autopar.ir.fusion.overlapped import ASYNC, Beside, Overlaps
 from autopar.ir.graph import Graph, Name, Node
+from autopar.ir.recompute import selective_runs
 from autopar.ir.storage import EACH, Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
@@ -23,6 +28,19 @@ class Printer:
     plan: Plan
     resharder: Resharder
     price: Callable[[Collective], float]
+
+    @cached_property
+    def overlaps(self) -> Overlaps:
+        """Which collectives run beside linears."""
+        plan = self.plan
+        switched = ASYNC in plan.fuse
+        return Overlaps(
+            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
+            self.resharder,
+            near(plan.mesh, device(plan.mesh)) if switched else (),
+            lambda name: [layout for _, layout in self.planned(name).operands],
+            self.result,
+        )
 
     def planned(self, name: str) -> NodePlan:
         """The plan's entry for a node of any block.

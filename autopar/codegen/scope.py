@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from autopar.codegen.ops import expression
+from autopar.codegen.overlapped import overlapped
 from autopar.codegen.printer import Printer, axes_text
 from autopar.ir.collective import Step
 from autopar.ir.fusion.packed import PACK, packing, reader
@@ -125,7 +126,7 @@ class Scope:
         """The variable that holds `value` in the layout `wanted`, written down if need be."""
         tensor = self._type(value)
         self._uses[value] -= 1
-        held = self._look_up(value)
+        held = self.look_up(value)
         steps = self._steps(value, tensor, held.layout, wanted)
         if not steps:
             return held.variable
@@ -167,7 +168,19 @@ class Scope:
     def _type(self, value: str) -> TensorType:
         return self.printer.graph[value].type
 
-    def _look_up(self, value: str) -> Held:
+    def read(self, value: str) -> None:
+        """A use of a value has been written."""
+        self._uses[value] -= 1
+
+    def ahead(self, name: str) -> None:
+        """Write down what is made of a parameter before its place."""
+        node = self.printer.graph[name]
+        if not node.is_leaf and name not in self.held:
+            self.ahead(node.inputs[0])
+            self.add(node)
+
+    def look_up(self, value: str) -> Held:
+        """What holds a value; of a leaf what it is read by."""
         if value not in self.held:
             layout = self.printer.result(value)
             self.held[value] = Held(self.leaf(value), layout)
@@ -175,14 +188,16 @@ class Scope:
 
     def add(self, node: Node) -> None:
         """Write one operator."""
+        if node.op == "getitem":
+            self._getitem(node)
+            return
+        if node.name in self.held or overlapped(self, node):  # with another, before its place
+            return
         if node.op in IDENTITIES:
             self._share(node)
             return
         planned = self.printer.planned(node.name)
-        if node.op == "getitem":
-            self._getitem(node)
-            return
-        self._cite(node.source)
+        self.cite(node.source)
         parts = self._parts(node)
         operands = [
             self.operand(value, layout)
@@ -235,9 +250,9 @@ class Scope:
         if self.printer.graph[value].op == "param" and self._parameter(node):
             return
         (_, into), (_, out) = planned.operands[0], planned.results[0]
-        before, found = self._look_up(value).variable, self._look_up(value).layout
+        before, found = self.look_up(value).variable, self.look_up(value).layout
         if node.op == "autopar.shard" and found != into:
-            self._cite(node.source)
+            self.cite(node.source)
         variable = self.operand(value, into)
         steps = self._steps(value, tensor, into, out)
         if variable == before and variable.isidentifier() and not steps:
@@ -295,9 +310,9 @@ class Scope:
         if node.name in self.held:  # it has been unpacked
             variable = self.held[node.name].variable
         else:
-            self._cite(node.source)
+            self.cite(node.source)
             variable = self.fresh(self.wish(node))
-            code = expression(node, [self._look_up(value).variable])
+            code = expression(node, [self.look_up(value).variable])
             self.line(f"{variable} = {code}", f"{node.type.dtype}{given.format(node.type.shape)}")
         steps = self._steps(node.name, node.type, given, self.printer.result(node.name))
         self.reshard(variable, variable, steps, node.type)
@@ -344,8 +359,8 @@ class Scope:
         word = node.op.split(".")[1] if "." in node.op else node.op
         return _WORDS.get(word, word).strip("_")
 
-    def _cite(self, source: Source) -> None:
-        """The user's line, where it is another than the one before."""
+    def cite(self, source: Source) -> None:
+        """Write the user's line, where it is another than the one before."""
         place = (source.file, source.line)
         if source.file and place != (self._source.file, self._source.line):
             self.lines.append(f"# {source.file}:{source.line}  {source.text}"[: WIDTH - 4].rstrip())

@@ -5,6 +5,7 @@ A new release of torch that moves one of them breaks here and nowhere else.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,34 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def all_gather_matmul(
+    x: Tensor, matrices: list[Tensor], dim: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[Tensor]]:
+    """x of all ranks of a group along `dim`, and its products, while it is on its way."""
+    name = _symmetric(group)
+    found: tuple[Tensor, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, matrices, dim, name, return_A=True
+    )
+    return found
+
+
+def matmul_reduce_scatter(
+    x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """This rank's part along `dim` of the sum of products over a group, sent as it is made."""
+    name = _symmetric(group)
+    found: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, name)
+    return found
+
+
+def _symmetric(group: dist.ProcessGroup | None) -> str:
+    """The name by which operators on symmetric memory know a group."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # defines them
+    assert group is not None
+    name: str = group.group_name
+    return name
 
 
 def own_store() -> Store:

@@ -79,6 +79,17 @@ class Network:
         return tuple(dict.fromkeys(level.resource for level in self.levels(axes)))
 
 
+def near(mesh: Mesh, device: Device) -> frozenset[str]:
+    """The axes whose devices read one another's memory: on NVLink, within a node."""
+    network = Network(mesh, device)
+    levels = {name: network.levels((name,)) for name in mesh.names}
+    return frozenset(
+        name
+        for name, links in levels.items()
+        if device.intra_link == "NVLink" and [link.resource for link in links] == [INTRA]
+    )
+
+
 def _links(device: Device) -> tuple[Level, Level]:
     """One device's links inside a node and to others, as levels without a size."""
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from autopar.cost.work import NodeWork, Work
 from autopar.errors import CostError
 
 TAKE_TURNS = 2.0  # the slowdown at which nothing is gained by running side by side
@@ -46,3 +47,31 @@ def side_by_side(kernels: float, collectives: float, slowdown: float) -> float:
 def saved(kernels: float, collectives: float, slowdown: float) -> float:
     """Seconds less than if they took turns; arguments as of `side_by_side`."""
     return max(kernels + collectives - side_by_side(kernels, collectives, slowdown), 0.0)
+
+
+def hidden(kernels: float, collective: float, parts: int, slowdown: float) -> float:
+    """Seconds less that products and a collective take where one works while the other sends.
+
+    Both go in as many parts as there are devices. One part of each runs alone: what is sent first
+    has to arrive before it is multiplied, what is multiplied last is sent after that. torch's
+    operators do so (torch.distributed._symmetric_memory); what smaller products lose is left out,
+    and so are copies, as for all collectives.
+
+    Args:
+        kernels, collective: seconds that each takes as a whole and alone.
+        parts: devices.
+        slowdown: of what runs side by side, from 1 to 2.
+    """
+    return (1 - 1 / parts) * saved(kernels, collective, slowdown)
+
+
+def products(
+    work: NodeWork, gradient: bool
+) -> tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]:
+    """Kernels of a linear that run beside collectives, forwards and backwards, and the others.
+
+    Backwards it is the product for the gradient of what is multiplied, if that has a `gradient`;
+    those of weight and bias wait for nobody.
+    """
+    first = int(gradient)
+    return work.forward, work.backward[:first], work.backward[first:]

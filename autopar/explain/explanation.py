@@ -136,7 +136,7 @@ class Explanation:
         memory: bytes per device by cause; a step never holds all of them at once.
         limit: memory of one device in bytes.
         whole: operators that run whole on every device for want of a rule.
-        hidden: seconds in which gradients and parameters go beside kernels; causes, lines and
+        hidden: seconds in which collectives and copies go beside kernels; causes, lines and
             views count them twice, `step` once.
         peak: bytes per device at the peak of the step, where that has been simulated.
         copies: seconds of copies to host memory and back.

@@ -39,7 +39,7 @@ def explain(
         limit: bytes of one device.
         state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         whole: operators that run whole for want of a rule.
-        hidden: seconds in which gradients and parameters go beside kernels.
+        hidden: seconds in which collectives and copies go beside kernels.
         peak: bytes per device at the peak of a simulated step.
         stowed: activations in host memory: bytes, and seconds of copying them both ways.
         coming: seconds that a byte of optimizer state takes to come from host memory and go back.

@@ -94,8 +94,8 @@ def _hidden(explanation: Explanation) -> list[Text]:
     if not explanation.hidden:
         return []
     saved = format_seconds(explanation.hidden)
-    copies = ", and copies to the host and back," if explanation.copies else ""
-    said = f"  less {saved}: gradients and parameters{copies} go beside kernels"
+    copies = " and copies to the host and back" if explanation.copies else ""
+    said = f"  less {saved}: collectives{copies} run beside kernels"
     return [Text(said, style="dim")]
 
 

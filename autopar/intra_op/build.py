@@ -41,6 +41,7 @@ def build(
     precision: Precision = AS_IS,
     offload: Offload = NOTHING,
     fused_update: bool = False,
+    overlapped: bool = False,
     prices: Prices | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
@@ -66,6 +67,7 @@ def build(
         precision: in which dtypes parameters are updated and gradients sent.
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
+        overlapped: whether collectives run beside the linears around them.
         prices: what earlier problems on this mesh and of this model have found out.
         progress: told of each stage as it begins.
 
@@ -85,7 +87,7 @@ def build(
     builder = Builder(
         graph, prices or Prices(mesh, model), table, state_bytes, unknown_ops, fixed, slowdown,
         limited, recompute, microbatches, lies, bucket, precision, offload,
-        fused_update,
+        fused_update, overlapped,
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
@@ -121,5 +123,6 @@ def build(
         refetched=builder.refetched,
         stowed=builder.stowed,
         host=builder.host,
+        overlapped=builder.hidden.found,
         coming=0.0 if builder.away is None else builder.away.seconds / microbatches,
     )

@@ -9,6 +9,7 @@ which its memory can be at its most, and a node holds at each of them what `life
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -17,20 +18,23 @@ from autopar.cost.device import device
 from autopar.cost.host import host_seconds
 from autopar.cost.memory import kept
 from autopar.cost.model import Work
+from autopar.cost.network import near
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.held import Rows
 from autopar.intra_op.lifetimes import lifetimes, pieces_of
 from autopar.intra_op.options import Lies, Option, accumulating, storages
+from autopar.intra_op.overlapped import Hidden
 from autopar.intra_op.pins import Pins
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.stored import StoredCost, StoredTraffic, away_of, stored_traffic, undominated
+from autopar.ir.fusion.overlapped import Beside
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.recompute import Recompute, repetitions
+from autopar.ir.recompute import Recompute, repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
 
@@ -58,6 +62,7 @@ class Builder:
         precision: Precision = AS_IS,
         offload: Offload = NOTHING,
         fused_update: bool = False,
+        overlapped: bool = False,
     ) -> None:
         self.precision, self.chip = precision, device(prices.mesh)
         self.slowdown, self.limited = slowdown, limited
@@ -95,6 +100,11 @@ class Builder:
         self.again, self.reached = repetitions(graph, recompute or {})
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
+        self.hidden = Hidden(
+            Beside(graph, selective_runs(graph, recompute or {})),
+            near(self.mesh, self.chip) if overlapped else (),
+            prices, self.resharder, table, slowdown, lambda name: self.options[self.position[name]],
+        )  # fmt: skip
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
         for value, share in self._held_after_blocks().items():
             self.left_by.setdefault(share, []).append(value)
@@ -291,6 +301,7 @@ class Builder:
             for entry, leaves in repeat.carried
             for name in repeat.iterations[0]
         }
+        number = itertools.count()
         for node in self.graph.folded:
             if node.op == "param":
                 continue
@@ -302,10 +313,15 @@ class Builder:
                 if not enters:
                     count = self.graph.multiplicity[node.name]
                     again = self.reached.get(node.name, 0)
-                    yield self._edge(source, count, node, index, again)
+                    edge = self._edge(source, count, node, index, again)
+                    times = (count + again, count)
+                    yield self.hidden.less(
+                        next(number), edge, self.graph[source], node, index, times
+                    )
                     continue
                 yield self._edge(source, 1, node, index)
                 yield self._edge(*leaving[value, node.name], node, index)
+                next(number), next(number)
 
     def _held_after_blocks(self) -> dict[str, str]:
         """Value that leaves the last block of a run -> the share in whose layout it is held.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost.overlap import saved
 from autopar.intra_op.options import Option
-from autopar.intra_op.problem import Problem, evaluate
+from autopar.intra_op.problem import Matrix, Problem, evaluate
 from autopar.ir.graph import Graph
 from autopar.plan import NodePlan
 
@@ -43,6 +43,8 @@ class Built:
         host: node -> bytes of each choice in host memory.
         coming: seconds that a byte of optimizer state takes to come from there and go back, for
             one microbatch.
+        overlapped: edge, by number -> seconds that each pair of choices takes less because linears
+            run meanwhile; the edge's cost is without them.
     """
 
     problem: Problem
@@ -63,6 +65,7 @@ class Built:
     stowed: Figures = field(default_factory=dict)
     host: Figures = field(default_factory=dict)
     coming: float = 0.0
+    overlapped: Mapping[int, Matrix] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
@@ -98,8 +101,8 @@ class Built:
         `activation_bytes` saved for the backward. `peak_bytes` is the most that the problem counts
         at any of its times, less than their sum, since no step holds all of them at once;
         `step_seconds` is the sum of the seconds less `hidden_seconds`, in which parameters are
-        gathered and gradients reduced beside kernels. Where something is offloaded there are
-        `host_seconds` of copies and `host_bytes` of host memory.
+        gathered, gradients reduced and activations resharded beside kernels. Where something is
+        offloaded there are `host_seconds` of copies and `host_bytes` of host memory.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
@@ -117,11 +120,14 @@ class Built:
             totals[cause] += node.cost[index] - inside - copied
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
             totals["parameter_bytes" if parameter else "activation_bytes"] += held
-        for edge in self.problem.edges:
+        hidden = self.hidden(choice)
+        for number, edge in enumerate(self.problem.edges):
             parameter = self.options[edge.a][choice[edge.a]].stored is not None
             cause = "parameter_seconds" if parameter else "reshard_seconds"
-            totals[cause] += float(edge.cost[choice[edge.a], choice[edge.b]])
-        hidden = self.hidden(choice)
+            pair = choice[edge.a], choice[edge.b]
+            less = float(self.overlapped[number][pair]) if number in self.overlapped else 0.0
+            totals[cause] += float(edge.cost[pair]) + less
+            hidden += less
         step = sum(value for name, value in totals.items() if name.endswith("seconds")) - hidden
         peak = evaluate(self.problem, choice).peak
         return {"step_seconds": step, "peak_bytes": peak, **totals, "hidden_seconds": hidden}

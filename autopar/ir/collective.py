@@ -112,7 +112,7 @@ class Resharder:
         price: Callable[[Collective], float],
         widened: Mapping[str, str] | None = None,
     ) -> None:
-        self.mesh, self._widened = mesh, dict(widened or {})
+        self.mesh, self.widened = mesh, dict(widened or {})
         self.price = price
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
@@ -228,7 +228,7 @@ class Resharder:
     ) -> list[tuple[float, Step]]:
         key = (tensor, layout, grad)
         if key not in self._moves:
-            wide = self._widened.get(tensor.dtype)
+            wide = self.widened.get(tensor.dtype)
             found = moves(layout, tensor, self.mesh, grad)
             if wide is not None:
                 factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]

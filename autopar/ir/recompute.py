@@ -121,6 +121,12 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
     return tuple(planned.get(name) for name in names)
 
 
+def selective_runs(graph: Graph, planned: Mapping[str, Recompute]) -> frozenset[int]:
+    """The runs of blocks, by number, that keep products while all else is computed again."""
+    ways = enumerate(of_runs(graph, planned))
+    return frozenset(run for run, how in ways if how is not None and how.kind == "selective")
+
+
 def repetitions(
     graph: Graph, planned: Mapping[str, Recompute]
 ) -> tuple[dict[str, int], dict[str, int]]:

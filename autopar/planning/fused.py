@@ -6,20 +6,25 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from autopar.cost.device import device
 from autopar.cost.model import CostModel, NodeWork, Work
+from autopar.cost.overlap import hidden, products
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.intra_op.works import node_work, works
 from autopar.ir.collective import Resharder
-from autopar.ir.fusion import EXPERTS, PACK, UPDATE
+from autopar.ir.fusion import ASYNC, EXPERTS, PACK, UPDATE
 from autopar.ir.fusion.packed import COPIES, packing, reader
 from autopar.ir.fusion.written import written
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import MIXTURE
 from autopar.ir.precision import Precision
+from autopar.ir.recompute import of_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Fused, NodePlan, Plan
+from autopar.simulate.lines import Move
+from autopar.simulate.program import program
 from autopar.simulate.update import update_works, updated_of
 
 
@@ -86,6 +91,49 @@ def fused_exchange(graph: Graph, plan: Plan, prices: CostModel) -> dict[str, Fus
         math.fsum(map(price, saved)) for price in (lambda work: work.nbytes, prices.compute)
     )
     return {PACK: Fused(count, first, nbytes, seconds)} if count else {}
+
+
+def fused_linears(
+    graph: Graph, plan: Plan, table: dict[str, OpRule], prices: CostModel
+) -> dict[str, Fused]:
+    """The collectives that run beside linears: how many, and what a device saves in a step.
+
+    {} if the plan has none.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        table: rules by operator.
+        prices: of kernels and collectives.
+    """
+    if ASYNC not in plan.fuse:
+        return {}
+    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened)
+    made, slowdown = program(graph.trained, plan, resharder), device(plan.mesh).slowdown
+    own, seconds = works(graph, plan, table), 0.0
+    runs = zip(made.blocks, graph.repeats, of_runs(graph, plan.recompute), strict=True)
+    functions = [(made.forward, 1, 0)]
+    functions += [(f, r.count, 0 if how is None else how.blocks) for f, r, how in runs]
+    found = [
+        (line, times, again)
+        for function, times, again in functions
+        for line in function.lines
+        if isinstance(line, Move) and line.beside
+    ]
+    for line, times, again in found:
+        parts = plan.mesh.axis_size(line.step.axes[0])
+        sides = [products(own[n.name], graph[n.inputs[0]].requires_grad) for n in line.beside]
+        for side, call, often in (
+            (0, line.step.forward, times + again),
+            (1, line.step.backward, times),
+        ):
+            kernels = math.fsum(prices.compute(work) for each in sides for work in each[side])
+            sent = 0.0 if call is None else prices.collective(call)
+            seconds += plan.microbatches * often * hidden(kernels, sent, parts, slowdown)
+    beside = {line.beside[0].name for line, _, _ in found}
+    first = next((_line(node) for node in graph.nodes if node.name in beside), "")
+    count = sum(times for _, times, _ in found)
+    return {ASYNC: Fused(count, first, 0.0, seconds)} if count else {}
 
 
 def packed(graph: Graph, plan: Plan, prices: CostModel) -> Plan:

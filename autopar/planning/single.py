@@ -35,7 +35,7 @@ from autopar.intra_op.words import PinsLike, spell_out
 from autopar.ir.capture import Captured, capture
 from autopar.ir.decompose import decompose_unknown
 from autopar.ir.fused import split_fused
-from autopar.ir.fusion import EXPERTS, UPDATE, fuse
+from autopar.ir.fusion import ASYNC, EXPERTS, UPDATE, fuse
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.mixture import with_kernels
@@ -49,7 +49,14 @@ from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
-from autopar.planning.fused import applicable, fused, fused_exchange, fused_update, packed
+from autopar.planning.fused import (
+    applicable,
+    fused,
+    fused_exchange,
+    fused_linears,
+    fused_update,
+    packed,
+)
 from autopar.planning.peak import simulated_peak
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
@@ -317,6 +324,7 @@ class Planner:
                 precision=options.precision,
                 offload=offload,
                 fused_update=UPDATE in self.fuse,
+                overlapped=ASYNC in self.fuse,
                 prices=self.known,
             )
         except PinError as error:
@@ -362,6 +370,7 @@ class Planner:
                 found,
                 fused=fused(self.graph, found, options.table, self.prices)
                 | fused_exchange(self.graph, found, self.prices)
+                | fused_linears(self.graph, found, options.table, self.prices)
                 | fused_update(self.graph, found, self.prices, self.state_bytes),
             )
             peak = simulated_peak(

@@ -33,7 +33,7 @@ from autopar.intra_op.options import Lies, Option
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve
-from autopar.ir.fusion import UPDATE
+from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import FINDING, prepare
@@ -352,6 +352,7 @@ class StageCosts:
             precision=self.options.precision,
             offload=offload,
             fused_update=fused,
+            overlapped=ASYNC in self.options.fuse,
             prices=prices,
         )  # fmt: skip
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}

@@ -40,9 +40,17 @@ class Ran:
     saved: list[Buffer]
 
 
+@dataclass(frozen=True)
+class Products:
+    """Kernels that run beside a collective, but for their last part; `share` is that before it."""
+
+    works: tuple[Work, ...]
+    share: float
+
+
 @dataclass(eq=False, slots=True)
 class Moved:
-    """A layout change on the tape."""
+    """A layout change on the tape, and what is multiplied while it is undone."""
 
     name: str
     call: Collective | None
@@ -50,6 +58,7 @@ class Moved:
     cause: Cause
     source: Value
     target: Value
+    beside: Products | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -175,7 +184,8 @@ def _move(entry: Moved, recorder: Recorder, weights: Weights) -> None:
     title = f"gradient of {entry.name}"
     if entry.call is not None:
         name = f"{entry.call.kind} of {title}"
-        recorder.collective(name, entry.name, entry.call, entry.cause, [ready])
+        share = 1.0 if entry.beside is None else 1 - entry.beside.share
+        recorder.collective(name, entry.name, entry.call, entry.cause, [ready], share)
         ready = -1
     elif entry.transfer.result is not None:
         recorder.compute(title, entry.name, (), [ready])
@@ -185,6 +195,9 @@ def _move(entry: Moved, recorder: Recorder, weights: Weights) -> None:
         recorder.scratch("communication", title, entry.transfer.staging)
     else:
         made = recorder.hold(gradient)
+    if entry.beside is not None and entry.call is not None:
+        works, share = entry.beside.works, entry.beside.share
+        recorder.side_by_side(name, entry.name, entry.call, entry.cause, works, share)
     recorder.drop(gradient)
     target.gradient = None
     _give(source, made, ready, recorder, weights)

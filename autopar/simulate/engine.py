@@ -129,6 +129,7 @@ class _Engine:
             self.start[position] = self.now
             self.memory.add(self.now, position, task)
             seconds, links = self._price(task.what)
+            seconds *= task.share
             if seconds > 0:
                 self.running[task.stream] = _Running(position, seconds, links)
             else:

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 from autopar.cost.memory import Transfer, recipe, transfers
 from autopar.cost.model import NodeWork
+from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.plan import Plan
-from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Ran
+from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Products, Ran
+from autopar.simulate.lines import LEAF, Call, Compute, Function, Move, Program, Sum, Use
 from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.program import LEAF, Call, Compute, Function, Move, Program, Sum, Use
 from autopar.simulate.stow import Stow
 from autopar.simulate.task import Cause
 from autopar.simulate.weight import Used
@@ -82,6 +83,7 @@ class Forward:
         self.operators: dict[str, Operator] = {}
         self.transfers: dict[int, tuple[Transfer, Transfer]] = {}
         self.causes: dict[str, bool] = {}
+        self.products: dict[int, tuple[Products, Products]] = {}
         self.recomputed = of_runs(graph, plan.recompute)
         self.stowing = offloaded_runs(graph, plan.offload, plan.recompute)
         self.stow = Stow(recorder, accelerator)
@@ -105,7 +107,7 @@ class Forward:
         for line in function.lines:
             if isinstance(line, Compute):
                 operands = [self._read(frame, names, o) for o in line.operands]
-                self._bind(frame, line.target, self._compute(line.node, operands, names))
+                self._bind(frame, line.target, self._compute(line, operands, names))
             elif isinstance(line, Move):
                 source = self._read(frame, names, line.source)
                 self._bind(frame, line.target, self._move(line, source, names))
@@ -201,7 +203,8 @@ class Forward:
             self.recorder.drop(old.buffer)
         frame[variable] = value
 
-    def _operator(self, node: Node) -> Operator:
+    def _operator(self, line: Compute) -> Operator:
+        node = line.node
         if node.name not in self.operators:
             planned = self.plan.nodes[self.graph.template[node.name]]
             reads = tuple(self.graph[name] for name in node.inputs)
@@ -210,15 +213,21 @@ class Forward:
                 into = tuple(layout for _, layout in planned.operands)
                 types = tuple(read.type for read in reads)
                 asks = exchanged(node, types, into, self.plan.mesh)
-            work = self.works.get(self.graph.template[node.name], _NO_WORK)
+            work = self._work(node)
+            if line.apart:
+                work = NodeWork((), products(work, reads[0].requires_grad)[2])
             sides = ([layout for _, layout in side] for side in (planned.operands, planned.results))
             into, out = map(tuple, sides)
             made = recipe(node, reads, into, out, self.plan.mesh, self.accelerator)
             self.operators[node.name] = Operator(made, work, asks)
         return self.operators[node.name]
 
-    def _compute(self, node: Node, operands: list[Value], names: dict[str, str]) -> Value:
-        recorder, operator, twice = self.recorder, self._operator(node), self.twice
+    def _work(self, node: Node) -> NodeWork:
+        return self.works.get(self.graph.template[node.name], _NO_WORK)
+
+    def _compute(self, line: Compute, operands: list[Value], names: dict[str, str]) -> Value:
+        recorder, operator, twice = self.recorder, self._operator(line), self.twice
+        node = line.node
         made, name = operator.recipe, names.get(node.name, node.name)
         skipped = twice is not None and twice.skips(node.name)
         if made.alias >= 0 and (skipped or not operator.work.forward):
@@ -302,26 +311,49 @@ class Forward:
         value_of = names.get(line.value, line.value)
         parameter, twice = self._of_parameter(line.value), self.twice
         target = Value(source.buffer, source.grad, ready=source.ready)
-        if twice is not None and twice.over:
+        ahead, back = self._beside(line)
+        # What runs beside products keeps when all of it is done.
+        over = twice is not None and twice.over and ahead is None
+        if over:
             target.buffer = self._left("")
         elif step.forward is not None:
             title = f"{step.forward.kind} of {self._title(value_of)}"
             cause: Cause = "parameter" if parameter else "activation"
-            recorder.collective(title, value_of, step.forward, cause, [source.ready])
+            share = 1.0 if ahead is None else 1 - ahead.share
+            recorder.collective(title, value_of, step.forward, cause, [source.ready], share)
         elif forward.result is not None:
             recorder.compute(f"{step.op} of {value_of}", value_of, (), [source.ready])
-        if forward.result is not None and not (twice is not None and twice.over):
+        if forward.result is not None and not over:
             target.buffer = recorder.allocate("temporary", value_of, forward.result)
             recorder.scratch("communication", value_of, forward.staging)
+        if ahead is not None and step.forward is not None:
+            recorder.side_by_side(title, value_of, step.forward, cause, ahead.works, ahead.share)
         if source.grad and (twice is None or twice.second):
             source.readers += 1
-            back: Cause = "gradient" if parameter else "activation"
-            entry = Moved(value_of, step.backward, gradient, back, source, target)
+            why: Cause = "gradient" if parameter else "activation"
+            entry = Moved(value_of, step.backward, gradient, why, source, target, back)
             self.tape.append(entry)
         return target
 
+    def _beside(self, line: Move) -> tuple[Products, Products] | tuple[None, None]:
+        """What is multiplied while something is sent, forwards and backwards."""
+        if not line.beside:
+            return None, None
+        if id(line) not in self.products:
+            share = 1 - 1 / self.plan.mesh.axis_size(line.step.axes[0])
+            found = [
+                products(self._work(node), self.graph[node.inputs[0]].requires_grad)
+                for node in line.beside
+            ]
+            ahead, back = (
+                Products(tuple(work for works in side for work in works), share)
+                for side in ([each[0] for each in found], [each[1] for each in found])
+            )
+            self.products[id(line)] = ahead, back
+        return self.products[id(line)]
+
     def _meet(self, line: Sum, value: Value, names: dict[str, str]) -> None:
-        work = self.works.get(self.graph.template[line.node.name], _NO_WORK)
+        work = self._work(line.node)
         if value.grad and work.backward:
             name = names.get(line.node.name, line.node.name)
             self.tape.append(Met(name, work.backward, value))

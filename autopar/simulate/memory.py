@@ -62,6 +62,7 @@ class _Draft:
     what: tuple[Work, ...] | Collective | HostCopy
     after: tuple[int, ...]
     cause: Cause
+    share: float
     allocates: list[Buffer] = field(default_factory=list)
     frees: list[Buffer] = field(default_factory=list)
 
@@ -85,10 +86,33 @@ class Recorder:
         self.barrier = len(self.drafts) - 1
 
     def collective(
-        self, name: str, node: str, call: Collective, cause: Cause, needs: Iterable[int] = ()
+        self,
+        name: str,
+        node: str,
+        call: Collective,
+        cause: Cause,
+        needs: Iterable[int] = (),
+        share: float = 1.0,
     ) -> None:
-        """A collective for which the program waits."""
-        self._add(name, node, ",".join(call.axes), call, needs, cause)
+        """A collective for which the program waits, or a share of it."""
+        self._add(name, node, ",".join(call.axes), call, needs, cause, share)
+        self.barrier = len(self.drafts) - 1
+
+    def side_by_side(
+        self,
+        name: str,
+        node: str,
+        call: Collective,
+        cause: Cause,
+        what: tuple[Work, ...],
+        share: float,
+    ) -> None:
+        """Shares of a collective and of kernels at a time, and then what is left of the kernels."""
+        self._add(name, node, ",".join(call.axes), call, (), cause, share)
+        sent = len(self.drafts) - 1
+        self._add(f"products beside {name}", node, COMPUTE, what, (), "", share)
+        self.barrier = len(self.drafts) - 1
+        self._add(f"products after {name}", node, COMPUTE, what, (sent,), "", 1 - share)
         self.barrier = len(self.drafts) - 1
 
     def launch(
@@ -130,11 +154,12 @@ class Recorder:
         what: tuple[Work, ...] | Collective | HostCopy,
         needs: Iterable[int],
         cause: Cause,
+        share: float = 1.0,
     ) -> None:
         after = tuple(sorted({task for task in (self.barrier, *needs) if task >= 0}))
         self.pending.difference_update(after)
         self.current = len(self.drafts)
-        self.drafts.append(_Draft(name, node, self.phase, stream, what, after, cause))
+        self.drafts.append(_Draft(name, node, self.phase, stream, what, after, cause, share))
 
     def allocate(self, kind: str, name: str, nbytes: float) -> Buffer:
         """A new buffer, from the start of the current task on; nobody holds it yet."""
@@ -186,6 +211,7 @@ class Recorder:
                 tuple((names[id(b)], float(b.nbytes)) for b in draft.allocates),
                 tuple(names[id(b)] for b in draft.frees),
                 draft.cause,
+                draft.share,
             )
             for draft in self.drafts
         )

@@ -10,92 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
+from autopar.cost.device import device
+from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Resharder, Step
+from autopar.ir.fusion.overlapped import ASYNC, LINEAR, SHARE, Beside, Overlaps
 from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.recompute import selective_runs
 from autopar.ir.storage import Storage
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.tensor import Layout
 from autopar.plan import NodePlan, Plan
+from autopar.simulate.lines import (
+    LEAF,
+    Assign,
+    Call,
+    Compute,
+    Function,
+    Line,
+    Move,
+    Program,
+    Sum,
+    Use,
+)
 
 IDENTITIES = ("autopar.share", "autopar.shard")
-# A leaf that is read by name from the table of parameters; it is no variable of the function.
-LEAF = "%"
-
-
-@dataclass(frozen=True)
-class Compute:
-    """`targets = node(operands)`."""
-
-    node: Node
-    operands: tuple[str, ...]
-    target: str
-
-
-@dataclass(frozen=True)
-class Move:
-    """`target = step(source)`, a value of type `tensor`; `value` is the node that made it."""
-
-    value: str
-    tensor: TensorType
-    step: Step
-    source: str
-    target: str
-
-
-@dataclass(frozen=True)
-class Use:
-    """`target = parameter`, as operators use what is held of it."""
-
-    leaf: Node
-    storage: Storage
-    source: str
-    target: str
-
-
-@dataclass(frozen=True)
-class Assign:
-    """`target = source`."""
-
-    source: str
-    target: str
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Where the gradients of all readers of a share meet, in the backward."""
-
-    node: Node
-    variable: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """`targets = block(targets, ...)` for every block of a run."""
-
-    run: int
-    targets: tuple[str, ...]
-    outside: tuple[str, ...]
-
-
-Line = Compute | Move | Use | Assign | Sum | Call
-
-
-@dataclass(frozen=True)
-class Function:
-    """Lines, the variables that are its arguments, and those that it returns."""
-
-    lines: tuple[Line, ...]
-    arguments: tuple[str, ...]
-    results: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Program:
-    """`forward` and the function of each run of blocks, which reads leaves of the first block."""
-
-    forward: Function
-    blocks: tuple[Function, ...]
 
 
 def program(graph: Graph, plan: Plan, resharder: Resharder) -> Program:
@@ -126,6 +66,19 @@ class _Layouts:
                 f"the plan has no layout for %{template}", where=str(self.graph[name].source)
             )
         return self.plan.nodes[template]
+
+    @cached_property
+    def overlaps(self) -> Overlaps:
+        """Which collectives run beside linears."""
+        plan = self.plan
+        switched = ASYNC in plan.fuse
+        return Overlaps(
+            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
+            self.resharder,
+            near(plan.mesh, device(plan.mesh)) if switched else (),
+            lambda name: [layout for _, layout in self.planned(name).operands],
+            self.result,
+        )
 
     def storage(self, leaf: Node) -> Storage:
         (share,) = self.graph.users[leaf.name]
@@ -204,12 +157,18 @@ class _Writer:
         return self.fresh()
 
     def add(self, node: Node) -> None:
+        if node.op == "getitem":
+            self._getitem(node)
+            return
+        if node.name in self.held:  # with another, before its place
+            return
+        if self._gathered(node):
+            return
         if node.op in IDENTITIES:
             self._share(node)
             return
         planned = self.layouts.planned(node.name)
-        if node.op == "getitem":
-            self._getitem(node)
+        if self._scattered(node):
             return
         operands = tuple(
             self.operand(value, layout)
@@ -221,6 +180,55 @@ class _Writer:
             self.hold(node.name, target, planned.results[0][1])
         else:  # the value is not kept
             self.lines.append(Assign("", target))
+
+    def _gathered(self, node: Node) -> bool:
+        """What is read by linears that run while it is gathered, and those linears."""
+        if node.op not in (LINEAR, SHARE):
+            return False
+        read = self.look_up(node.inputs[0])
+        found = self.layouts.overlaps.gather(node, read.layout)
+        if found is None:
+            return False
+        for name in (name for linear in found.linears for name in linear.inputs[1:]):
+            self._ahead(name)
+        self.uses[found.value.name] -= 1
+        whole = self.fresh()
+        value, step = found.value, found.step
+        self.lines.append(Move(value.name, value.type, step, read.variable, whole, found.linears))
+        if node.op == SHARE:
+            # The sum is made by the product, of gradients that are copied side by side for it.
+            self.lines.append(Sum(node, whole))
+            self.hold(node.name, whole, found.step.dst)
+        for linear in found.linears:
+            planned = self.layouts.planned(linear.name)
+            rest = zip(linear.inputs[1:], planned.operands[1:], strict=True)
+            operands = [whole, *(self.operand(name, layout) for name, (_, layout) in rest)]
+            target = self.fresh()
+            self.lines.append(Compute(linear, tuple(operands), target, apart=True))
+            self.hold(linear.name, target, planned.results[0][1])
+        self.lines.append(Assign("", whole))
+        return True
+
+    def _ahead(self, name: str) -> None:
+        """Write down what is made of a parameter before its place."""
+        node = self.graph[name]
+        if not node.is_leaf and name not in self.held:
+            self._ahead(node.inputs[0])
+            self.add(node)
+
+    def _scattered(self, node: Node) -> bool:
+        """A linear that runs while its result is scattered."""
+        found = self.layouts.overlaps.scatter(node)
+        if found is None:
+            return False
+        operands = map(self.operand, node.inputs, found.operands)
+        target = self.fresh()
+        self.lines += [
+            Compute(node, tuple(operands), target, apart=True),
+            Move(node.name, node.type, found.step, target, target, (node,)),
+        ]
+        self.hold(node.name, target, found.step.dst)
+        return True
 
     def _share(self, node: Node) -> None:
         planned = self.layouts.planned(node.name)

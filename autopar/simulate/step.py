@@ -17,8 +17,9 @@ from autopar.ir.stages import SENT, is_trained
 from autopar.plan import Plan
 from autopar.simulate.backward import backward
 from autopar.simulate.forward import Forward
+from autopar.simulate.lines import Program
 from autopar.simulate.memory import Recorder, Value
-from autopar.simulate.program import Program, program
+from autopar.simulate.program import program
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Task
 from autopar.simulate.update import Updated, update, updated_of

@@ -35,6 +35,7 @@ class Task:
             kind: "activation linear_3".
         frees: buffers that nobody needs after its end.
         cause: of a collective.
+        share: the part of `what` that this task is, where it is cut so that others run beside it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Task:
     allocates: tuple[tuple[str, float], ...] = ()
     frees: tuple[str, ...] = ()
     cause: Cause = ""
+    share: float = 1.0
 
 
 def after_forward(tasks: Sequence[Task]) -> dict[str, float]:

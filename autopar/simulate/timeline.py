@@ -185,7 +185,8 @@ class Timeline:
         for span in self.spans:
             for work in span.task.what if isinstance(span.task.what, tuple) else ():
                 if work.gemm is not None:
-                    found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
+                    flops = span.task.share * work.flops
+                    found[work.dtype] = found.get(work.dtype, 0.0) + flops
         return found
 
     def flops_utilisation(self, flops: float, peak: float) -> float:

@@ -2,9 +2,10 @@
 
 Patterns stand in `patterns/`, one kernel or family a file; `pattern.py` says what one is. A pattern
 does not reach over the border of a repeated block, so that all blocks stay alike. A mixture of
-experts is one operator already, which is told to use kernels (`ir/mixture.py`). Two more have no
-pattern, since they are no part of the graph: the optimizer's step, and what rotary embedding and a
-plan's exchange of rows for heads are together (`packed.py`).
+experts is one operator already, which is told to use kernels (`ir/mixture.py`). Three more have no
+pattern, since they are no part of the graph: the optimizer's step, what rotary embedding and a
+plan's exchange of rows for heads are together (`packed.py`), and a plan's collectives beside
+linears (`overlapped.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 
 from autopar.errors import GraphError, ProgramError
 from autopar.ir.fusion.match import find
+from autopar.ir.fusion.overlapped import ASYNC
 from autopar.ir.fusion.packed import PACK
 from autopar.ir.fusion.pattern import Match, Pattern, Writer
 from autopar.ir.fusion.patterns import names, patterns
@@ -23,6 +25,7 @@ from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
 __all__ = [
+    "ASYNC",
     "EXPERTS",
     "PACK",
     "UPDATE",
@@ -39,6 +42,10 @@ __all__ = [
 EXPERTS = "experts"  # by what `fuse` switches the kernels of a mixture on and off
 UPDATE = "adamw"  # by what `fuse` switches the optimizer's kernel on and off
 
+# What is on only where it is named: torch's operators for it have run on no GPU from here, and what
+# they gain is a prediction. torchtitan leaves it off, too.
+ASKED_FOR = (ASYNC,)
+
 Fuse = bool | Mapping[str, bool] | Sequence[str]
 
 Home = tuple[int, int] | None  # run and block
@@ -47,20 +54,21 @@ Known = dict[tuple[str, tuple[Arg, ...]], Ref]
 
 def switches() -> tuple[str, ...]:
     """All that `fuse` may name."""
-    return (*names(), EXPERTS, PACK, UPDATE)
+    return (*names(), EXPERTS, PACK, ASYNC, UPDATE)
 
 
 def choose(fuse: Fuse) -> tuple[str, ...]:
     """The names of the patterns that a user asks for.
 
     Args:
-        fuse: all or none, those of a list, or all but those that a mapping switches off.
+        fuse: all or none, those of a list, or all but those that a mapping switches off. Of
+            `ASKED_FOR` only those that are named.
 
     Raises:
         ProgramError: there is no pattern of such a name.
     """
     if isinstance(fuse, bool):
-        return switches() if fuse else ()
+        fuse = {} if fuse else ()
     listed = (fuse,) if isinstance(fuse, str) else tuple(fuse)
     unknown = [name for name in listed if name not in switches()]
     if isinstance(fuse, str) or unknown:
@@ -70,7 +78,7 @@ def choose(fuse: Fuse) -> tuple[str, ...]:
             todo="pass True, False, a list of these, or a mapping of them to True or False",
         )
     if isinstance(fuse, Mapping):
-        return tuple(name for name in switches() if fuse.get(name, True))
+        return tuple(name for name in switches() if fuse.get(name, name not in ASKED_FOR))
     return tuple(name for name in switches() if name in listed)
 
 
