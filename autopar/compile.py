@@ -168,7 +168,8 @@ def compile(
         fuse: whether kernels take the place of operators that a model writes out: all or none of
             the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step, a list
             of their names, or a mapping that switches some off. On CPUs, where their references
-            run, they are no faster. A given plan says it by itself.
+            run, they are no faster. "async_tensor_parallel", collectives of sequence parallelism
+            beside linears, is on only where it is named. A given plan says it by itself.
         offload: what lies in host memory while nothing needs it: "optimizer" its state, which comes
             to the device bucket by bucket for the update, "activations" those that blocks keep for
             their backward, "optimizer+activations", "activations 8" of the first eight blocks that

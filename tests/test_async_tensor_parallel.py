@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute, run_names
 from autopar.ir.tensor import Layout, TensorType
-from autopar.pins import megatron_sp
+from autopar.pins import data_parallel, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, run, tasks
@@ -62,41 +62,67 @@ def source(name: str, plan: Plan) -> str:
     return emit(captured(name).graph, plan, AnalyticModel(plan.mesh).collective)
 
 
-def trained(name: str, found: Captured, direct: bool) -> tuple[Run, dict[str, int]]:
-    """This rank's run, and how often torch's operators were called."""
-    called = Called()
-    library = with_torch_s_operators(called)
-    model, batch = small(name)
-    with (
-        patch.object(importlib.import_module("autopar.program"), "capture_graph", lambda *_: found),
-        patch.object(collectives, "reach_one_another", lambda group: direct),
-    ):
-        program = autopar.compile(
-            model,
-            PAIR,
-            optimizer=optimizer,
-            example_inputs=batch,
-            pins=megatron_sp("gpu"),
-            fuse=[ASYNC],
-        )
-        losses = [program.step(**batch).item() for _ in range(STEPS)]
-    del library
-    return Run(losses, program.state_dict(), 0, program.source), dict(called)
+@dataclass(frozen=True)
+class Case:
+    """A program: its model, mesh and what else `compile` is told."""
+
+    name: str
+    mesh: str = PAIR
+    how: dict[str, str] = field(default_factory=dict)
+
+    def trained(self, found: Captured) -> list[tuple[Run, dict[str, int]]]:
+        """This rank's runs, apart and by torch's operators, and how often these were called."""
+        called, runs = Called(), []
+        library = with_torch_s_operators(called)
+        compiler = importlib.import_module("autopar.program")
+        for direct in (False, True):
+            model, batch = small(self.name)
+            with (
+                patch.object(compiler, "capture_graph", lambda *_: found),
+                patch.object(collectives, "reach_one_another", lambda group, direct=direct: direct),
+            ):
+                program = autopar.compile(
+                    model,
+                    self.mesh,
+                    optimizer=optimizer,
+                    example_inputs=batch,
+                    pins=[data_parallel("data")] * ("data" in self.mesh) + [megatron_sp("gpu")],
+                    fuse=[ASYNC],
+                    **self.how,  # type: ignore[arg-type]
+                )
+                losses = [program.step(**batch).item() for _ in range(STEPS)]
+            runs.append((Run(losses, program.state_dict(), 0, program.source), dict(called)))
+        del library
+        return runs
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_training_is_that_of_one_device(name: str, direct: bool) -> None:
-    model, batch = small(name)
+CASES = [
+    Case("gpt2"),
+    Case("llama"),
+    Case("gpt2", how={"backend": "aot_eager"}),
+    # Weights are gathered for use and again for the backward, whose blocks run once more.
+    Case("llama", "H100: data=2, gpu=2", {"state": "zero3, gathered again", "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_is_that_of_one_device(case: Case) -> None:
+    model, batch = small(case.name)
     losses = train_plainly(model, batch, optimizer(model.parameters()), STEPS)
     whole = Run(losses, model.state_dict(), 0)
-    for rank, called in run_ranks(trained, name, captured(name), direct, count=2):
-        assert rank.error(whole) <= 1e-9
+    count = Mesh.parse(case.mesh).size
+    for (apart, before), (beside, called) in run_ranks(
+        case.trained, captured(case.name), count=count
+    ):
+        assert max(apart.error(whole), beside.error(whole)) <= 1e-9
+        assert before == {}
         # Before attention and the perceptron, and behind them.
-        assert [rank.source.count(call) for call in CALLS] == [2 + HEAD[name], 2]
-        # Two blocks, two of each, each the other's backward.
-        each = STEPS * (2 * (2 + 2) + HEAD[name])
-        assert called == ({"gather": each, "scatter": each} if direct else {})
+        assert [apart.source.count(call) for call in CALLS] == [2 + HEAD[case.name], 2]
+        # Two blocks, two of each, each the other's backward; forwards again if they are computed
+        # again.
+        again = 2 * 2 * ("recompute" in case.how)
+        each = STEPS * (2 * (2 + 2) + HEAD[case.name] + again)
+        assert called == {"gather": each, "scatter": each}
 
 
 def test_it_is_on_where_it_is_named() -> None:
