@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import autopar
+from autopar.cli import main
 from autopar.cli.explain import explained
 from autopar.codegen import collectives
 from autopar.codegen.emit import emit
@@ -129,6 +132,15 @@ def test_it_is_on_where_it_is_named() -> None:
     assert ASYNC not in choose(True)
     assert ASYNC not in choose({"gelu": False})
     assert choose([ASYNC]) == choose({ASYNC: True} | dict.fromkeys(choose(True), False)) == (ASYNC,)
+
+
+def test_the_command_line_names_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.toml")
+    model = ["plan", "gpt2", "--layers", "2", "--seq", "64", "--mesh", PAIR, "-o", path]
+    words = ["--pins", "megatron_sp:gpu", "--fuse-also", ASYNC]
+    shown = [CliRunner().invoke(main, given) for given in ([*model, *words], ["explain", path])]
+    assert all(ASYNC in result.stdout for result in shown), shown[0].output
+    assert Plan.load(path).fuse == (ASYNC,)
 
 
 @pytest.mark.parametrize(("name", "text", "devices"), [("gpt2", FOUR, 4), ("llama", PAIR, 2)])

@@ -18,7 +18,7 @@ from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.table import table
-from autopar.ir.fusion import choose
+from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.ir.units import format_bytes
@@ -101,6 +101,13 @@ from autopar.planning.single import (
     help="Whether kernels take the place of what a model writes out.",
 )
 @click.option(
+    "--fuse-also",
+    "also",
+    multiple=True,
+    type=click.Choice(ASKED_FOR),
+    help="What is fused only where it is named: collectives beside the linears around them.",
+)
+@click.option(
     "--frontier",
     "as_frontier",
     is_flag=True,
@@ -139,6 +146,7 @@ def command(
     recompute: str,
     offload: str,
     fuse: bool | None,
+    also: tuple[str, ...],
     as_frontier: bool,
     trace: Path | None,
     output: Path | None,
@@ -168,11 +176,12 @@ def command(
     limit = limit if memory is None else parse_quantity(memory, "B")
     known = table(own_rules(rule_files))
     pins = words(texts, plans, layouts, source)
+    fused = before.fuse if before and fuse is None else choose(bool(fuse))
     options = Options(
         None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
         microbatches=before.microbatches if before else 1, state=state,
         precision=before.precision if before and precision is None else Precision.read(precision),
-        fuse=before.fuse if before and fuse is None else choose(bool(fuse)),
+        fuse=choose((*fused, *also)),
         offload=offload,
     )  # fmt: skip
     if output is not None and not output.parent.is_dir():

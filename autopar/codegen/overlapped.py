@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def overlapped(scope: Scope, node: Node) -> bool:
     """Write a node with the collective before or behind it, if they run at a time."""
-    if node.op not in (LINEAR, SHARE):
+    if node.op not in (LINEAR, SHARE) or not scope.printer.overlaps.near:
         return False
     return _gathered(scope, node) or _scattered(scope, node)
 

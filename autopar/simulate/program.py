@@ -162,14 +162,13 @@ class _Writer:
             return
         if node.name in self.held:  # with another, before its place
             return
-        if self._gathered(node):
+        beside = node.op in (LINEAR, SHARE) and self.layouts.overlaps.near
+        if beside and (self._gathered(node) or self._scattered(node)):
             return
         if node.op in IDENTITIES:
             self._share(node)
             return
         planned = self.layouts.planned(node.name)
-        if self._scattered(node):
-            return
         operands = tuple(
             self.operand(value, layout)
             for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
@@ -183,8 +182,6 @@ class _Writer:
 
     def _gathered(self, node: Node) -> bool:
         """What is read by linears that run while it is gathered, and those linears."""
-        if node.op not in (LINEAR, SHARE):
-            return False
         read = self.look_up(node.inputs[0])
         found = self.layouts.overlaps.gather(node, read.layout)
         if found is None:

@@ -113,7 +113,7 @@ def parts(
             continue
         where = place[task.node]
         part = found[where].forward if task.phase == "forward" else found[where].backward
-        share = 1 / count if where == 1 else 1.0
+        share = task.share / count if where == 1 else task.share
         if isinstance(task.what, Collective):
             seconds = share * of.prices.collective(task.what)
             if task.cause in ("parameter", "gradient"):

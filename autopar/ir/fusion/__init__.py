@@ -25,6 +25,7 @@ from autopar.ir.repeats import find_repeats
 from autopar.ir.rewrite import Names, eliminate_dead
 
 __all__ = [
+    "ASKED_FOR",
     "ASYNC",
     "EXPERTS",
     "PACK",

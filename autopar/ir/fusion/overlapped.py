@@ -169,7 +169,7 @@ class Overlaps:
 
     def gather(self, reader: Node, held: Layout) -> Overlapped | None:
         """The all_gather before `reader`, a linear or a share, of what is held in a layout."""
-        linears = self.beside.readers(reader) if self.near else ()
+        linears = self.beside.readers(reader)
         if not linears:
             return None
         graph, whole = self.beside.graph, self.operands(reader.name)[0]
@@ -187,7 +187,7 @@ class Overlaps:
         A bias is added behind it, by every device to its own rows. The linear by itself asks for
         one that is zero but on the first device, which is made of one that all have.
         """
-        reader = self.beside.reader(linear) if self.near and linear.op == LINEAR else None
+        reader = self.beside.reader(linear)
         if reader is None:
             return None
         wanted = self.operands(reader.name)[reader.inputs.index(linear.name)]
