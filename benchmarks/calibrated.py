@@ -7,9 +7,9 @@ under the closed forms, which know nothing of this machine. No step is used to f
 
 A shared machine's speed drifts over minutes, so that it is calibrated several times, and the plans
 train in between, some steps each time; of each problem of a calibration the median over the times
-is taken. A step's time is the slowest process's, the median over steps. All plans take turns, each
-of some steps in a row, of which the first does not count: it finds the caches full of others'
-tensors, as neither training nor calibration does. The last lines tell the rank correlation
+is taken. Each plan trains in processes of its own, as users' plans do: in processes that hold the
+tensors of other programs, too, steps take a fifth longer. The first steps do not count. A step's
+time is the slowest process's, the median over steps. The last lines tell the rank correlation
 (Spearman) and the median error of each prediction. Writes results/calibrated.csv and
 calibrated.svg. The machine must be quiet.
 """
@@ -34,7 +34,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from autopar import pins
 from autopar.codegen.calibrate import middle as middle_point
@@ -58,11 +57,11 @@ from autopar.simulate import run, tasks
 from benchmarks.harness import RESULTS, ROOT, middle, write
 from tests import models
 from tests.models import Model
+from tests.ranks import run_ranks
 
 MESH = "cpu: node=2, gpu=2"  # one, so that all plans are priced by one calibration
 PARTS = 2  # calibrations, and as often all plans take their turns
-TURNS = 3  # of each plan in each part
-STEPS, WARMUP = 2, 1  # of each turn
+STEPS, WARMUP = 6, 3  # of each plan in each part
 
 
 def gpt2(batch: int) -> Model:
@@ -145,46 +144,23 @@ def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, f
     }
 
 
-def _train(rank: int, folder: str, count: int) -> None:
-    """One process: the step times of the programs 0.pt, 1.pt, ..."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+def _train(program: dict[str, Any]) -> list[float]:
+    """One process: seconds of the steps of a program."""
     training = Training(partial(torch.optim.AdamW, lr=1e-4))
-    programs = list[tuple[Executor, dict[str, Tensor]]]()
-    for number in range(count):
-        made = torch.load(Path(folder, f"{number}.pt"))
-        module = load(made["source"], f"<{number}>")
-        runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
-        executor = Executor(module, runtime, made["values"], training, tied=made["tied"])
-        programs.append((executor, made["batch"]))
-    seconds: list[list[float]] = [[] for _ in programs]
-    for _ in range(TURNS):
-        for taken, program in zip(seconds, programs, strict=True):
-            taken += [_step(*program) for _ in range(WARMUP + STEPS)][WARMUP:]
-    if rank == 0:
-        torch.save(seconds, Path(folder, "seconds.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
+    module = load(program["source"], "<program>")
+    executor = Executor(module, runtime, program["values"], training, tied=program["tied"])
+    return [_step(executor, program["batch"]) for _ in range(WARMUP + STEPS)][WARMUP:]
 
 
-def _step(program: Executor, batch: dict[str, Tensor]) -> float:
+def _step(executor: Executor, batch: dict[str, Tensor]) -> float:
     """Seconds of one step, the slowest process's."""
     dist.barrier()
     began = time.perf_counter()
-    program.step(batch)
+    executor.step(batch)
     seconds = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
-
-
-def measured(programs: list[dict[str, Any]]) -> list[list[float]]:
-    """The seconds of the steps of each program, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, program in enumerate(programs):
-            torch.save(program, Path(folder, f"{number}.pt"))
-        spawn(_train, args=(folder, len(programs)), nprocs=4)
-        seconds: list[list[float]] = torch.load(Path(folder, "seconds.pt"))
-        return seconds
 
 
 def calibrated(file: Path) -> Calibration:
@@ -211,13 +187,12 @@ def rows(folder: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     made = list(cases(names, folder / "0.toml"))
     print(f"{len(made)} plans made in {time.perf_counter() - began:.0f} s", flush=True)
-    programs = [case.program for case in made]
     taken: list[list[float]] = [[] for _ in made]
     for number in range(PARTS):
         if number:
             parts.append(calibrated(folder / f"{number}.toml"))
-        for seconds, more in zip(taken, measured(programs), strict=True):
-            seconds += more
+        for case, seconds in zip(made, taken, strict=True):
+            seconds += run_ranks(_train, case.program)[0]
     known = middle_of(parts)
     for case, seconds in zip(made, taken, strict=True):
         row = {"model": case.model, "batch": case.batch, "mesh": MESH, "plan": case.pins}
