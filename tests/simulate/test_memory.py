@@ -15,6 +15,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.table import table
 from autopar.intra_op.works import works
 from autopar.ir.capture import Captured
+from autopar.ir.fusion import ASYNC
 from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
@@ -64,7 +65,7 @@ class Case:
 
     def simulated(self) -> tuple[Task, ...]:
         graph, model = self.captured.graph, AnalyticModel(self.plan.mesh)
-        settings = settings_on(self.plan.mesh.device)
+        settings = settings_on("cpu")  # where the ranks are, whatever the plan is for
         return tasks(graph, self.plan, works(graph, self.plan, table()), model, settings)
 
     def measured(self) -> Measured:
@@ -169,6 +170,19 @@ def test_predicted_bytes_are_measured_bytes_under_every_plan(name: str) -> None:
     away = [offloading(case, how) for case in every for how in OFFLOADED]
     away += [offloading(case, "activations") for case in again]
     compare([*every, *again, *away], 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_predicted_bytes_are_measured_bytes_beside_linears(name: str) -> None:
+    """Collectives beside linears, which on CPUs come one after the other."""
+    model, batch = make(name, 4)
+    options = Options(pins=PLANS["sequence"][1], fuse=(ASYNC,))
+    captured = capture_graph(model, (), batch, options, Trace(None))
+    mesh = autopar.Mesh.parse(GRID.replace("cpu", "H100"))
+    plan = make_plan(captured.graph, mesh, options, Trace(None))
+    assert plan.fused[ASYNC].count >= 16
+    compare([Case(name, 4, plan, captured)], 0.02)
 
 
 @pytest.mark.slow
