@@ -246,7 +246,7 @@ class _Search:
     def prove(self) -> None:
         """Ask for what a pipeline might need that is better than the best; set the bound."""
         if not self.patience:
-            return self._known()
+            return None if self.best else self._known()
         order = itertools.count()  # tells apart what has equal bounds
         queue: list[tuple[float, int, int, int]] = []
         drafts: dict[int, Draft] = {}
@@ -317,8 +317,8 @@ class _Search:
         """The best, and other forms whose prices are known, up to twice as slow."""
         if self.best is None:
             raise infeasible(self.space, self.configs)
-        own = (self.best.law, self.best.microbatches)
-        others: dict[tuple[str, int, int], Draft] = {}
+        limit, own = 2 * self.best.seconds, (self.best.law, self.best.microbatches)
+        found = [self.best]
         counts = {count for count, _, _ in self.prices.known}
         for config in self.configs:
             if config.microbatches not in counts:
@@ -326,16 +326,17 @@ class _Search:
             table = self.prices.table(config.microbatches, "none")
             same = (config.law, config.microbatches) == own
             for stages in range(1, self.space.most_stages + 1) if same else (None,):
-                draft = config.best(table, 2 * self.best.seconds, stages)
-                if draft is not None:
-                    others[config.law.name, config.microbatches, len(draft.stages)] = draft
-        others.pop((own[0].name, own[1], len(self.best.stages)), None)
+                draft = config.best(table, limit, stages)
+                found += [draft] if draft is not None else []
+        forms: dict[tuple[str, int, int], Draft] = {}
+        for draft in sorted(found, key=lambda draft: draft.seconds):
+            forms.setdefault((draft.law.name, draft.microbatches, len(draft.stages)), draft)
         transfers = {config.microbatches: config.transfer for config in self.configs}
-        rest = sorted(others.values(), key=lambda draft: draft.seconds)
+        best, *rest = forms.values()
         return Found(
-            pipeline_of(self.best, self.prices, transfers),
+            pipeline_of(best, self.prices, transfers),
             tuple(pipeline_of(draft, self.prices, transfers) for draft in rest),
-            min(self.bound, self.best.seconds),
+            min(self.bound, best.seconds),
             len(self.prices.known),
             self.prices.families,
         )

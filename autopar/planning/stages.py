@@ -186,9 +186,14 @@ def plan_stages(
 
 
 def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, Plan]:
-    """Plans, worked out by several processes where there are any."""
-    keys = list(wanted)
-    dealt = [keys[place :: len(workers)] for place in range(len(workers))]
+    """Plans, worked out by several processes where there are any.
+
+    The last stage has the loss, and takes longest; so plans are dealt from there, back and forth.
+    """
+    dealt: list[list[K]] = [[] for _ in range(len(workers))]
+    for number, key in enumerate(reversed(wanted)):
+        lap, place = divmod(number, len(workers))
+        dealt[-1 - place if lap % 2 else place].append(key)
     answers = workers.run([[wanted[key] for key in row] for row in dealt])
     return {
         key: plan
