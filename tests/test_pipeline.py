@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from autopar.errors import ScheduleError
+from autopar.errors import ScheduleError, StageError
 from autopar.inter_op.schedules import schedules
 from autopar.planning.stages import schedule_of
 from tests.pipelines import Case, Jobs, unsharded
@@ -89,17 +89,14 @@ def test_other_models_by_every_schedule(model: str, groups: tuple[int, ...]) -> 
 @pytest.mark.slow
 def test_resnet() -> None:
     """Running statistics are those of the microbatches, one after another, on one copy."""
-    check(
-        [
-            Case("resnet", schedule, groups, 4, cut="operators")
-            for schedule, groups in (
-                ("1f1b", (2, 2)),
-                ("gpipe", (1, 1, 2)),
-                ("zb_h1", (1, 1, 1, 1)),
-                ("zb_v", (2, 2)),
-            )
-        ]
-    )
+    cases = [replace(case, cut="operators") for case in cases_of("resnet")]
+    check([case for case in cases if case.schedule != "chimera"])
+
+
+def test_two_copies_write_no_statistics() -> None:
+    with pytest.raises(StageError, match="a copy of the stage on two groups") as told:
+        Jobs([Case("resnet", "chimera", cut="operators")])
+    assert told.value.where.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
 @pytest.mark.slow

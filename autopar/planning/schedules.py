@@ -1,4 +1,4 @@
-"""Schedules as plans name them: "1f1b", "interleaved_1f1b chunks=2"."""
+"""Schedules as plans name them, "1f1b" or "interleaved_1f1b chunks=2", and what stages keep there."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ def groups_for(text: str, stages: int, microbatches: int) -> int:
         why="each group of devices has the same number of stages in it",
         todo="change the number of stages, or the schedule's options",
     )
+
+
+def in_flight(schedule: Schedule, stage: int) -> float:
+    """Of how many microbatches a stage keeps activations at most, on average over those of its
+    rank.
+    """
+    ranks = {placed[stage] for placed in schedule.placement}
+    return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
+
+
+def held_beside(schedule: Schedule, stage: int) -> float:
+    """How many stages there are on the rank of a stage that has the most."""
+    ranks = {placed[stage] for placed in schedule.placement}
+    return float(max(len(schedule.holds[rank]) for rank in ranks))

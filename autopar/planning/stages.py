@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import MeshError, StageError
-from autopar.inter_op.schedule import Schedule
 from autopar.intra_op.options import operand_types, whole_options
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.works import node_work
@@ -26,7 +25,13 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.fitting import ALIKE
 from autopar.planning.repeated import Repeated
-from autopar.planning.schedules import groups_for, read_schedule, schedule_of
+from autopar.planning.schedules import (
+    groups_for,
+    held_beside,
+    in_flight,
+    read_schedule,
+    schedule_of,
+)
 from autopar.planning.simulated import predicted
 from autopar.planning.single import Options, Trace, cost_model, make_plan
 from autopar.planning.stage_pins import stage_pins
@@ -121,7 +126,8 @@ def plan_stages(
 
     Raises:
         ScheduleError: the schedule is none, or does not fit the sizes.
-        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes.
+        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes or
+            write buffers.
         InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
             see `make_plan`.
     """
@@ -141,6 +147,15 @@ def plan_stages(
                 f"the copies of stage {number} have unequal meshes",
                 why=", ".join(str(sub.mesh) for sub in copies),
                 todo="give all groups of devices of such a schedule one mesh",
+            )
+        written = [parts[number][name].target for n in parts[number].nodes for name in writes(n)]
+        if written and len(copies) > 1:
+            raise StageError(
+                f"schedule {schedule!r} cannot run stage {number}",
+                where=written[0],
+                why="it has a copy of the stage on two groups of devices, each of which would "
+                "write that buffer from its own microbatches",
+                todo="take a schedule with one copy, such as 1f1b",
             )
     meshes = [copies[0].mesh for copies in held]
     pins = stage_pins(graph, parts, meshes, options)
@@ -200,20 +215,6 @@ def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, P
         for row, plans in zip(dealt, answers, strict=True)
         for key, plan in zip(row, plans, strict=True)
     }
-
-
-def in_flight(schedule: Schedule, stage: int) -> float:
-    """Of how many microbatches a stage keeps activations at most, on average over those of its
-    rank.
-    """
-    ranks = {placed[stage] for placed in schedule.placement}
-    return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
-
-
-def held_beside(schedule: Schedule, stage: int) -> float:
-    """How many stages there are on the rank of a stage that has the most."""
-    ranks = {placed[stage] for placed in schedule.placement}
-    return float(max(len(schedule.holds[rank]) for rank in ranks))
 
 
 def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> dict[float, Plan]:
