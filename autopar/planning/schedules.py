@@ -1,4 +1,4 @@
-"""Schedules as plans name them, "1f1b" or "interleaved_1f1b chunks=2", and what stages keep there."""
+"""Schedules as plans name them, "1f1b" or "interleaved_1f1b chunks=2", and what ranks keep."""
 
 from __future__ import annotations
 
