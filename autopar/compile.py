@@ -149,7 +149,7 @@ def compile(
         stages: into how many stages the model is cut; each runs on a part of the mesh.
         microbatches: into how many equal slices a batch is cut, along the first dimension of all
             its tensors. Gradients are those of the mean of their losses; batch norms see one
-            microbatch at a time.
+            microbatch at a time, under any schedule but those with two copies of a stage.
         schedule: in which order stages and microbatches run, with its options if it takes any:
             "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         state: how far parameters, gradients and optimizer state are split where devices hold
