@@ -4,60 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
-from autopar.cost.device import device
-from autopar.cost.network import near
-from autopar.errors import PlanMismatchError
-from autopar.ir.collective import GATHERS, Collective, Resharder, Step
+from autopar.ir.collective import GATHERS, Collective, Step
 from autopar.ir.exchange import exchanged
-from autopar.ir.fusion.overlapped import ASYNC, Beside, Overlaps
-from autopar.ir.graph import Graph, Name, Node
-from autopar.ir.recompute import selective_runs
+from autopar.ir.graph import Name, Node
 from autopar.ir.storage import EACH, Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import NodePlan, Plan
+from autopar.placed import Placed
+from autopar.plan import NodePlan
 
 
 @dataclass(frozen=True)
-class Printer:
-    """What all scopes of a program share: the graph, the plan and the prices."""
+class Printer(Placed):
+    """What all scopes of a program share: the graph in the layouts of the plan, and the prices."""
 
-    graph: Graph
-    plan: Plan
-    resharder: Resharder
     price: Callable[[Collective], float]
-
-    @cached_property
-    def overlaps(self) -> Overlaps:
-        """Which collectives run beside linears."""
-        plan = self.plan
-        switched = ASYNC in plan.fuse
-        return Overlaps(
-            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
-            self.resharder,
-            near(plan.mesh, device(plan.mesh)) if switched else (),
-            lambda name: [layout for _, layout in self.planned(name).operands],
-            self.result,
-        )
-
-    def planned(self, name: str) -> NodePlan:
-        """The plan's entry for a node of any block.
-
-        Raises:
-            PlanMismatchError: it has none.
-        """
-        template = self.graph.template[name]
-        if template not in self.plan.nodes:
-            raise PlanMismatchError(
-                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
-            )
-        return self.plan.nodes[template]
-
-    def result(self, name: str, index: int = 0) -> Layout:
-        """The layout that a node gives its result."""
-        return self.planned(name).results[index][1]
 
     def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
         """Elements of a dimension that a device holds: a number, or code where that differs."""
@@ -83,18 +45,6 @@ class Printer:
         if step.backward is not None:
             note += f"  backward {step.backward.kind} {self._call_note(step.backward)}"
         return note
-
-    def storage(self, leaf: Node) -> Storage:
-        """Where a parameter and its states lie.
-
-        Raises:
-            PlanMismatchError: the plan does not say it.
-            LayoutError: it says what cannot be.
-        """
-        self.planned(leaf.name)
-        (share,) = self.graph.users[leaf.name]
-        self.planned(share)
-        return self.plan.storage(self.graph.template[leaf.name], self.graph.template[share])
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
         """The collectives of a parameter in a step."""

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
-from autopar.cost.device import device
-from autopar.cost.network import near
-from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Resharder, Step
-from autopar.ir.fusion.overlapped import ASYNC, LINEAR, SHARE, Beside, Overlaps
+from autopar.ir.fusion.overlapped import LINEAR, SHARE
 from autopar.ir.graph import Graph, Node, Repeat
-from autopar.ir.recompute import selective_runs
-from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
-from autopar.plan import NodePlan, Plan
+from autopar.placed import Placed
+from autopar.plan import Plan
 from autopar.simulate.lines import (
     LEAF,
     Assign,
@@ -45,56 +40,19 @@ def program(graph: Graph, plan: Plan, resharder: Resharder) -> Program:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    layouts = _Layouts(graph, plan, resharder)
+    placed = Placed(graph, plan, resharder)
     outside = [_outside(graph, repeat) for repeat in graph.repeats]
     blocks = tuple(
-        _block(layouts, repeat, names) for repeat, names in zip(graph.repeats, outside, strict=True)
+        _block(placed, repeat, names) for repeat, names in zip(graph.repeats, outside, strict=True)
     )
-    return Program(_forward(layouts, outside), blocks)
+    return Program(_forward(placed, outside), blocks)
 
 
-@dataclass(frozen=True)
-class _Layouts:
-    graph: Graph
-    plan: Plan
-    resharder: Resharder
-
-    def planned(self, name: str) -> NodePlan:
-        template = self.graph.template[name]
-        if template not in self.plan.nodes:
-            raise PlanMismatchError(
-                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
-            )
-        return self.plan.nodes[template]
-
-    @cached_property
-    def overlaps(self) -> Overlaps:
-        """Which collectives run beside linears."""
-        plan = self.plan
-        switched = ASYNC in plan.fuse
-        return Overlaps(
-            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
-            self.resharder,
-            near(plan.mesh, device(plan.mesh)) if switched else (),
-            lambda name: [layout for _, layout in self.planned(name).operands],
-            self.result,
-        )
-
-    def storage(self, leaf: Node) -> Storage:
-        (share,) = self.graph.users[leaf.name]
-        names = (self.graph.template[leaf.name], self.graph.template[share])
-        for name in names:
-            self.planned(name)
-        return self.plan.storage(*names)
-
-    def result(self, name: str, index: int = 0) -> Layout:
-        return self.planned(name).results[index][1]
-
-    def carried(self, repeat: Repeat) -> list[Layout]:
-        """The layout of each carried value where a block begins."""
-        first = set(repeat.iterations[0])
-        shares = (next(n for n in self.graph.users[e] if n in first) for e, _ in repeat.carried)
-        return [self.planned(share).operands[0][1] for share in shares]
+def _carried(placed: Placed, repeat: Repeat) -> list[Layout]:
+    """The layout of each carried value where a block begins."""
+    first, users = set(repeat.iterations[0]), placed.graph.users
+    shares = (next(name for name in users[e] if name in first) for e, _ in repeat.carried)
+    return [placed.planned(share).operands[0][1] for share in shares]
 
 
 @dataclass
@@ -106,8 +64,8 @@ class _Held:
 class _Writer:
     """The lines of one function."""
 
-    def __init__(self, layouts: _Layouts, nodes: Iterable[Node], results: Iterable[str]) -> None:
-        self.layouts, self.graph = layouts, layouts.graph
+    def __init__(self, placed: Placed, nodes: Iterable[Node], results: Iterable[str]) -> None:
+        self.placed, self.graph = placed, placed.graph
         self.lines: list[Line] = []
         self.held: dict[str, _Held] = {}
         self.sent: dict[tuple[str, Layout], str] = {}
@@ -125,7 +83,7 @@ class _Writer:
 
     def look_up(self, value: str) -> _Held:
         if value not in self.held:
-            self.hold(value, LEAF + value, self.layouts.result(value))
+            self.hold(value, LEAF + value, self.placed.result(value))
         return self.held[value]
 
     def operand(self, value: str, wanted: Layout) -> str:
@@ -143,7 +101,7 @@ class _Writer:
 
     def _steps(self, value: str, src: Layout, dst: Layout) -> tuple[Step, ...]:
         node = self.graph[value]
-        return self.layouts.resharder.steps(node.type, src, dst, node.requires_grad)
+        return self.placed.resharder.steps(node.type, src, dst, node.requires_grad)
 
     def _reshard(self, value: str, source: str, target: str, steps: tuple[Step, ...]) -> None:
         for step in steps:
@@ -162,13 +120,13 @@ class _Writer:
             return
         if node.name in self.held:  # with another, before its place
             return
-        beside = node.op in (LINEAR, SHARE) and self.layouts.overlaps.near
+        beside = node.op in (LINEAR, SHARE) and self.placed.overlaps.near
         if beside and (self._gathered(node) or self._scattered(node)):
             return
         if node.op in IDENTITIES:
             self._share(node)
             return
-        planned = self.layouts.planned(node.name)
+        planned = self.placed.planned(node.name)
         operands = tuple(
             self.operand(value, layout)
             for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
@@ -183,7 +141,7 @@ class _Writer:
     def _gathered(self, node: Node) -> bool:
         """What is read by linears that run while it is gathered, and those linears."""
         read = self.look_up(node.inputs[0])
-        found = self.layouts.overlaps.gather(node, read.layout)
+        found = self.placed.overlaps.gather(node, read.layout)
         if found is None:
             return False
         for name in (name for linear in found.linears for name in linear.inputs[1:]):
@@ -197,7 +155,7 @@ class _Writer:
             self.lines.append(Sum(node, whole))
             self.hold(node.name, whole, found.step.dst)
         for linear in found.linears:
-            planned = self.layouts.planned(linear.name)
+            planned = self.placed.planned(linear.name)
             rest = zip(linear.inputs[1:], planned.operands[1:], strict=True)
             operands = [whole, *(self.operand(name, layout) for name, (_, layout) in rest)]
             target = self.fresh()
@@ -215,7 +173,7 @@ class _Writer:
 
     def _scattered(self, node: Node) -> bool:
         """A linear that runs while its result is scattered."""
-        found = self.layouts.overlaps.scatter(node)
+        found = self.placed.overlaps.scatter(node)
         if found is None:
             return False
         operands = map(self.operand, node.inputs, found.operands)
@@ -228,7 +186,7 @@ class _Writer:
         return True
 
     def _share(self, node: Node) -> None:
-        planned = self.layouts.planned(node.name)
+        planned = self.placed.planned(node.name)
         value = node.inputs[0]
         (_, into), (_, out) = planned.operands[0], planned.results[0]
         if self.graph[value].op == "param" and self._use(node, self.graph[value]):
@@ -249,7 +207,7 @@ class _Writer:
         self.hold(node.name, target, out)
 
     def _use(self, node: Node, leaf: Node) -> bool:
-        storage = self.layouts.storage(leaf)
+        storage = self.placed.storage(leaf)
         if storage.moves:
             self.uses[leaf.name] -= 1
             target = self.fresh()
@@ -263,8 +221,8 @@ class _Writer:
         self.uses[value] -= 1
         target = self.fresh()
         self.lines.append(Compute(node, (self.look_up(value).variable,), target))
-        wanted = self.layouts.result(node.name)
-        steps = self._steps(node.name, self.layouts.result(value, index), wanted)
+        wanted = self.placed.result(node.name)
+        steps = self._steps(node.name, self.placed.result(value, index), wanted)
         self._reshard(node.name, target, target, steps)
         self.hold(node.name, target, wanted)
 
@@ -285,18 +243,18 @@ def _outside(graph: Graph, repeat: Repeat) -> tuple[str, ...]:
     )
 
 
-def _block(layouts: _Layouts, repeat: Repeat, outside: tuple[str, ...]) -> Function:
-    graph = layouts.graph
+def _block(placed: Placed, repeat: Repeat, outside: tuple[str, ...]) -> Function:
+    graph = placed.graph
     nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
-    writer = _Writer(layouts, nodes, [leaves for _, leaves in repeat.carried])
-    carried = layouts.carried(repeat)
+    writer = _Writer(placed, nodes, [leaves for _, leaves in repeat.carried])
+    carried = _carried(placed, repeat)
     arguments = []
     for (entry, _), layout in zip(repeat.carried, carried, strict=True):
         arguments.append(writer.fresh())
         writer.hold(entry, arguments[-1], layout)
     for name in outside:
         arguments.append(writer.fresh())
-        writer.hold(name, arguments[-1], layouts.result(name))
+        writer.hold(name, arguments[-1], placed.result(name))
     for node in nodes:
         writer.add(node)
     results = [
@@ -306,20 +264,20 @@ def _block(layouts: _Layouts, repeat: Repeat, outside: tuple[str, ...]) -> Funct
     return writer.function(arguments, results)
 
 
-def _forward(layouts: _Layouts, outside: list[tuple[str, ...]]) -> Function:
-    graph = layouts.graph
+def _forward(placed: Placed, outside: list[tuple[str, ...]]) -> Function:
+    graph = placed.graph
     home = {n: k for k, repeat in enumerate(graph.repeats) for it in repeat.iterations for n in it}
     nodes = [node for node in graph.nodes if node.name not in home and not node.is_leaf]
     used = [name for names in outside for name in names]
     used += [entry for repeat in graph.repeats for entry, _ in repeat.carried]
     used += [node for _, node in graph.outputs]
-    writer = _Writer(layouts, nodes, used)
+    writer = _Writer(placed, nodes, used)
     wanted = {name for node in nodes for name in node.inputs} | set(used)
     for leaf in (*graph.leaves("input"), *graph.leaves("received")):
         if leaf.name in wanted:
             variable = writer.fresh()
             writer.lines.append(Assign(LEAF + leaf.name, variable))
-            writer.hold(leaf.name, variable, layouts.result(leaf.name))
+            writer.hold(leaf.name, variable, placed.result(leaf.name))
     called: set[int] = set()
     for node in graph.nodes:
         run = home.get(node.name)
@@ -330,13 +288,13 @@ def _forward(layouts: _Layouts, outside: list[tuple[str, ...]]) -> Function:
             continue
         called.add(run)
         _call(writer, run, outside[run])
-    results = [writer.operand(node, _ending(layouts, node)) for _, node in graph.outputs]
+    results = [writer.operand(node, _ending(placed, node)) for _, node in graph.outputs]
     return writer.function((), results)
 
 
 def _call(writer: _Writer, run: int, outside: tuple[str, ...]) -> None:
     repeat = writer.graph.repeats[run]
-    carried = writer.layouts.carried(repeat)
+    carried = _carried(writer.placed, repeat)
     variables = [
         writer.operand(entry, layout)
         for (entry, _), layout in zip(repeat.carried, carried, strict=True)
@@ -344,21 +302,21 @@ def _call(writer: _Writer, run: int, outside: tuple[str, ...]) -> None:
     targets = [writer.fresh() for _ in variables]
     for target, variable in zip(targets, variables, strict=True):
         writer.lines.append(Assign(variable, target))
-    read = tuple(writer.operand(name, writer.layouts.result(name)) for name in outside)
+    read = tuple(writer.operand(name, writer.placed.result(name)) for name in outside)
     writer.lines.append(Call(run, tuple(targets), read))
     last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
     for (_, leaves), target, layout in zip(repeat.carried, targets, carried, strict=True):
         writer.hold(last[leaves], target, layout)
 
 
-def _ending(layouts: _Layouts, node: str) -> Layout:
+def _ending(placed: Placed, node: str) -> Layout:
     """The loss ends whole on every device, other outputs stay as they are."""
-    graph = layouts.graph
+    graph = placed.graph
     if node == graph.loss:
         return Layout.replicated(len(graph[node].type.shape))
     for repeat in graph.repeats:
         last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
-        for (_, leaves), layout in zip(repeat.carried, layouts.carried(repeat), strict=True):
+        for (_, leaves), layout in zip(repeat.carried, _carried(placed, repeat), strict=True):
             if last[leaves] == node:
                 return layout
-    return layouts.result(node)
+    return placed.result(node)

@@ -1,0 +1,68 @@
+"""A graph in the layouts of a plan: what code generation and the simulator both look up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost.device import device
+from autopar.cost.network import near
+from autopar.errors import PlanMismatchError
+from autopar.ir.collective import Resharder
+from autopar.ir.fusion.overlapped import ASYNC, Beside, Overlaps
+from autopar.ir.graph import Graph, Node
+from autopar.ir.recompute import selective_runs
+from autopar.ir.storage import Storage
+from autopar.ir.tensor import Layout
+from autopar.plan import NodePlan, Plan
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A graph, a plan for it, and what changes layouts."""
+
+    graph: Graph
+    plan: Plan
+    resharder: Resharder
+
+    def planned(self, name: str) -> NodePlan:
+        """The plan's entry for a node of any block.
+
+        Raises:
+            PlanMismatchError: it has none.
+        """
+        template = self.graph.template[name]
+        if template not in self.plan.nodes:
+            raise PlanMismatchError(
+                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
+            )
+        return self.plan.nodes[template]
+
+    def result(self, name: str, index: int = 0) -> Layout:
+        """The layout that a node gives its result."""
+        return self.planned(name).results[index][1]
+
+    def storage(self, leaf: Node) -> Storage:
+        """Where a parameter and its states lie.
+
+        Raises:
+            PlanMismatchError: the plan does not say it.
+            LayoutError: it says what cannot be.
+        """
+        self.planned(leaf.name)
+        (share,) = self.graph.users[leaf.name]
+        self.planned(share)
+        return self.plan.storage(self.graph.template[leaf.name], self.graph.template[share])
+
+    @cached_property
+    def overlaps(self) -> Overlaps:
+        """Which collectives run beside linears."""
+        plan = self.plan
+        switched = ASYNC in plan.fuse
+        return Overlaps(
+            Beside(self.graph, selective_runs(self.graph, plan.recompute)),
+            self.resharder,
+            near(plan.mesh, device(plan.mesh)) if switched else (),
+            lambda name: [layout for _, layout in self.planned(name).operands],
+            self.result,
+        )
