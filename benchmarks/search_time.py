@@ -60,7 +60,8 @@ def main() -> None:
     """Plan, time, write, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    found = [row(case, parser.parse_args().repeats) for case in CASES]
+    repeats = parser.parse_args().repeats
+    found = [row(case, repeats) for case in CASES]
     heads = ("model", "mesh", "batch", "seconds", "range", "plan", "a step, simulated", "memory")
     lines = (
         (

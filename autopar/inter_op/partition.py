@@ -246,7 +246,9 @@ class _Search:
     def prove(self) -> None:
         """Ask for what a pipeline might need that is better than the best; set the bound."""
         if not self.patience:
-            return None if self.best else self._known()
+            if self.best is None:
+                self._known()
+            return
         order = itertools.count()  # tells apart what has equal bounds
         queue: list[tuple[float, int, int, int]] = []
         drafts: dict[int, Draft] = {}

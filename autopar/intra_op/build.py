@@ -104,7 +104,7 @@ def build(
             where = builder.alive.points[worst]
             raise too_small("no plan fits", memory_limit, sum(held.values()), held, where)
     progress("reshardings")
-    problem = Problem(graph.name, choices, tuple(builder.edges()), memory_limit)
+    problem = Problem(graph.name, choices, builder.edges(), memory_limit)
     return Built(
         problem,
         tuple(builder.names),

@@ -9,8 +9,7 @@ which its memory can be at its most, and a node holds at each of them what `life
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -287,7 +286,7 @@ class Builder:
         saved += self.alive.products.get(node.name, 0) * np.array(found["value", -1])
         self.sums[node.name] = tuple(saved.tolist())
 
-    def edges(self) -> Iterator[Edge]:
+    def edges(self) -> tuple[Edge, ...]:
         """One resharding matrix per use of a value.
 
         A block's function takes a carried value in the layout in which its share reads it, and
@@ -301,7 +300,7 @@ class Builder:
             for entry, leaves in repeat.carried
             for name in repeat.iterations[0]
         }
-        number = itertools.count()
+        found: list[Edge] = []
         for node in self.graph.folded:
             if node.op == "param":
                 continue
@@ -315,13 +314,13 @@ class Builder:
                     again = self.reached.get(node.name, 0)
                     edge = self._edge(source, count, node, index, again)
                     times = (count + again, count)
-                    yield self.hidden.less(
-                        next(number), edge, self.graph[source], node, index, times
+                    found.append(
+                        self.hidden.less(len(found), edge, self.graph[source], node, index, times)
                     )
                     continue
-                yield self._edge(source, 1, node, index)
-                yield self._edge(*leaving[value, node.name], node, index)
-                next(number), next(number)
+                found.append(self._edge(source, 1, node, index))
+                found.append(self._edge(*leaving[value, node.name], node, index))
+        return tuple(found)
 
     def _held_after_blocks(self) -> dict[str, str]:
         """Value that leaves the last block of a run -> the share in whose layout it is held.
