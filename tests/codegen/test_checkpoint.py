@@ -1,22 +1,18 @@
-"""Checkpoints in one process: boxes, values, the folder, optimizers, plain models, weights."""
+"""Checkpoints in one process: the folder, optimizers, plain models, weights."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import os
 import pickle
 import re
 import resource
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,100 +20,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen.checkpoint import index
-from autopar.codegen.checkpoint.boxes import Box, box_of
-from autopar.codegen.checkpoint.values import decode, encode
-from autopar.codegen.state import Piece
 from autopar.errors import CheckpointError, StateError
-from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import Layout
 from tests import models
 from tests.models import Mlp
 
 SINGLE = "cpu: x=1"
 NOBODY = 65534
 BATCH = torch.arange(32.0).reshape(4, 8).sin()
-
-
-# Boxes -------------------------------------------------------------------------------------------
-
-
-def array_split(whole: np.ndarray, layout: Layout, mesh: Mesh, place: dict[str, int]) -> np.ndarray:
-    """What a device holds: numpy's array_split, one axis inside the other."""
-    for dim, axes in enumerate(layout.dims):
-        for axis in axes:
-            whole = np.array_split(whole, mesh.axis_size(axis), dim)[place[axis]]
-    return whole
-
-
-@pytest.mark.parametrize("piece", [None, Piece(0, 5, 13), Piece(1, 3, 11)])
-def test_a_box_is_what_array_split_gives_the_device(piece: Piece | None) -> None:
-    mesh = Mesh.parse("cpu: a=2, b=3")
-    splits = [(), ("a",), ("b",), ("a", "b"), ("b", "a")]
-    full = np.arange(20 * 17).reshape(20, 17)
-    held = full
-    if piece is not None:
-        held = np.take(full, range(piece.start, piece.start + piece.length), piece.dim)
-    layouts = [
-        Layout(dims)
-        for dims in itertools.product(splits, splits)
-        if not set(dims[0]) & set(dims[1])
-    ]
-    assert len(layouts) > 10
-    for layout in layouts:
-        seen = np.zeros_like(full)
-        for rank in range(mesh.size):
-            place = mesh.coordinate(rank)
-            box = box_of(layout, held.shape, mesh, place, piece)
-            assert np.array_equal(full[box.slices], array_split(held, layout, mesh, place))
-            assert box.inside(full.shape)
-            seen[box.slices] += 1
-        replicas = mesh.size // math.prod(mesh.axis_size(a) for a in layout.sharded_axes)
-        inside = np.isin(full, held)
-        assert (seen[inside] == replicas).all()
-        assert not seen[~inside].any()
-
-
-def test_a_box_outside_is_told() -> None:
-    assert Box((0, 2), (3, 2)).inside((3, 4))
-    assert not Box((0, 3), (3, 2)).inside((3, 4))
-    assert not Box((-1, 0), (2, 2)).inside((3, 4))
-    assert not Box((0,), (3,)).inside((3, 4))
-
-
-# Values ------------------------------------------------------------------------------------------
-
-
-def test_values_come_back_as_they_were() -> None:
-    value = {
-        "plain": [None, True, 3, 0.1, 1e-310, "text"],
-        "odd": [math.inf, -math.inf, -0.0],
-        "pair": (1, (2.5,), []),
-        7: {(1, 2): Counter({4: 2, 9: 1})},
-        "sets": [{1, 2}, frozenset({"a"})],
-    }
-    assert decode(encode(value, "it")) == value
-    assert math.isnan(decode(encode(math.nan, "it")))
-    assert isinstance(decode(encode(value, "it"))[7][1, 2], Counter)
-    tensors = [
-        torch.tensor([0.1, math.inf, math.nan], dtype=torch.float32),
-        torch.randn(3, 2).to(torch.bfloat16),
-        torch.tensor(2**62 + 1),
-        torch.tensor([True, False]),
-        torch.randn(2, dtype=torch.complex64),
-        torch.empty(0, 3),
-    ]
-    for tensor in tensors:
-        found = decode(encode(tensor, "it"))
-        assert found.dtype == tensor.dtype
-        torch.testing.assert_close(found, tensor, rtol=0, atol=0, equal_nan=True)
-
-
-def test_other_values_are_refused_where_they_stand() -> None:
-    with pytest.raises(CheckpointError, match=r"it\['f'\]\[1\] cannot be saved") as caught:
-        encode({"f": [1, len]}, "it")
-    assert "builtin_function_or_method" in caught.value.why
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        decode({"code": "print()"})
 
 
 # The folder --------------------------------------------------------------------------------------
