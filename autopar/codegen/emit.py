@@ -200,10 +200,9 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
         arguments.append(variable)
     for node in nodes:
         scope.add(node)
-    results = [
-        scope.operand(leaves, printer.planned(shares[entry]).operands[0][1])
-        for entry, leaves in repeat.carried
-    ]
+    results = scope.operands(
+        (leaves, printer.planned(shares[entry]).operands[0][1]) for entry, leaves in repeat.carried
+    )
     notes = [
         f"{argument}: {_noted(printer, name, shares)}"
         for argument, name in zip(arguments, [*entries, *outside], strict=True)
@@ -259,9 +258,10 @@ def _forward(printer: Printer, blocks: list[Block]) -> str:
 
     def returned(aside: bool) -> str:
         """Of the outputs so far."""
-        for name, node in graph.outputs:
-            if (node in graph.aside) == aside:
-                results[name] = scope.operand(node, _output_layout(printer, node))
+        ready = [(n, node) for n, node in graph.outputs if (node in graph.aside) == aside]
+        reads = ((node, _output_layout(printer, node)) for _, node in ready)
+        results.update(zip((n for n, _ in ready), scope.operands(reads), strict=True))
+        scope.keep(results.values())
         texts = (f"{quoted(n)}: {results[n]}" for n, _ in graph.outputs if n in results)
         return f"return {{{', '.join(texts)}}}"
 

@@ -43,17 +43,15 @@ def call(
     """
     graph, repeat = printer.graph, block.repeat
     inside = set(repeat.iterations[0])
-    variables, layouts = [], []
-    for entry, _ in repeat.carried:
-        share = next(name for name in graph.users[entry] if name in inside)
-        layout = printer.planned(share).operands[0][1]
-        layouts.append(layout)
-        variables.append(scope.operand(entry, layout))
+    entries = [entry for entry, _ in repeat.carried]
+    shares = [next(n for n in graph.users[entry] if n in inside) for entry in entries]
+    layouts = [printer.planned(share).operands[0][1] for share in shares]
+    variables = scope.operands(zip(entries, layouts, strict=True))
     targets = [scope.fresh("hidden") for _ in variables]
     for target, variable in zip(targets, variables, strict=True):
         if target != variable:
             scope.line(f"{target} = {variable}")
-    outside = [scope.operand(name, printer.result(name)) for name in block.outside]
+    outside = scope.operands((name, printer.result(name)) for name in block.outside)
     arguments = ["mesh", "p", "names" if block.keys.table else "i", *targets, *outside]
     split, kept = stowed
     for begin, end in ((0, split), stowed, (kept, repeat.count)):

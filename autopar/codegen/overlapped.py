@@ -30,12 +30,10 @@ def _gathered(scope: Scope, node: Node) -> bool:
     for name in (name for linear in found.linears for name in linear.inputs[1:]):
         scope.ahead(name)
     scope.cite(found.linears[0].source)
-    weights, biases = list[str](), list[str]()
-    for linear in found.linears:
-        layouts = [layout for _, layout in printer.planned(linear.name).operands]
-        weight, *bias = map(scope.operand, linear.inputs[1:], layouts[1:])
-        weights.append(weight)
-        biases.append(bias[0] if bias else "None")
+    read = iter(scope.operands(printer.overlaps.parameters(found)))
+    given = [[next(read) for _ in linear.inputs[1:]] for linear in found.linears]
+    weights = [weight for weight, *_ in given]
+    biases = [bias[0] if bias else "None" for _, *bias in given]
     scope.read(found.value.name)
     scope.hold(node.name, held.variable, held.layout)
     variables = []
@@ -60,7 +58,7 @@ def _scattered(scope: Scope, node: Node) -> bool:
     if found is None:
         return False
     scope.cite(node.source)
-    operands = list(map(scope.operand, node.inputs, found.operands))
+    operands = scope.operands(zip(node.inputs, found.operands, strict=True))
     variable = scope.fresh(scope.wish(node))
     scope.hold(node.name, variable, found.step.dst)
     note = scope.printer.step_note(found.step, node.type)

@@ -84,6 +84,7 @@ class Scope:
         self.lines: list[str] = []
         self.held: dict[str, Held] = {}
         self._resharded: dict[tuple[str, Layout], str] = {}
+        self._kept: frozenset[str] = frozenset()
         self._names = set(RESERVED)
         self._uses: dict[str, int] = {}
         self._source = Source()
@@ -121,6 +122,22 @@ class Scope:
             self.lines += [f"{call}(", f"    {arguments[:-1]}", ")"]
         else:
             self.lines.append(code)
+
+    def operands(self, reads: Iterable[tuple[str, Layout]]) -> list[str]:
+        """The variables that hold values in these layouts when one statement reads them all.
+
+        A value that it reads in two layouts is in two variables.
+        """
+        found, kept = list[str](), self._kept
+        for value, layout in reads:
+            found.append(self.operand(value, layout))
+            self.keep(found[-1:])
+        self._kept = kept
+        return found
+
+    def keep(self, variables: Iterable[str]) -> None:
+        """Give none of these variables another value from here on."""
+        self._kept |= frozenset(variables)
 
     def operand(self, value: str, wanted: Layout) -> str:
         """The variable that holds `value` in the layout `wanted`, written down if need be."""
@@ -160,7 +177,9 @@ class Scope:
     def _target(self, value: str, variable: str) -> str:
         """The name of a resharded value: its own again where nobody needs the old one."""
         owners = [name for name, held in self.held.items() if held.variable == variable]
-        if variable.isidentifier() and not any(self._uses.get(name, 0) for name in owners):
+        owners += [name for (name, _), copy in self._resharded.items() if copy == variable]
+        read = variable in self._kept or any(self._uses.get(name, 0) for name in owners)
+        if variable.isidentifier() and not read:
             return variable
         stem = variable if variable.isidentifier() else self.printer.graph[value].name
         return self.fresh(stem)
@@ -199,10 +218,8 @@ class Scope:
         planned = self.printer.planned(node.name)
         self.cite(node.source)
         parts = self._parts(node)
-        operands = [
-            self.operand(value, layout)
-            for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
-        ]
+        wanted = (layout for _, layout in planned.operands)
+        operands = self.operands(zip(node.inputs, wanted, strict=True))
         layouts = tuple(layout for _, layout in planned.results)
         code = self._random(node, operands, layouts) or self._local(node, planned, operands)
         note = "; ".join(

@@ -69,6 +69,7 @@ class _Writer:
         self.lines: list[Line] = []
         self.held: dict[str, _Held] = {}
         self.sent: dict[tuple[str, Layout], str] = {}
+        self.kept: frozenset[str] = frozenset()
         self.uses: dict[str, int] = {}
         self.count = 0
         for name in (*(n for node in nodes for n in node.inputs), *results):
@@ -85,6 +86,15 @@ class _Writer:
         if value not in self.held:
             self.hold(value, LEAF + value, self.placed.result(value))
         return self.held[value]
+
+    def operands(self, reads: Iterable[tuple[str, Layout]]) -> list[str]:
+        """The variables that hold values in these layouts when one line reads them all."""
+        found, kept = list[str](), self.kept
+        for value, layout in reads:
+            found.append(self.operand(value, layout))
+            self.kept |= {found[-1]}
+        self.kept = kept
+        return found
 
     def operand(self, value: str, wanted: Layout) -> str:
         """The variable that holds `value` in the layout `wanted`."""
@@ -110,7 +120,9 @@ class _Writer:
 
     def _target(self, variable: str) -> str:
         owners = [name for name, held in self.held.items() if held.variable == variable]
-        if not variable.startswith(LEAF) and not any(self.uses.get(name, 0) for name in owners):
+        owners += [name for (name, _), copy in self.sent.items() if copy == variable]
+        read = variable in self.kept or any(self.uses.get(name, 0) for name in owners)
+        if not variable.startswith(LEAF) and not read:
             return variable
         return self.fresh()
 
@@ -127,12 +139,10 @@ class _Writer:
             self._share(node)
             return
         planned = self.placed.planned(node.name)
-        operands = tuple(
-            self.operand(value, layout)
-            for value, (_, layout) in zip(node.inputs, planned.operands, strict=True)
-        )
+        wanted = (layout for _, layout in planned.operands)
+        operands = self.operands(zip(node.inputs, wanted, strict=True))
         target = self.fresh()
-        self.lines.append(Compute(node, operands, target))
+        self.lines.append(Compute(node, tuple(operands), target))
         if self.uses.get(node.name):
             self.hold(node.name, target, planned.results[0][1])
         else:  # the value is not kept
@@ -154,13 +164,12 @@ class _Writer:
             # The sum is made by the product, of gradients that are copied side by side for it.
             self.lines.append(Sum(node, whole))
             self.hold(node.name, whole, found.step.dst)
+        read = iter(self.operands(self.placed.overlaps.parameters(found)))
         for linear in found.linears:
-            planned = self.placed.planned(linear.name)
-            rest = zip(linear.inputs[1:], planned.operands[1:], strict=True)
-            operands = [whole, *(self.operand(name, layout) for name, (_, layout) in rest)]
+            operands = (whole, *(next(read) for _ in linear.inputs[1:]))
             target = self.fresh()
-            self.lines.append(Compute(linear, tuple(operands), target, apart=True))
-            self.hold(linear.name, target, planned.results[0][1])
+            self.lines.append(Compute(linear, operands, target, apart=True))
+            self.hold(linear.name, target, self.placed.result(linear.name))
         self.lines.append(Assign("", whole))
         return True
 
@@ -176,7 +185,7 @@ class _Writer:
         found = self.placed.overlaps.scatter(node)
         if found is None:
             return False
-        operands = map(self.operand, node.inputs, found.operands)
+        operands = self.operands(zip(node.inputs, found.operands, strict=True))
         target = self.fresh()
         self.lines += [
             Compute(node, tuple(operands), target, apart=True),
@@ -257,10 +266,8 @@ def _block(placed: Placed, repeat: Repeat, outside: tuple[str, ...]) -> Function
         writer.hold(name, arguments[-1], placed.result(name))
     for node in nodes:
         writer.add(node)
-    results = [
-        writer.operand(leaves, layout)
-        for (_, leaves), layout in zip(repeat.carried, carried, strict=True)
-    ]
+    leaving = (leaves for _, leaves in repeat.carried)
+    results = writer.operands(zip(leaving, carried, strict=True))
     return writer.function(arguments, results)
 
 
@@ -288,22 +295,20 @@ def _forward(placed: Placed, outside: list[tuple[str, ...]]) -> Function:
             continue
         called.add(run)
         _call(writer, run, outside[run])
-    results = [writer.operand(node, _ending(placed, node)) for _, node in graph.outputs]
+    results = writer.operands((node, _ending(placed, node)) for _, node in graph.outputs)
     return writer.function((), results)
 
 
 def _call(writer: _Writer, run: int, outside: tuple[str, ...]) -> None:
     repeat = writer.graph.repeats[run]
     carried = _carried(writer.placed, repeat)
-    variables = [
-        writer.operand(entry, layout)
-        for (entry, _), layout in zip(repeat.carried, carried, strict=True)
-    ]
+    entries = (entry for entry, _ in repeat.carried)
+    variables = writer.operands(zip(entries, carried, strict=True))
     targets = [writer.fresh() for _ in variables]
     for target, variable in zip(targets, variables, strict=True):
         writer.lines.append(Assign(variable, target))
-    read = tuple(writer.operand(name, writer.placed.result(name)) for name in outside)
-    writer.lines.append(Call(run, tuple(targets), read))
+    read = writer.operands((name, writer.placed.result(name)) for name in outside)
+    writer.lines.append(Call(run, tuple(targets), tuple(read)))
     last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
     for (_, leaves), target, layout in zip(repeat.carried, targets, carried, strict=True):
         writer.hold(last[leaves], target, layout)

@@ -181,6 +181,14 @@ class Overlaps:
             return None
         return Overlapped(step, value, linears)
 
+    def parameters(self, found: Overlapped) -> list[tuple[str, Layout]]:
+        """Weights and biases of the linears, with the layouts in which these read them."""
+        return [
+            read
+            for linear in found.linears
+            for read in list(zip(linear.inputs, self.operands(linear.name), strict=True))[1:]
+        ]
+
     def scatter(self, linear: Node) -> Overlapped | None:
         """The reduce_scatter behind a linear.
 
