@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 SOURCES := $(wildcard autopar kernels benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo lint format test slow bench clean
+.PHONY: help .venv demo lint format docs test slow bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([.a-z]*\):.*## /\1\t/p' Makefile | sort | expand -t 10
@@ -33,7 +33,10 @@ format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## lint, then every test but the slow ones
+docs: $(STAMP) ## build the documentation into build/site; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+test: lint docs ## lint, documentation, then every test but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS)
 
 slow: $(STAMP) ## the slow tests

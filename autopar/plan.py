@@ -136,7 +136,8 @@ class Plan:
         """Where a parameter and its states lie.
 
         Args:
-            parameter, share: names of the two nodes of the folded graph.
+            parameter: name of its node in the folded graph.
+            share: name of the node of its share.
 
         Raises:
             LayoutError: its line does not say so.

@@ -162,7 +162,8 @@ class Program(Trained, Checkpointed):
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
 
         Args:
-            args, kwargs: the batch.
+            *args: positional arguments of the batch.
+            **kwargs: keyword arguments of the batch.
             profile: the path of a file for what every rank does in this step and when, for
                 ui.perfetto.dev; the first rank writes it. Such a step takes somewhat longer.
 

@@ -11,7 +11,7 @@ is taken. Each plan trains in processes of its own, as users' plans do: in proce
 tensors of other programs, too, steps take a fifth longer. The first steps do not count. A step's
 time is the slowest process's, the median over steps. The last lines tell the rank correlation
 (Spearman) and the median error of each prediction. Writes results/calibrated.csv and
-calibrated.svg. The machine must be quiet.
+docs/images/calibrated.svg. The machine must be quiet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from autopar.pipelined import values_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, tasks
-from benchmarks.harness import RESULTS, ROOT, middle, write
+from benchmarks.harness import PICTURES, ROOT, middle, write
 from tests import models
 from tests.models import Model
 from tests.ranks import run_ranks
@@ -266,7 +266,7 @@ def main() -> None:
         correlation, error = verdict(found, by)
         print(f"{by}: rank correlation {correlation:.3f}, median error {error:.1%}")
     print(write("calibrated", found))
-    (RESULTS / "calibrated.svg").write_text(drawn(found), encoding="utf-8")
+    (PICTURES / "calibrated.svg").write_text(drawn(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

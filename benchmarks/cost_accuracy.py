@@ -3,7 +3,8 @@
 Nothing is run on an accelerator: every row is a prediction of autopar's cost and memory models for
 a system that others measured, next to what they published (benchmarks/published.json). How each
 system was modelled, and which figures were fitted to which rows, stands in benchmarks/published/.
-Writes results/cost_accuracy.csv and cost_accuracy.svg; `--only TABLE` prints the rows of a table.
+Writes results/cost_accuracy.csv and docs/images/cost_accuracy.svg; `--only TABLE` prints the rows
+of a table.
 
     exact       must be equal, rounded as published
     predicted   no figure was fitted to this table
@@ -31,7 +32,7 @@ from autopar.intra_op.build import build
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
-from benchmarks.harness import RESULTS, write
+from benchmarks.harness import PICTURES, write
 from benchmarks.published import (
     activations,
     alpa,
@@ -372,7 +373,7 @@ def main() -> None:
     if options.only is None:
         cells = [{**asdict(row), "error": row.error, "within": row.within} for row in rows]
         print(f"wrote {write('cost_accuracy', cells)}")
-        picture = RESULTS / "cost_accuracy.svg"
+        picture = PICTURES / "cost_accuracy.svg"
         picture.write_text(drawn(rows), encoding="utf-8")
         print(f"wrote {picture}")
 

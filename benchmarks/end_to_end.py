@@ -295,7 +295,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def table() -> str:
-    """The README's table, from the CSV."""
+    """The table of docs/results, from the CSV."""
     heads = ["model", "program", "a step", "tokens/s", "MFU", "exposed", "predicted", "ours / it"]
     lines = []
     for row in read("end_to_end"):
@@ -339,7 +339,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="one program at a time in memory")
     parser.add_argument("--processes", type=int, default=4, help="where torchrun did not start it")
     parser.add_argument("--output", default="end_to_end", help="the CSV's name; none with ''")
-    parser.add_argument("--table", action="store_true", help="print the README's table, no more")
+    parser.add_argument("--table", action="store_true", help="print the documented table, no more")
     return parser.parse_args()
 
 

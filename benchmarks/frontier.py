@@ -1,7 +1,7 @@
 """Predicted step time against memory a device: `python benchmarks/frontier.py`.
 
-The fastest plans of one model on one node that need less and less memory; the README's table. The
-figures are predictions: nothing is run. It ends with an error unless less memory takes longer.
+The fastest plans of one model on one node that need less and less memory; the table of docs/how-to.
+The figures are predictions: nothing is run. It ends with an error unless less memory takes longer.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "images"
 
 
 def provenance() -> dict[str, str]:
@@ -101,6 +102,6 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for the README."""
+    """A table for the pages of docs/results."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

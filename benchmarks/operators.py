@@ -2,7 +2,7 @@
 
 Every rule is proved on its examples; torch's own samples of its operators (OpInfo) are captured and
 run in parts; DTensor's splits are laid beside the rules'. One CSV each, one row an operator, and
-the table of the README, which `--table` prints again without running anything.
+the table of docs/results/correctness.md, which `--table` prints again without running anything.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def table() -> str:
-    """The README's table, from the CSVs."""
+    """The table of docs/results, from the CSVs."""
     lines = [
         "| judge | operators | strategies | outcome |",
         "|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Predicted step and memory under the user's own words: `python benchmarks/pinned.py`.
 
-One model on one cluster, planned free and under plans of the literature; the README's table. The
-figures are predictions of the cost model: nothing is run.
+One model on one cluster, planned free and under plans of the literature; the table of docs/how-to.
+The figures are predictions of the cost model: nothing is run.
 """
 
 from __future__ import annotations

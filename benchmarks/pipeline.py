@@ -291,7 +291,7 @@ def row_of(
 
 
 def table() -> str:
-    """The README's table, from the CSV."""
+    """The table of docs/results, from the CSV."""
     heads = ["schedule", "stages", "ours", "torch", "ours / torch", "bubble, simulated"]
     lines = []
     for row in sorted(read("pipeline"), key=lambda row: row["stages"]):
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--dry", action="store_true", help="write no file")
-    parser.add_argument("--table", action="store_true", help="print the README's table, no more")
+    parser.add_argument("--table", action="store_true", help="print the documented table, no more")
     given = parser.parse_args()
     if given.table:
         print(table())

@@ -3,7 +3,7 @@
 `autopar plan MODEL --mesh MESH --global-batch SAMPLES` as users run it, each time in a process of
 its own: from the start of Python to the plan's file, with layers, stages, sub-meshes, microbatches
 and schedule chosen together and every stage planned. Seconds of a step are simulated. Writes
-results/search_time.csv and prints the README's table. The machine must be quiet.
+results/search_time.csv and prints the table of docs/results. The machine must be quiet.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ With `--only` and `--runs` the results of others are kept as they are.
 DIR holds files `*-NAME.json.gz`. Costs and time limits that are known stand in `published.json`
 beside DIR; without it, those columns stay empty. Every run is a process of its own; its seconds
 include reading the file. Writes results/solvers.csv, solvers_trace.csv (incumbent and bound against
-time) and solvers.svg.
+time) and docs/images/solvers.svg.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
-from benchmarks.harness import RESULTS, child, write
+from benchmarks.harness import PICTURES, child, write
 
 RUNS = ("auto:0", "auto:1", "ilp:0", "local_search:0")  # solver:seed
 DEFAULT_LIMIT = 60.0
@@ -110,7 +110,7 @@ def main() -> None:
     print(f"wrote {write('solvers', table, keys=KEYS)}")
     path = write("solvers_trace", traces, keys=KEYS)
     print(f"wrote {path}")
-    plot = RESULTS / "solvers.svg"
+    plot = PICTURES / "solvers.svg"
     with path.open(newline="", encoding="utf-8") as file:
         plot.write_text(
             drawn(list(map(_numbers, csv.DictReader(file))), published), encoding="utf-8"

@@ -201,7 +201,7 @@ def rows(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    """The README's table, from the CSV."""
+    """The table of docs/results, from the CSV."""
     heads = ["hosts", "state", "against", "a step", "its step", "ours / it", "peak / its peak"]
     lines = []
     for one in read("state"):
@@ -237,7 +237,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=12, help="steps that do not count")
     parser.add_argument("--output", default="state", help="the CSV's name; none with ''")
-    parser.add_argument("--table", action="store_true", help="print the README's table, no more")
+    parser.add_argument("--table", action="store_true", help="print the documented table, no more")
     given = parser.parse_args()
     given.batch = given.batch or (32 if given.hosts else 8)
     given.seq = given.seq or (32 if given.hosts else 128)

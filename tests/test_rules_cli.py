@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from autopar.cli import main
 from autopar.intra_op.rules import rules
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "rules.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "rules.md"
 WRONG = """
 import autopar
 
@@ -60,7 +60,7 @@ def wrong(tmp_path: Path) -> Path:
 
 
 def test_the_page_of_all_rules_is_up_to_date() -> None:
-    todo = "write it anew: autopar rules --markdown > docs/rules.md"
+    todo = "write it anew: autopar rules --markdown > docs/reference/rules.md"
     text = run("--markdown").stdout
     assert text == PAGE.read_text("utf-8"), todo
     named = re.findall(r"^\| `([\w.]+)`", text, flags=re.MULTILINE)

@@ -1,0 +1,64 @@
+"""The blocks of README and of the tutorial run as they are printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(
+    r'^```(python|sh)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S
+)
+# Commands of the README that install or test this project, or plan for 64 GPUs.
+ELSEWHERE = ("pip install", "make ", "autopar plan llama", "autopar explain plan", "autopar why")
+ELSEWHERE = (*ELSEWHERE, "autopar emit")
+
+
+def run(page: str, folder: Path) -> list[str]:
+    """Write the files of a page to a folder and run its commands there, one after another."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    blocks = list(BLOCK.finditer((ROOT / page).read_text("utf-8")))
+    for block in blocks:
+        if block["title"] is not None:
+            (folder / block["title"]).write_text(block["text"], encoding="utf-8")
+    done = []
+    for block in blocks:
+        commands = block["text"].splitlines() if block[1] == "sh" else []
+        for command in commands:
+            if command.startswith(ELSEWHERE):
+                continue
+            result = subprocess.run(
+                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
+                timeout=300,
+            )  # fmt: skip
+            assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+            done.append(command)
+    return done
+
+
+def test_the_readme_trains(tmp_path: Path) -> None:
+    assert run("README.md", tmp_path) == ["torchrun --standalone --nproc-per-node 4 train.py"]
+    assert (tmp_path / "plan.toml").exists()
+    assert (tmp_path / "out" / "program.py").exists()
+
+
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    done = run("docs/tutorial.md", tmp_path)
+    assert len(done) == 6
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+def test_the_readme_is_a_front_page() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", (ROOT / page).read_text("utf-8"))
+    assert not [link for link in links if not (ROOT / link).exists()]
