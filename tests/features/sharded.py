@@ -1,0 +1,204 @@
+"""The same cases trained by autopar on four ranks, many in one start of these."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.codegen.checkpoint import index as folder
+from autopar.codegen.checkpoint.boxes import Box
+from autopar.codegen.checkpoint.checkpoints import read_alone
+from autopar.codegen.checkpoint.plans import Part
+from autopar.codegen.checkpoint.values import DTYPES
+from autopar.codegen.processes import from_first_rank
+from autopar.errors import AutoparError
+from autopar.ir.capture import Captured
+from tests.features.feature import Case
+from tests.features.models import FAMILIES, OPTIMIZERS, batches, make, schedule
+from tests.features.oracle import SEED, STEPS, Trained, train
+from tests.features.table import REFUSED
+from tests.ranks import run_ranks
+
+# Slow devices on fast links: even small tensors are worth splitting.
+DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
+MESH = f"{DEVICE}: data=2 @10GB/s 1us, tensor=2 @10GB/s 1us"
+ANOTHER = f"{DEVICE}: tensor=2 @10GB/s 1us, data=2 @10GB/s 1us"
+MIDDLE = STEPS // 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case went on a rank.
+
+    Attributes:
+        errors: by part, see `Trained.errors`; empty if it failed.
+        plan: that it was trained under, as a file has it, and the generated source.
+        refused: an error of autopar, "PlanError: ...".
+        failed: any error, with its traceback.
+    """
+
+    errors: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
+    refused: str = ""
+    failed: str = ""
+
+    @property
+    def error(self) -> float:
+        """The largest error."""
+        return max(self.errors.values(), default=float("inf"))
+
+
+def assert_right(case: Case, ranks: Sequence[Outcome]) -> None:
+    """Every rank trained like the oracle, or refused as it should."""
+    refused = [why for names, why in REFUSED.items() if names <= set(case.features)]
+    for outcome in ranks:
+        for kind, reason in refused[:1]:
+            assert outcome.refused.startswith(kind), (str(case), outcome.failed)
+            assert reason in outcome.refused, (str(case), outcome.refused)
+        if not refused:
+            assert not outcome.failed, f"{case}\n{outcome.failed}"
+            assert outcome.error <= case.run.within, (str(case), outcome.errors)
+            for pattern in case.seen:
+                assert re.search(pattern, outcome.plan), f"{case}: no {pattern}"
+
+
+def judged(cases: Sequence[Case], at_once: int = 24) -> Iterator[tuple[Case, list[Outcome]]]:
+    """Every case with its outcome on every rank.
+
+    What follows a failure on the same ranks says little, so they are started anew behind one.
+    """
+    left = list(cases)
+    while left:
+        some = left[:at_once]
+        with tempfile.TemporaryDirectory() as place:
+            torch.save([train(case.recipe) for case in some], Path(place) / "oracles.pt")
+            ranks = run_ranks(outcomes, some, place)
+        for number in range(len(ranks[0])):
+            yield some[number], [rank[number] for rank in ranks]
+        left = left[len(ranks[0]) :]
+
+
+def outcomes(cases: Sequence[Case], place: str) -> list[Outcome]:
+    """The outcomes of this rank, up to the first case that fails; the folder has the oracles."""
+    found = []
+    oracles: list[Trained] = torch.load(Path(place) / "oracles.pt", weights_only=False)
+    with captured_once() as key:
+        for number, (case, oracle) in enumerate(zip(cases, oracles, strict=True)):
+            r = case.recipe
+            key[:] = [r.model, r.tied, r.dropout, r.frozen, r.uneven, r.second, r.compute]
+            try:
+                program, trained = _train(case, Path(place) / str(number))
+                plan = f"{program.plan.to_toml()}\n{program.source}"
+                found.append(Outcome(trained.errors(oracle), plan))
+            except Exception as error:
+                named = isinstance(error, AutoparError)
+                refused = f"{type(error).__name__}: {error}" if named else ""
+                found.append(Outcome(refused=refused, failed=traceback.format_exc()))
+                break
+        dist.barrier()
+    return found
+
+
+@contextmanager
+def captured_once() -> Iterator[list[Any]]:
+    """Inside the first rank captures for all, and once what has the same key, which is yielded."""
+    modules = [importlib.import_module(f"autopar.{name}") for name in ("program", "pipelined")]
+    capture: Callable[..., Captured] = modules[0].capture_graph  # type: ignore[attr-defined]
+    known: dict[str, Captured] = {}
+    key: list[Any] = []
+
+    def once(
+        model: nn.Module, args: Any, kwargs: Any, options: Any, trace: Any, *passes: Any
+    ) -> Captured:
+        sizes = sorted((name, tuple(value.shape)) for name, value in kwargs.items())
+        said = (options.fuse, str(options.precision), options.elementwise, len(passes))
+        name = repr((key, sizes, said))
+        if name not in known:
+            known[name] = from_first_rank(
+                lambda: capture(model, args, kwargs, options, trace, *passes)
+            )
+        return known[name]
+
+    replaced = [patch.object(module, "capture_graph", once) for module in modules]
+    with replaced[0], replaced[1]:
+        yield key
+
+
+def _compiled(case: Case, mesh: str, seed: int) -> Any:
+    recipe = case.recipe
+    given: dict[str, Any] = {"microbatches": recipe.microbatches, **case.options}
+    if recipe.grouped:
+        given["groups"] = autopar.groups(FAMILIES[recipe.model].groups)
+    return autopar.compile(
+        make(recipe, seed),
+        mesh,
+        optimizer=OPTIMIZERS[recipe.optimizer],
+        example_inputs=batches(recipe, 1)[0],
+        clip_norm=recipe.clip,
+        ema=recipe.ema,
+        **given,
+    )
+
+
+def _train(case: Case, place: Path) -> tuple[Any, Trained]:
+    """The program, and what it leaves."""
+    recipe = case.recipe
+    program = _compiled(case, MESH, 0)
+    rates = schedule(program.optimizer) if recipe.scheduled else None
+    losses, norms = [], []
+    torch.manual_seed(SEED)
+    for step, batch in enumerate(batches(recipe, STEPS)):
+        if case.run.resumed and step == MIDDLE:
+            saving = program.save_checkpoint(
+                place, scheduler=rates, asynchronous=case.run.asynchronous
+            )
+            saving.result()
+            # Another model and another seed: whatever goes on comes from the checkpoint.
+            program = _compiled(case, ANOTHER, 3)
+            rates = schedule(program.optimizer) if recipe.scheduled else None
+            torch.manual_seed(4)
+            program.load_checkpoint(place, scheduler=rates)
+        losses.append(program.step(**batch).item())
+        if recipe.clip is not None:
+            norms.append(float(program.grad_norm))
+        if rates is not None:
+            rates.step()
+    program.save_checkpoint(place.with_suffix(".end"))
+    return program, Trained(
+        losses,
+        program.state_dict(),
+        {} if recipe.ema is None else program.ema_state_dict(),
+        _moments(place.with_suffix(".end")),
+        norms,
+        sorted(group["lr"] for group in program.optimizer.param_groups),
+    )
+
+
+def _moments(path: Path) -> dict[str, Tensor]:
+    """The optimizer's state in a checkpoint."""
+    where, index = folder.read(path)
+    found = {
+        f"{name} {key}": (f"optimizer.{name}.{key}", torch.empty(s.shape, dtype=DTYPES[s.dtype]))
+        for name, states in index.optimizer_state().items()
+        for key, s in states.items()
+        if s.shape
+    }
+    parts = [
+        Part(key, value, Box.whole(tuple(value.shape)), tuple(value.shape))
+        for key, value in found.values()
+    ]
+    read_alone(where, index, parts)
+    return {name: value for name, (_, value) in found.items()}

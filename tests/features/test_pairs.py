@@ -1,0 +1,50 @@
+"""Features of training beside one another, against plain torch in one process.
+
+All of them in three cases here; `python -m pytest -m slow tests/features` has all pairs on both
+models, and `python benchmarks/features.py` writes these into a table.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.features.feature import Case
+from tests.features.models import FAMILIES
+from tests.features.sharded import assert_right, judged
+from tests.features.table import FEATURES, combinations, further
+
+# Every feature once.
+FEW = [
+    ("tied", "stages", "dropout", "resume", "scheduler"),
+    ("zero3", "clipping", "accumulation", "ema", "recompute"),
+    ("groups", "offload", "megatron", "fuse", "frozen"),
+]
+
+
+def test_five_at_a_time() -> None:
+    for case, outcomes in judged([Case.of("gpt2", names, FEATURES) for names in FEW]):
+        assert_right(case, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_all_pairs(model: str) -> None:
+    for case, outcomes in judged(combinations(model, 2)):
+        assert_right(case, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_all_further_features_beside_the_first(model: str) -> None:
+    for case, outcomes in judged(further(model)):
+        assert_right(case, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_triples_drawn_at_random(model: str) -> None:
+    drawn = random.Random(0).sample(combinations(model, 3), 50)
+    for case, outcomes in judged(drawn):
+        assert_right(case, outcomes)
