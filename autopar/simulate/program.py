@@ -164,9 +164,9 @@ class _Writer:
             # The sum is made by the product, of gradients that are copied side by side for it.
             self.lines.append(Sum(node, whole))
             self.hold(node.name, whole, found.step.dst)
-        read = iter(self.operands(self.placed.overlaps.parameters(found)))
+        parameters = iter(self.operands(self.placed.overlaps.parameters(found)))
         for linear in found.linears:
-            operands = (whole, *(next(read) for _ in linear.inputs[1:]))
+            operands = (whole, *(next(parameters) for _ in linear.inputs[1:]))
             target = self.fresh()
             self.lines.append(Compute(linear, operands, target, apart=True))
             self.hold(linear.name, target, self.placed.result(linear.name))
