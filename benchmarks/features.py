@@ -2,15 +2,14 @@
 
 Every two features of tests/features/table.py beside one another, on every model of
 tests/features/models.py, against plain torch in one process: losses, gradients' norms, parameters,
-their averages and the optimizer's state of four steps. `--count 3 --draw 100` takes a hundred
-triples at random, `--further` the second table beside the first. A row is one case: "right" with
+their averages and the optimizer's state of four steps. `--count 7 --draw 24` draws cases
+of seven at random, `--further` the second table beside the first. A row is one case: "right" with
 its largest relative error, or what refuses it, or "wrong", which fails the script.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from benchmarks.harness import write
 from tests.features.feature import Case
 from tests.features.models import FAMILIES
 from tests.features.sharded import Outcome, assert_right, judged
-from tests.features.table import combinations, further
+from tests.features.table import combinations, drawn, further
 
 
 def row(case: Case, ranks: Sequence[Outcome]) -> dict[str, object]:
@@ -52,11 +51,12 @@ def main() -> int:
     options = parser.parse_args()
     cases: list[Case] = []
     for model in options.models:
-        cases += further(model) if options.further else combinations(model, options.count)
+        if options.draw is not None:
+            cases += drawn(model, options.count, options.draw, options.seed)
+        else:
+            cases += further(model) if options.further else combinations(model, options.count)
     left_out = set(options.without)
     cases = [case for case in cases if not left_out or not left_out <= set(case.features)]
-    if options.draw is not None:
-        cases = random.Random(options.seed).sample(cases, options.draw)
     rows = []
     for case, ranks in judged(cases):
         rows.append(row(case, ranks))

@@ -37,14 +37,16 @@ def forking() -> Iterator[ForkServerContext]:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
-def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, count: int, folder: str, patience: timedelta, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=60),
+        timeout=patience,
     )
     result = function(*args)
     torch.save(result, Path(folder) / f"{rank}.pt")
@@ -53,7 +55,11 @@ def _rank(rank: int, count: int, folder: str, function: Callable[..., Any], args
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, count: int = 4, start: str = "forkserver"
+    function: Callable[..., Any],
+    *args: Any,
+    count: int = 4,
+    start: str = "forkserver",
+    patience: timedelta = timedelta(minutes=1),
 ) -> list[Any]:
     """What `function(*args)` returns on each of `count` ranks, in rank order.
 
@@ -62,6 +68,6 @@ def run_ranks(
     and gives every rank an interpreter of its own, as launchers do, whose sets have other orders.
     """
     with tempfile.TemporaryDirectory() as folder, forking():
-        given = (count, folder, function, args)
+        given = (count, folder, patience, function, args)
         start_processes(_rank, given, nprocs=count, start_method=start)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,7 +76,7 @@ def assert_right(case: Case, ranks: Sequence[Outcome]) -> None:
                 assert re.search(pattern, outcome.plan), f"{case}: no {pattern}"
 
 
-def judged(cases: Sequence[Case], at_once: int = 24) -> Iterator[tuple[Case, list[Outcome]]]:
+def judged(cases: Sequence[Case], at_once: int = 12) -> Iterator[tuple[Case, list[Outcome]]]:
     """Every case with its outcome on every rank.
 
     What follows a failure on the same ranks says little, so they are started anew behind one.
@@ -85,7 +86,7 @@ def judged(cases: Sequence[Case], at_once: int = 24) -> Iterator[tuple[Case, lis
         some = left[:at_once]
         with tempfile.TemporaryDirectory() as place:
             torch.save([train(case.recipe) for case in some], Path(place) / "oracles.pt")
-            ranks = run_ranks(outcomes, some, place)
+            ranks = run_ranks(outcomes, some, place, patience=timedelta(minutes=10))
         for number in range(len(ranks[0])):
             yield some[number], [rank[number] for rank in ranks]
         left = left[len(ranks[0]) :]

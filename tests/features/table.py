@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 from autopar.pins import data_parallel, megatron
 from tests.features.feature import Case, Feature
@@ -67,6 +68,13 @@ REFUSED: dict[frozenset[str], tuple[str, str]] = {}
 def combinations(model: str, count: int) -> list[Case]:
     """All cases of `count` features of the first table."""
     return [Case.of(model, names, FEATURES) for names in itertools.combinations(FEATURES, count)]
+
+
+def drawn(model: str, count: int, cases: int, seed: int = 0) -> list[Case]:
+    """Cases of `count` features of the first table, drawn at random."""
+    chance = random.Random(seed)
+    chosen = [set(chance.sample(list(FEATURES), count)) for _ in range(cases)]
+    return [Case.of(model, tuple(n for n in FEATURES if n in names), FEATURES) for names in chosen]
 
 
 def further(model: str) -> list[Case]:
