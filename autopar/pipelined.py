@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.codegen.emit import emit
-from autopar.codegen.load import load
+from autopar.codegen.inductor import loaded
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.pipeline_folder import program_source, stage_files
 from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
 from autopar.codegen.routes import Placement
 from autopar.codegen.update import Training, state_bytes_of
-from autopar.errors import BatchError, PlanError
+from autopar.errors import BatchError, PlanError, ProgramError
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.simulate import StageCost, simulate
 from autopar.intra_op import legal
@@ -193,6 +193,7 @@ def make(
     options: Options,
     trace: Trace,
     training: Training,
+    backend: str = "eager",
 ) -> Made:
     """Everything up to a pipeline that can train; raises what `compile` raises."""
     count = request.microbatches if plan is None else plan.microbatches
@@ -209,15 +210,18 @@ def make(
     else:
         plan.check(fingerprint(captured.graph), mesh)
         plan = replace(plan, mesh=mesh)
+    placement = placement_of(plan)
+    _refuse_halves(plan.schedule, placement, backend)
     sources = sources_of(captured, plan, options)
     modules = []
     for number, source in enumerate(sources):
         trace(f"stage_{number}.py", lambda source=source: source)  # type: ignore[misc]
         code = zlib.crc32(source.encode())
-        modules.append(load(source, f"<autopar {captured.graph.name}, stage {number}, {code:08x}>"))
+        name = f"<autopar {captured.graph.name}, stage {number}, {code:08x}>"
+        modules.append(loaded(source, name, backend))
     pipeline = Pipeline(
         modules,
-        placement_of(plan),
+        placement,
         inputs_of(captured),
         local_device(),
         values_of(model, captured),
@@ -225,6 +229,18 @@ def make(
         tied={k: v for k, v in captured.parameter_names.items() if k != v},
     )
     return Made(plan, sources, captured, pipeline)
+
+
+def _refuse_halves(schedule: str, placement: Placement, backend: str) -> None:
+    """ProgramError where a backward in two halves would pass through what is compiled."""
+    halves = any(action.kind == "W" for row in placement.rows for action in row)
+    if halves and backend != "eager":
+        raise ProgramError(
+            f"stages under the schedule {schedule!r} are not compiled",
+            why="its backward comes in two halves, and that of a compiled segment in one",
+            todo='pass backend="eager", or a schedule with whole backwards ("1f1b", '
+            '"interleaved_1f1b chunks=2")',
+        )
 
 
 def files_of(captured: Captured, plan: PipelinePlan, sources: Sequence[str]) -> dict[str, str]:

@@ -62,12 +62,6 @@ class Program(Trained, Checkpointed):
         check_processes(mesh)
         inductor.check(backend)
         staged = isinstance(plan, PipelinePlan) or request != WHOLE
-        if staged and backend != "eager":
-            raise ProgramError(
-                "stages of a pipeline are not compiled",
-                why='backend="inductor" is for programs in one piece',
-                todo='pass backend="eager"',
-            )
         if staged and cuda_graph:
             raise ProgramError(
                 "the step cannot be a CUDA graph",
@@ -152,6 +146,7 @@ class Program(Trained, Checkpointed):
             self._options,
             trace,
             self._training,
+            self._backend,
         )
         self._plan, self._sources = made.plan, made.sources
         self._source = "\n\n".join(made.sources)

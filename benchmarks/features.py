@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.harness import write
 from tests.features.feature import Case
-from tests.features.models import FAMILIES
 from tests.features.sharded import Outcome, assert_right, judged
 from tests.features.table import combinations, drawn, further
+from tests.features.zoo import FAMILIES, OTHERS
 
 
 def row(case: Case, ranks: Sequence[Outcome]) -> dict[str, object]:
@@ -40,7 +40,7 @@ def row(case: Case, ranks: Sequence[Outcome]) -> dict[str, object]:
 def main() -> int:
     """Judge all cases and write results/features.csv; 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=[*FAMILIES, *OTHERS])
     parser.add_argument("--count", type=int, default=2, help="features at a time")
     parser.add_argument(
         "--without", nargs="+", default=[], help="leave out cases with all of these"
@@ -54,7 +54,7 @@ def main() -> int:
         if options.draw is not None:
             cases += drawn(model, options.count, options.draw, options.seed)
         else:
-            cases += further(model) if options.further else combinations(model, options.count)
+            cases += further(model, 5) if options.further else combinations(model, options.count)
     left_out = set(options.without)
     cases = [case for case in cases if not left_out or not left_out <= set(case.features)]
     rows = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.features.feature import Recipe
-from tests.features.models import FAMILIES, OPTIMIZERS, batches, make, schedule
+from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 
 STEPS, SEED = 4, 1
 LOW = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -154,7 +154,7 @@ class Masters:
 
 
 def _grouped(recipe: Recipe, trained: Mapping[str, nn.Parameter]) -> list[dict[str, object]]:
-    patterns = FAMILIES[recipe.model].groups if recipe.grouped else {}
+    patterns = family(recipe).groups if recipe.grouped else {}
     groups: dict[str, dict[str, object]] = {}
     for name, parameter in trained.items():
         options: dict[str, object] = {}

@@ -28,7 +28,7 @@ from autopar.codegen.processes import from_first_rank
 from autopar.errors import AutoparError
 from autopar.ir.capture import Captured
 from tests.features.feature import Case
-from tests.features.models import FAMILIES, OPTIMIZERS, batches, make, schedule
+from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 from tests.features.oracle import SEED, STEPS, Trained, train
 from tests.features.table import REFUSED
 from tests.ranks import run_ranks
@@ -142,7 +142,7 @@ def _compiled(case: Case, mesh: str, seed: int) -> Any:
     recipe = case.recipe
     given: dict[str, Any] = {"microbatches": recipe.microbatches, **case.options}
     if recipe.grouped:
-        given["groups"] = autopar.groups(FAMILIES[recipe.model].groups)
+        given["groups"] = autopar.groups(family(recipe).groups)
     return autopar.compile(
         make(recipe, seed),
         mesh,

@@ -7,6 +7,7 @@ import random
 
 from autopar.pins import data_parallel, megatron
 from tests.features.feature import Case, Feature
+from tests.features.zoo import FAMILIES, OTHERS
 
 FEATURES: dict[str, Feature] = {
     "tied": Feature({"tied": True}),
@@ -67,21 +68,26 @@ REFUSED: dict[frozenset[str], tuple[str, str]] = {}
 
 def combinations(model: str, count: int) -> list[Case]:
     """All cases of `count` features of the first table."""
-    return [Case.of(model, names, FEATURES) for names in itertools.combinations(FEATURES, count)]
+    return [Case.of(model, names, FEATURES) for names in itertools.combinations(_of(model), count)]
 
 
 def drawn(model: str, count: int, cases: int, seed: int = 0) -> list[Case]:
     """Cases of `count` features of the first table, drawn at random."""
     chance = random.Random(seed)
-    chosen = [set(chance.sample(list(FEATURES), count)) for _ in range(cases)]
+    chosen = [set(chance.sample(_of(model), count)) for _ in range(cases)]
     return [Case.of(model, tuple(n for n in FEATURES if n in names), FEATURES) for names in chosen]
 
 
-def further(model: str) -> list[Case]:
-    """Every further feature beside nothing and beside each of the first ones."""
-    both = {**FURTHER, **FEATURES}
+def further(model: str, beside: int, seed: int = 0) -> list[Case]:
+    """Every further feature alone, and beside some of the first table, drawn at random."""
+    chance, both = random.Random(seed), {**FURTHER, **FEATURES}
     return [
-        Case.of(model, (name, *beside), both)
+        Case.of(model, (name, *chance.sample(_of(model), count)), both)
         for name in FURTHER
-        for beside in ((), *((other,) for other in FEATURES))
+        for count in (0, beside)
     ]
+
+
+def _of(model: str) -> list[str]:
+    """The first features that a model can have."""
+    return [name for name in FEATURES if name not in {**FAMILIES, **OTHERS}[model].lacks]

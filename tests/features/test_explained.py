@@ -10,9 +10,10 @@ from click.testing import CliRunner
 import autopar
 from autopar.cli import main
 from tests.features.feature import Case
-from tests.features.models import FAMILIES, batches, make
+from tests.features.models import batches, make
 from tests.features.sharded import MESH
 from tests.features.table import FEATURES, FURTHER
+from tests.features.zoo import FAMILIES
 
 BOTH = {**FEATURES, **FURTHER}
 MODEL = """

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from tests.features.feature import Case
-from tests.features.models import FAMILIES
 from tests.features.sharded import assert_right, judged
 from tests.features.table import FEATURES, combinations, drawn, further
+from tests.features.zoo import FAMILIES, OTHERS
 
 # Every feature once.
 FEW = [
@@ -35,14 +35,14 @@ def test_all_pairs(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILIES)
-def test_all_further_features_beside_the_first(model: str) -> None:
-    for case, outcomes in judged(further(model)):
+def test_further_features_beside_five(model: str) -> None:
+    for case, outcomes in judged(further(model, 5)):
         assert_right(case, outcomes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", [*FAMILIES, *OTHERS])
 def test_seven_at_a_time(model: str) -> None:
     """Drawn at random; of three features most come together in one of the cases."""
-    for case, outcomes in judged(drawn(model, 7, 24)):
+    for case, outcomes in judged(drawn(model, 7, 24 if model in FAMILIES else 8)):
         assert_right(case, outcomes)
