@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pickle
 import re
 import resource
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.checkpoint import index
 from autopar.errors import CheckpointError, StateError
 from tests import models
 from tests.models import Mlp
@@ -50,7 +51,8 @@ def trained(program: autopar.Program, steps: int = 2) -> list[Tensor]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +71,27 @@ def test_what_is_damaged_is_refused_and_changes_nothing(
     program = small(seed=1)
     before = {k: v.clone() for k, v in program.state_dict().items()}
     files = contents(path)
-    assert set(files) == {"checkpoint.json", "rank_0.safetensors"}
-    data, text = files["rank_0.safetensors"], files["checkpoint.json"]
+    rank = next(name for name in files if re.fullmatch(r"save-\w{16}/rank_0\.safetensors", name))
+    assert set(files) == {"checkpoint.json", rank}
+    data, text = files[rank], files["checkpoint.json"]
     flipped = data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
     damages = {
-        "rank_0.safetensors": [data[: len(data) // 2], flipped, b"", None],
+        rank: [data[: len(data) // 2], flipped, b"", None],
         "checkpoint.json": [text[:-40], text.replace(b"0.001", b"0.002"), b"[]", None],
     }
     assert b"0.001" in text  # the learning rate
     for name, versions in damages.items():
         for version in versions:
-            folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
-            folder.mkdir()
+            folder = tmp_path / str(len(list(tmp_path.iterdir())))
+            (folder / rank).parent.mkdir(parents=True)
             for file, content in {**files, name: version}.items():
                 if content is not None:
                     (folder / file).write_bytes(content)
             for load in (program.load_checkpoint, program.load_weights, autopar.load_checkpoint):
                 with pytest.raises(CheckpointError) as caught:
                     load(folder)
-                # Without its checkpoint.json it is a folder of safetensors, of other names.
-                other = version is None and load == program.load_weights
-                what = "does not fit" if other and name == "checkpoint.json" else "damaged|no whole"
-                assert re.search(what, caught.value.what.replace(str(tmp_path), ""))
+                what = "damaged|no whole|no weights" if version is None else "damaged"
+                assert re.search(what, caught.value.what)
     torch.testing.assert_close(program.state_dict(), before, rtol=0, atol=0)
     assert not program.optimizer.state
     program.load_checkpoint(path)
@@ -145,13 +146,20 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("keep")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
-        program.save_checkpoint(mine)
+    other = tmp_path / "another program's"
+    other.mkdir()
+    (other / "checkpoint.json").write_text('{"steps": 12}')
+    for place in (mine, other, mine / "notes.txt"):
+        with pytest.raises(CheckpointError, match="is no checkpoint"):
+            program.save_checkpoint(place)
+    with pytest.raises(CheckpointError, match="checkpoint of another model"):
+        small(sizes=(8, 6, 3)).save_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"values\['net'\]"):
         program.save_checkpoint(path, values={"net": program})
     assert contents(path) == before
-    assert (mine / "notes.txt").read_text() == "keep"
-    assert {file.name for file in tmp_path.iterdir()} == {"one", "mine"}
+    assert contents(mine) == {"notes.txt": b"keep"}
+    assert contents(other) == {"checkpoint.json": b'{"steps": 12}'}
+    assert {file.name for file in tmp_path.iterdir()} == {"one", "mine", other.name}
     program.load_checkpoint(path)
     assert trained(program) == losses
 
@@ -189,18 +197,28 @@ def test_a_folder_that_is_read_only_is_named_and_keeps_what_it_holds() -> None:
         assert trained(program) == losses
 
 
-def test_an_interrupted_replacement_is_made_good(tmp_path: Path) -> None:
-    """The process ends between the two renames: the old one is read, and then replaced."""
+def test_a_folder_of_the_old_form_is_read_and_replaced(tmp_path: Path) -> None:
+    """Files once lay beside checkpoint.json; what a user put there stays."""
     program = small()
     path = program.save_checkpoint(tmp_path / "one").result()
     first = {k: v.clone() for k, v in program.state_dict().items()}
-    trained(program)
-    path.rename(path.with_name(".one.before"))
-    index.saving_folder(path).mkdir()
+    (folder,) = path.glob("save-*")
+    (folder / "rank_0.safetensors").rename(path / "rank_0.safetensors")
+    folder.rmdir()
+    document = json.loads((path / "checkpoint.json").read_text())
+    for stored in document["content"]["tensors"].values():
+        for chunk in stored["chunks"]:
+            chunk[2] = "rank_0.safetensors"
+    document["checksum"] = zlib.crc32(json.dumps(document["content"], sort_keys=True).encode())
+    (path / "checkpoint.json").write_text(json.dumps(document))
+    (path / "notes.txt").write_text("keep")
     torch.testing.assert_close(autopar.load_checkpoint(path), first, rtol=0, atol=0)
+    trained(program)
     program.save_checkpoint(path)
     torch.testing.assert_close(autopar.load_checkpoint(path), program.state_dict(), rtol=0, atol=0)
-    assert [file.name for file in tmp_path.iterdir()] == ["one"]
+    names = {file.name for file in path.iterdir()}
+    assert names == {"checkpoint.json", "notes.txt", *(f.name for f in path.glob("save-*"))}
+    assert len(names) == 3
 
 
 def test_an_asynchronous_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:
@@ -316,7 +334,9 @@ def test_hugging_face_folders_are_read(tmp_path: Path) -> None:
     program.load_weights(tmp_path / "hub")
     torch.testing.assert_close(program.state_dict(), dict(model.state_dict()), rtol=0, atol=0)
     program.save_checkpoint(tmp_path / "one")
-    assert "model.lm_head.weight" not in load_file(tmp_path / "one" / "rank_0.safetensors")
+    assert "model.lm_head.weight" not in load_file(
+        next((tmp_path / "one").rglob("rank_0.safetensors"))
+    )
     loaded = autopar.load_checkpoint(tmp_path / "one")
     assert list(loaded) == list(model.state_dict())
     (tmp_path / "hub" / "model-00002-of-00003.safetensors").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Checkpoints: what a program needs to go on, in a folder that any other plan can read.
 
-checkpoint.json       what is there, and where; written last, so that its presence says "whole"
-rank_0.safetensors    what rank 0 wrote, and so on
+checkpoint.json                what is there, and where; its rename makes all of it count
+save-TOKEN/rank_0.safetensors  what rank 0 wrote, and so on; every save has a folder of its own
 
 Tensors have the names of the model's state_dict, whatever a program fuses or splits: `model.NAME`,
 `optimizer.NAME.exp_avg`, and `buffer.NAME` for buffers that are no part of a state_dict. Each is
@@ -13,8 +13,9 @@ and safetensors instead.
 |---|---|
 | which part of a tensor this rank holds | boxes.py |
 | what is saved of a program | held.py |
-| the folder: written whole or not at all, checked | index.py |
+| the folder: published whole or not at all, read as one or the next | publish.py, `autopar.files` |
+| what a checkpoint says that it holds, and what is believed of it | index.py |
 | values as JSON | values.py |
-| torch.distributed.checkpoint's plans and files | plans.py, storage.py |
-| saving and loading | checkpoints.py; without processes plain.py |
+| torch.distributed.checkpoint's plans and files, and its errors | plans.py, storage.py, dcp.py |
+| saving and loading | checkpoints.py, saving.py; without processes plain.py |
 """

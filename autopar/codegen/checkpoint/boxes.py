@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.state import Piece
@@ -45,6 +47,32 @@ class Box:
         offsets = list(self.offsets)
         offsets[dim] += by
         return replace(self, offsets=tuple(offsets))
+
+
+_CUTS = 8  # dimensions of a tensor that are cut; a mesh has fewer axes
+
+
+def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes make up a tensor: each inside it, no element twice, none left out.
+
+    That is so if the indicator functions of the boxes add up to the tensor's, and as differences
+    along all dimensions lose nothing, if theirs do: those are ±1 at the corners, 0 elsewhere.
+    """
+    whole = Box.whole(shape)
+    if not whole.volume:
+        return list(boxes) == [whole]
+    if not all(box.inside(shape) and box.volume for box in boxes):
+        return False
+    cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in boxes)]
+    if len(cut) > _CUTS or sum(box.volume for box in boxes) != whole.volume:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in ((whole, -1), *((box, 1) for box in boxes)):
+        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut]
+        for corner in itertools.product(*ends):
+            place, signs = tuple(end for end, _ in corner), (sign for _, sign in corner)
+            corners[place] += weight * math.prod(signs)
+    return not any(corners.values())
 
 
 def box_of(

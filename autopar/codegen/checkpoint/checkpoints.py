@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import warnings
+import binascii
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,15 +13,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from autopar.codegen.checkpoint import index as folder
-from autopar.codegen.checkpoint.held import Holder, OptimizerState, optimizer_parts
+from autopar.codegen.checkpoint import publish
+from autopar.codegen.checkpoint.dcp import ranks_lost, read_parts, write_parts
+from autopar.codegen.checkpoint.held import (
+    Holder,
+    OptimizerState,
+    check_finite,
+    optimizer_parts,
+)
 from autopar.codegen.checkpoint.index import Index
 from autopar.codegen.checkpoint.names import Names
-from autopar.codegen.checkpoint.plans import Part, ReadPlanner, SavePlanner, Snapshot
+from autopar.codegen.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.codegen.checkpoint.saving import Saving
 from autopar.codegen.checkpoint.storage import Reader, Writer
 from autopar.codegen.checkpoint.values import decode, encode
 from autopar.codegen.checkpoint.weights import deal, weights_index
@@ -38,31 +42,6 @@ class Scheduler(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-
-
-class Saving:
-    """A checkpoint that is being written, or is.
-
-    Attributes:
-        path: where it is to be.
-    """
-
-    def __init__(self, path: Path, future: Future[None]) -> None:
-        self.path, self._future = path, future
-
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> Path:
-        """Wait until every rank has written its part; the folder.
-
-        Raises:
-            CheckpointError: it was not written; what was there before still is.
-            TimeoutError: `timeout` seconds were not enough.
-        """
-        self._future.result(timeout)
-        return self.path
 
 
 class Checkpoints:
@@ -86,7 +65,7 @@ class Checkpoints:
     def __init__(self, holder: Holder, names: Names, constants: Mapping[str, Tensor]) -> None:
         self.holder, self.names, self._constants = holder, names, constants
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
+        self._last: Saving | None = None
         self._made: dist.ProcessGroup | None = None
 
     # Saving --------------------------------------------------------------------------------------
@@ -98,29 +77,59 @@ class Checkpoints:
         scheduler: Scheduler | None = None,
         values: Any = None,
         asynchronous: bool = False,
+        allow_nonfinite: bool = False,
     ) -> Saving:
         """Write a checkpoint; see `Program.save_checkpoint`."""
-        self._wait()
         path = path.absolute()
-        with self.holder.watch:
+        future: Future[None] = Future()
+        with ranks_lost(f"the checkpoint {path} was not saved"), self.holder.watch:
             group = self._group()
-            snapshot = self._attempt(scheduler, values, asynchronous)
+            self._settle(group)
+            snapshot = self._attempt(scheduler, values, asynchronous, allow_nonfinite)
             if not asynchronous:
-                self._write(path, snapshot, group)
-                future: Future[None] = Future()
+                write_parts(Writer(path), SavePlanner(snapshot), group)
                 future.set_result(None)
-                return Saving(path, future)
+                return Saving(path, future, self.holder.watch)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
-        self._last = self._thread.submit(self._write, path, snapshot, group)
-        return Saving(path, self._last)
+        future = self._thread.submit(write_parts, Writer(path), SavePlanner(snapshot), group)
+        self._last = Saving(path, future, self.holder.watch)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for what is being written; all ranks call it.
+
+        Raises:
+            CheckpointError: an asynchronous save failed, and nobody has asked for it.
+        """
+        with ranks_lost("the last checkpoint was not saved"), self.holder.watch:
+            self._settle(self._group())
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _settle(self, group: dist.ProcessGroup | None) -> None:
+        """Wait until the last save has ended; raise, on all ranks, what nobody has asked for."""
+        last, self._last = self._last, None
+        error = None if last is None else last.unheard()
+        if error is not None and not isinstance(error, AutoparError):
+            raise error  # a rank is lost: nothing can be agreed on
+        errors = [error]
+        if group is not None:
+            errors = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error, group=group)
+        for unheard in errors:
+            if unheard is not None:
+                raise unheard
 
     def _attempt(
-        self, scheduler: Scheduler | None, values: Any, copied: bool
+        self, scheduler: Scheduler | None, values: Any, copied: bool, allow_nonfinite: bool
     ) -> Snapshot | AutoparError:
         """What this rank has to save, or why it cannot: the other ranks wait to hear of it."""
         try:
             snapshot = self._snapshot(scheduler, values)
+            if not allow_nonfinite:
+                check_finite(self.holder.update.optimizer, self.holder.held)
             return snapshot.copied() if copied else snapshot
         except AutoparError as error:
             return error
@@ -158,29 +167,6 @@ class Checkpoints:
         }
         return Snapshot([*parts, *states], optimizer, details)
 
-    def _write(
-        self, path: Path, snapshot: Snapshot | AutoparError, group: dist.ProcessGroup | None
-    ) -> None:
-        with _named(f"the checkpoint {path} was not saved"), _quiet(group):
-            try:
-                save(
-                    {},
-                    storage_writer=Writer(path),
-                    planner=SavePlanner(snapshot),
-                    process_group=group,
-                    no_dist=group is None,
-                )
-            except CheckpointException:
-                if group is None or dist.get_rank() == 0:
-                    folder.abandon(path)  # every rank has stopped writing
-                raise
-
-    def _wait(self) -> None:
-        """Until the last save has ended, well or not: its handle says how."""
-        if self._last is not None:
-            self._last.exception()
-            self._last = None
-
     def _group(self) -> dist.ProcessGroup | None:
         """A group of all ranks for objects and host memory, none for a process alone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -193,12 +179,15 @@ class Checkpoints:
 
     def load(self, path: Path, *, scheduler: Scheduler | None = None) -> Any:
         """Go on from a checkpoint; see `Program.load_checkpoint`."""
-        self._wait()
-        with self.holder.watch:
-            return self._go_on(path.absolute(), scheduler)
+        path = path.absolute()
+        with ranks_lost(f"the checkpoint {path} was not loaded"), self.holder.watch:
+            self._settle(self._group())
+            return publish.reading(
+                lambda: from_first_rank(lambda: publish.read(path)),
+                lambda index: self._go_on(path, index, scheduler),
+            )
 
-    def _go_on(self, path: Path, scheduler: Scheduler | None) -> Any:
-        where, index = from_first_rank(lambda: folder.read(path))
+    def _go_on(self, path: Path, index: Index, scheduler: Scheduler | None) -> Any:
         details = index.details
         if scheduler is not None and details["scheduler"] is None:
             raise CheckpointError(
@@ -212,24 +201,29 @@ class Checkpoints:
             own = self._parts(index, matches, "model.")
             return [*own, *self._averages(index, matches), *states[0].parts]
 
-        self._read(where, index, wanted)
+        # All that may not be what it should is read before anything is changed.
+        random = _random_state(details["random"])
+        update, rates = decode(details.get("update", {})), decode(details["scheduler"])
+        values = decode(details["values"])
+        self._read(path, index, wanted)
         if not index.under("ema"):
             self.holder.update.restart()
-        self.holder.update.load_state_dict(decode(details.get("update", {})))
+        with _taking("the scale of the loss"):
+            self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
         if scheduler is not None:
-            scheduler.load_state_dict(decode(details["scheduler"]))
-        random = bytearray(base64.b64decode(details["random"]))
-        torch.set_rng_state(torch.frombuffer(random, dtype=torch.uint8))
-        return decode(details["values"])
+            with _taking("the scheduler"):
+                scheduler.load_state_dict(rates)
+        torch.set_rng_state(random)
+        return values
 
     def load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
     ) -> None:
         """Take parameters and buffers only; see `Program.load_weights`."""
-        self._wait()
-        with self.holder.watch:
+        with ranks_lost("the weights were not loaded"), self.holder.watch:
+            self._settle(self._group())
             self._load_weights(source, rename)
             self.holder.update.restart()
 
@@ -245,12 +239,15 @@ class Checkpoints:
             self._take(source.absolute(), rename)
 
     def _take(self, path: Path, rename: Callable[[str], str]) -> None:
-        where, index, prefix = from_first_rank(lambda: weights_index(path))
-        stored = index.under("model") if prefix else index.tensors
-        matches = self.names.match(
-            self.holder.shapes, stored, str(path), strict=bool(prefix), rename=rename
-        )
-        self._read(where, index, lambda: self._parts(index, matches, prefix))
+        def use(found: tuple[Path, Index, str]) -> None:
+            where, index, prefix = found
+            stored = index.under("model") if prefix else index.tensors
+            matches = self.names.match(
+                self.holder.shapes, stored, str(path), strict=bool(prefix), rename=rename
+            )
+            self._read(where, index, lambda: self._parts(index, matches, prefix))
+
+        publish.reading(lambda: from_first_rank(lambda: weights_index(path)), use)
 
     def _parts(self, index: Index, matches: Mapping[str, str], prefix: str) -> list[Part]:
         """Where the parameters and buffers of this rank go that the folder has."""
@@ -278,7 +275,7 @@ class Checkpoints:
         reader = Reader(path, index, rank, world)
         try:
             self._fill(index.tensors)
-            _load(reader, wanted, group)
+            read_parts(reader, wanted, group)
             self.holder.refresh()
         except BaseException:
             if reader.began:
@@ -312,52 +309,28 @@ class Checkpoints:
                 h.tensor.copy_(value[h.box.slices])
 
 
-def read_alone(path: Path, index: Index, parts: list[Part]) -> None:
-    """Read parts of a checkpoint in this process, whatever others there are."""
-    _load(Reader(path, index), lambda: parts, None)
-
-
-def _load(
-    reader: Reader, wanted: Callable[[], list[Part]], group: dist.ProcessGroup | None
-) -> None:
-    with _named(f"the checkpoint {reader.path} was not loaded"), _quiet(group):
-        load(
-            {},
-            storage_reader=reader,
-            planner=ReadPlanner(wanted),
-            process_group=group,
-            no_dist=group is None,
+def _random_state(text: str) -> Tensor:
+    """The state of torch's random numbers; CheckpointError if it is none."""
+    try:
+        state = torch.frombuffer(
+            bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8
         )
+        torch.Generator().set_state(state)
+    except (binascii.Error, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            "the checkpoint's state of the random numbers cannot be read", why=str(error)
+        ) from error
+    return state
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Errors of torch's checkpoints, or of a rank that is lost, as errors with a name."""
+def _taking(what: str) -> Iterator[None]:
+    """Inside, what is no state of a scheduler, say, is a CheckpointError."""
     try:
         yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise _of_rank(what, rank, cause) from error
-    except (RuntimeError, dist.DistError) as error:
+    except Exception as error:  # the user's code may raise anything
         raise CheckpointError(
-            what, why=f"the ranks lost one another: {error}", todo="look for the first that failed"
+            f"{what} does not take its state",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass one of the kind that was saved",
         ) from error
-
-
-def _of_rank(what: str, rank: int, cause: BaseException) -> AutoparError:
-    """What every rank raises where `rank` failed."""
-    if isinstance(cause, AutoparError):
-        where = f"rank {rank}, {cause.where}" if cause.where else f"rank {rank}"
-        return type(cause)(cause.what, where=where, why=cause.why, todo=cause.todo)
-    return CheckpointError(what, where=f"rank {rank}", why=f"{type(cause).__name__}: {cause}")
-
-
-@contextmanager
-def _quiet(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns where there is no process group, which is no fault of one process."""
-    if group is not None:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-        yield

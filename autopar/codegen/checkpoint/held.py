@@ -125,6 +125,27 @@ def held_of(
 # Saving ------------------------------------------------------------------------------------------
 
 
+def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
+    """Refuse to save what no training goes on from.
+
+    Raises:
+        CheckpointError: a parameter that is trained, or its average, is not finite; names it and
+            the optimizer's step.
+    """
+    for h in held:
+        for what, tensor in (("", h.tensor), ("the average of ", h.average)):
+            if h.updated is None or tensor is None or torch.isfinite(tensor).all():
+                continue
+            step = optimizer.state.get(h.updated, {}).get("step")
+            when = "" if step is None else f" after step {int(step)}"
+            raise CheckpointError(
+                f"{what}{h.name} is not finite{when}",
+                why="the loss or a gradient overflowed; a run that goes on from there stays so",
+                todo="go on from an earlier checkpoint with a lower rate or clip_norm=..., or pass "
+                "allow_nonfinite=True to save it all the same",
+            )
+
+
 def groups_of(
     optimizer: Optimizer, held: Sequence[Held]
 ) -> Iterator[tuple[dict[str, Any], list[tuple[Held, Tensor]]]]:
@@ -213,7 +234,10 @@ def _options(
         if not members and len(record["groups"]) == 1:
             found = {json.dumps(record["groups"][0]["options"]): ""}
         for text in found:
-            yield group, decode(json.loads(text))
+            options = decode(json.loads(text))
+            if not isinstance(options, dict) or any(key in options for key in _MANNER):
+                raise CheckpointError("the checkpoint's options of the optimizer are none")
+            yield group, options
 
 
 def room_for(
@@ -277,6 +301,7 @@ class OptimizerState:
         check_optimizer(optimizer, held, self._record)
         self.parts: list[Part] = []
         self._tensors: list[tuple[Tensor, str, Tensor]] = []
+        self._values: list[tuple[Tensor, str, Any]] = []
         stored = index.optimizer_state()
         dtypes = {name: entry.dtype for name, entry in index.under("model").items()}
         for group, members in groups_of(optimizer, held):
@@ -287,16 +312,14 @@ class OptimizerState:
                     part = room_for(h, tensor, key, entry, dtype, group, old)
                     self.parts.append(part)
                     self._tensors.append((tensor, key, part.tensor))
+                for key, value in self._record["values"].get(h.name, {}).items():
+                    self._values.append((tensor, key, decode(value)))
 
     def give(self) -> None:
         """Let the optimizer have it, in place of its own."""
         state = self._optimizer.state
         state.clear()
-        for parameter, key, tensor in self._tensors:
-            state[parameter][key] = tensor
-        for _, members in groups_of(self._optimizer, self._held):
-            for h, tensor in members:
-                for key, value in self._record["values"].get(h.name, {}).items():
-                    state[tensor][key] = decode(value)
+        for parameter, key, value in (*self._tensors, *self._values):
+            state[parameter][key] = value
         for group, options in _options(self._optimizer, self._held, self._record):
             group.update(options)

@@ -1,29 +1,31 @@
-"""checkpoint.json and the folder around it: written whole or not at all, checked when read.
+"""What a checkpoint holds, and checkpoint.json, the text of it: strict in what it takes.
 
-A save writes into a folder beside the one it is to be, `.NAME.saving`. When every rank is done, the
-first one writes checkpoint.json, which holds a checksum of itself and of every box of every tensor,
-and renames. A checkpoint of the same name makes place under `.NAME.before` until then, so that at
-every moment a whole one is there.
+The text has a checksum of itself and of every box of every tensor. Nothing is believed for that:
+whoever can write the file can write the checksum too. Boxes must make up their tensors exactly, and
+each is in its file under a name that says what it is, so that no other can stand in for it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import math
+import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from autopar.codegen.checkpoint.boxes import Box
+from autopar.codegen.checkpoint.boxes import Box, tile
 from autopar.codegen.checkpoint.values import DTYPES
-from autopar.errors import CheckpointError
 
 MARKER = "checkpoint.json"
-_FORMAT = "autopar checkpoint 1"
+FORMAT = "autopar checkpoint 1"
+HEAD = f'{{"format": {json.dumps(FORMAT)}'  # with which the text begins
+_KINDS = ("model", "buffer", "ema", "optimizer")
+_FILE = re.compile(r"(save-[0-9a-f]{16}/)?[A-Za-z0-9_]+\.safetensors")
+_LARGEST = 2**63 - 1  # what torch counts bytes with
+_DIMENSIONS = 64
+_DIGITS = 1000  # of a number; Python takes time that grows with their square
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Chunk:
 
     Attributes:
         box: where it lies in the whole tensor.
-        file: a name in the folder.
+        file: a path in the folder.
         key: the tensor's name in that file.
         checksum: CRC-32 of its bytes; None where nobody wrote one.
     """
@@ -51,12 +53,9 @@ class Stored:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
-    @property
-    def covered(self) -> bool:
-        """Whether the boxes are inside and have as many elements as the tensor."""
-        whole = Box.whole(self.shape).volume
-        inside = all(chunk.box.inside(self.shape) for chunk in self.chunks)
-        return inside and sum(chunk.box.volume for chunk in self.chunks) == whole
+    def bytes_of(self, chunk: Chunk) -> int:
+        """What one of its chunks has in a file."""
+        return chunk.box.volume * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -85,94 +84,33 @@ class Index:
             found.setdefault(parameter, {})[key] = stored
         return found
 
+    @property
+    def model(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the state_dict."""
+        return model_of(self.details, {name: s.shape for name, s in self.under("model").items()})
 
-def saving_folder(path: Path) -> Path:
-    """Where a save writes until it is done."""
-    return path.with_name(f".{path.name}.saving")
-
-
-def _before(path: Path) -> Path:
-    return path.with_name(f".{path.name}.before")
-
-
-def begin(path: Path) -> Path:
-    """Make room for a checkpoint at `path`; the folder to write into.
-
-    Raises:
-        CheckpointError: something else is there, or the folder cannot be made.
-    """
-    try:
-        if not path.exists() and (_before(path) / MARKER).exists():
-            _before(path).rename(path)  # the last save stopped between its two renames
-        if path.exists() and not (path / MARKER).exists() and not _empty(path):
-            raise CheckpointError(
-                f"{path} is no checkpoint",
-                why="it would be replaced by one",
-                todo="save to another place, or remove it",
-            )
-        part = saving_folder(path)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    return part
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file, and the bytes of the tensors in it."""
+        found: dict[str, int] = {}
+        for stored in self.tensors.values():
+            for chunk in stored.chunks:
+                found[chunk.file] = found.get(chunk.file, 0) + stored.bytes_of(chunk)
+        return found
 
 
-def _empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def model_of(
+    details: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a state_dict, tied names included, whichever of these a tensor is saved by."""
+    return {name: shapes[details["tied"].get(name, name)] for name in details["names"]}
 
 
-def commit(path: Path, index: Index) -> None:
-    """Write checkpoint.json and let the new folder take its place.
-
-    Raises:
-        CheckpointError: it cannot be written, or a rank's file is not there.
-    """
-    part = saving_folder(path)
-    try:
-        for name in sorted({c.file for stored in index.tensors.values() for c in stored.chunks}):
-            if not (part / name).exists():
-                raise CheckpointError(
-                    f"{name} is not there",
-                    where=str(part),
-                    why="the rank that wrote it has another file system",
-                    todo="save to a folder that all machines share",
-                )
-        with open(part / MARKER, "w", encoding="utf-8") as file:
-            file.write(to_json(index))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(part)
-        shutil.rmtree(_before(path), ignore_errors=True)
-        if path.exists():
-            path.rename(_before(path))
-        part.rename(path)
-        sync_folder(path.parent)
-        shutil.rmtree(_before(path), ignore_errors=True)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-
-
-def abandon(path: Path) -> None:
-    """Remove what a save that failed has left."""
-    shutil.rmtree(saving_folder(path), ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder written to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _cannot_write(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} cannot be written",
-        why=str(error),
-        todo="make room, or save to another place; a checkpoint that was there still is",
-    )
+def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """A name in a file: the tensor's, with the range of each dimension where it is a part."""
+    if box == Box.whole(shape):
+        return name
+    return f"{name}[{', '.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
 
 
 def to_json(index: Index) -> str:
@@ -189,80 +127,130 @@ def to_json(index: Index) -> str:
         for name, stored in index.tensors.items()
     }
     content = {"tensors": tensors, "details": dict(index.details)}
-    return json.dumps({"format": _FORMAT, "checksum": _checksum(content), "content": content})
+    return json.dumps({"format": FORMAT, "checksum": _checksum(content), "content": content})
 
 
 def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Inside, what the system does not let us read is a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", why=str(error)) from error
-
-
-def read(path: Path) -> tuple[Path, Index]:
-    """The checkpoint at `path`: the folder where it lies, and what it holds.
+def from_json(text: str) -> Index:
+    """The inverse of `to_json`.
 
     Raises:
-        CheckpointError: there is none, it is not whole, or its checkpoint.json is damaged.
+        ValueError: anything that `to_json` does not write.
     """
-    with readable(path):
-        return _read(path)
-
-
-def _read(path: Path) -> tuple[Path, Index]:
-    folder = path
-    if not (path / MARKER).exists() and (_before(path) / MARKER).exists():
-        folder = _before(path)  # a save stopped between its two renames
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint {path}", todo="pass the folder that save_checkpoint was given"
-        )
-    if not (folder / MARKER).exists():
-        raise CheckpointError(
-            f"{path} is no whole checkpoint",
-            why=f"{MARKER}, which is written last, is missing: the save was interrupted, or the "
-            "folder is another program's",
-            todo="load an earlier one",
-        )
+    if not text.startswith(HEAD):
+        raise ValueError(f"it does not begin with {HEAD}")
     try:
-        document = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        if document["format"] != _FORMAT:
-            raise ValueError(f"its format is {document['format']!r}, not {_FORMAT!r}")
-        if document["checksum"] != _checksum(document["content"]):
-            raise ValueError("its checksum differs")
-        index = _parse(document["content"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged",
-            where=MARKER,
-            why=f"{type(error).__name__}: {error}",
-            todo="load an earlier one",
-        ) from error
-    return folder, index
-
-
-def _parse(content: Any) -> Index:
-    tensors = {}
-    for name, item in content["tensors"].items():
-        chunks = tuple(
-            Chunk(Box(tuple(offsets), tuple(sizes)), _plain(file), key, checksum)
-            for offsets, sizes, file, key, checksum in item["chunks"]
+        document = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_real,
+            parse_constant=_real,
         )
-        stored = Stored(item["dtype"], tuple(item["shape"]), chunks)
-        if stored.dtype not in DTYPES or not stored.covered:
-            raise ValueError(f"tensor {name!r} is not whole")
-        tensors[name] = stored
-    return Index(tensors, dict(content["details"]))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    document = _table(document, "format", "checksum", "content")
+    if document["checksum"] != _checksum(document["content"]):
+        raise ValueError("its checksum differs")
+    content = _table(document["content"], "tensors", "details")
+    tensors = {name: _stored(name, item) for name, item in _table(content["tensors"]).items()}
+    details = _table(content["details"], "names", "tied", "optimizer", "scheduler", "values")
+    index = Index(tensors, details)
+    _check_details(index)
+    return index
 
 
-def _plain(file: str) -> str:
-    """A name in the folder, which leads nowhere else."""
-    if Path(file).name != file:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("an object has two values of one name")
+    return table
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+def _table(value: Any, *keys: str) -> dict[str, Any]:
+    """An object that has at least these keys."""
+    if not isinstance(value, dict) or any(key not in value for key in keys):
+        raise ValueError(f"an object with {', '.join(keys) or 'names'} was expected")
+    return value
+
+
+def _list(value: Any, kind: type, most: float = math.inf) -> list[Any]:
+    """A list whose items are all of one type."""
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError("a list was expected, not too long")
+    if any(type(item) is not kind for item in value):
+        raise ValueError(f"a list of {kind.__name__} was expected")
+    return value
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    """Offsets or sizes along the dimensions of a tensor."""
+    numbers = _list(value, int, _DIMENSIONS)
+    if any(not 0 <= number <= _LARGEST for number in numbers):
+        raise ValueError("a size or an offset is negative or too large")
+    return tuple(numbers)
+
+
+def _stored(name: str, item: Any) -> Stored:
+    item = _table(item, "dtype", "shape", "chunks")
+    shape = _extents(item["shape"])
+    name.encode()  # raises where it is no text
+    if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES or "\0" in name:
+        raise ValueError(f"tensor {name!r} has no dtype that is known")
+    if math.prod(max(n, 1) for n in shape) * DTYPES[item["dtype"]].itemsize > _LARGEST:
+        raise ValueError(f"tensor {name!r} has too many elements")
+    chunks = tuple(_chunk(name, shape, part) for part in _list(item["chunks"], list))
+    if not tile([chunk.box for chunk in chunks], shape):
+        raise ValueError(f"the parts of tensor {name!r} overlap, leave gaps or lie outside")
+    return Stored(item["dtype"], shape, chunks)
+
+
+def _chunk(name: str, shape: tuple[int, ...], part: list[Any]) -> Chunk:
+    if len(part) != 5:
+        raise ValueError(f"a part of tensor {name!r} has {len(part)} values")
+    offsets, sizes, file, key, checksum = part
+    box = Box(_extents(offsets), _extents(sizes))
+    if not isinstance(file, str) or not _FILE.fullmatch(file):
         raise ValueError(f"{file!r} is no name of a file")
-    return file
+    if not box.inside(shape) or key != key_of(name, box, shape) or type(checksum) is not int:
+        raise ValueError(f"a part of tensor {name!r} is not what its name says")
+    return Chunk(box, file, key, checksum)
+
+
+def _check_details(index: Index) -> None:
+    """ValueError unless what is said of the tensors fits them."""
+    details = index.details
+    names, tied = _list(details["names"], str), _table(details["tied"])
+    _list(list(tied.values()), str)
+    strange = [name for name in index.tensors if name.partition(".")[0] not in _KINDS]
+    if strange:
+        raise ValueError(f"tensor {strange[0]!r} is nothing that a checkpoint has")
+    model = set(index.under("model"))
+    if len(set(names)) != len(names) or {tied.get(name, name) for name in names} != model:
+        raise ValueError("its names are not those of its tensors")
+    for name, mean in index.under("ema").items():
+        if name not in model or mean.shape != index.tensors[f"model.{name}"].shape:
+            raise ValueError(f"the average of {name!r} is of no parameter")
+    optimizer = _table(details["optimizer"], "kind", "groups", "values")
+    for group in _list(optimizer["groups"], dict):
+        _list(_table(group, "options", "parameters")["parameters"], str)
+    for values in _table(optimizer["values"]).values():
+        _table(values)
+    if not isinstance(details.get("random"), str):
+        raise ValueError("it has no state of the random numbers")

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autopar.codegen.checkpoint import index as folder
+from autopar.codegen.checkpoint import publish
 from autopar.codegen.checkpoint.boxes import Box
-from autopar.codegen.checkpoint.checkpoints import read_alone
+from autopar.codegen.checkpoint.dcp import read_parts
+from autopar.codegen.checkpoint.index import Index
 from autopar.codegen.checkpoint.plans import Part
+from autopar.codegen.checkpoint.storage import Reader
 from autopar.codegen.checkpoint.values import DTYPES
 from autopar.errors import CheckpointError
 
@@ -28,26 +30,29 @@ def load_checkpoint(path: str | Path, *, average: bool = False) -> dict[str, Ten
     Raises:
         CheckpointError: there is none, or it is not whole, or damaged, or has no averages.
     """
-    where, index = folder.read(Path(path).absolute())
+    folder = Path(path).absolute()
+    return publish.reading(lambda: publish.read(folder), lambda i: _state_dict(folder, i, average))
+
+
+def _state_dict(folder: Path, index: Index, average: bool) -> dict[str, Tensor]:
+    """The whole tensors that an index names."""
     means = index.under("ema") if average else {}
     if average and not means:
         raise CheckpointError(
-            f"the checkpoint {path} has no averages",
+            f"the checkpoint {folder} has no averages",
             todo="train with ema=0.999, or load it without",
         )
-    found = {
-        name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        for name, stored in index.under("model").items()
-    }
-    parts = [
-        Part(
-            f"{'ema' if name in means else 'model'}.{name}",
-            value,
-            Box.whole(tuple(value.shape)),
-            tuple(value.shape),
-        )
-        for name, value in found.items()
-    ]
-    read_alone(where, index, parts)
+    found: dict[str, Tensor] = {}
+
+    def wanted() -> list[Part]:
+        for name, stored in index.under("model").items():
+            found[name] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        return [
+            Part(f"{'ema' if name in means else 'model'}.{name}", value, Box.whole(shape), shape)
+            for name, value in found.items()
+            for shape in [tuple(value.shape)]
+        ]
+
+    read_parts(Reader(folder, index), wanted, None)
     tied = index.details["tied"]
     return {name: found[tied.get(name, name)] for name in index.details["names"]}

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.codegen.checkpoint.checkpoints import Checkpoints, Saving, Scheduler
+from autopar.codegen.checkpoint.checkpoints import Checkpoints, Scheduler
+from autopar.codegen.checkpoint.saving import Saving
 
 
 class Checkpointed(ABC):
@@ -26,11 +27,13 @@ class Checkpointed(ABC):
         scheduler: Scheduler | None = None,
         values: Any = None,
         asynchronous: bool = False,
+        allow_nonfinite: bool = False,
     ) -> Saving:
         """Write all that a run needs to go on; every rank calls it and writes its own part.
 
         Parameters, buffers, the optimizer's state and options, and the state of torch's random
-        numbers. A checkpoint that is at `path` already is replaced when the new one is whole.
+        numbers. A checkpoint of the same model that is at `path` already is replaced when the new
+        one is whole; several jobs may save to one path, and the last to end counts.
 
         Args:
             path: a folder that all machines see.
@@ -39,19 +42,26 @@ class Checkpointed(ABC):
                 lists, tuples, mappings, small tensors. The first rank's are kept.
             asynchronous: return when host memory has a copy of this rank's part, and write it while
                 training goes on.
+            allow_nonfinite: save parameters that are NaN or infinite, too.
 
         Returns:
             A handle whose `result()` waits for the end and gives the folder; without
             `asynchronous` it has ended.
 
         Raises:
-            CheckpointError: on every rank, also if one alone cannot write, or is lost; what was at
-                `path` is as it was. With `asynchronous`, `result()` raises it.
+            CheckpointError: on every rank, also if one alone cannot write; what was at `path` is as
+                it was: a parameter that is not finite, anything but a checkpoint of this model.
+                With `asynchronous`, `result()` raises it, or the next save or load if nobody asked.
+            RankFailedError: another rank was lost; what was at `path` is as it was.
             ProgramError: before the first batch.
             StateError: the program has no weights yet.
         """
         return self._checkpoints().save(
-            Path(path), scheduler=scheduler, values=values, asynchronous=asynchronous
+            Path(path),
+            scheduler=scheduler,
+            values=values,
+            asynchronous=asynchronous,
+            allow_nonfinite=allow_nonfinite,
         )
 
     def load_checkpoint(self, path: str | Path, *, scheduler: Scheduler | None = None) -> Any:

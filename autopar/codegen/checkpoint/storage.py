@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,13 +32,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from autopar.codegen.checkpoint import index as folder
+from autopar import files
+from autopar.codegen.checkpoint import publish
 from autopar.codegen.checkpoint.boxes import Box
-from autopar.codegen.checkpoint.index import Chunk, Index, Stored
+from autopar.codegen.checkpoint.index import Chunk, Index, Stored, key_of, model_of
 from autopar.codegen.checkpoint.values import DTYPES, dtype_name
 from autopar.errors import CheckpointError
 
 Value = TypeVar("Value")
+# What safetensors calls them.
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
 
 
 def checksum(tensor: Tensor) -> int:
@@ -61,6 +69,12 @@ class Writer(StorageWriter):
 
     def __init__(self, path: Path) -> None:
         self.path, self.rank = path, 0
+        self._draft: files.Draft | None = None
+
+    def abandon(self) -> None:
+        """Remove what a save that failed has left; the first rank made it and does so."""
+        if self._draft is not None:
+            self._draft.abandon()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Part of torch's interface; the place was given."""
@@ -71,22 +85,29 @@ class Writer(StorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder, on the first rank."""
+        """Take note of who this is."""
         self.rank = int(kwargs.get("rank") or 0)
-        if is_coordinator:
-            folder.begin(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
-        return plans
+        """The plans, with the draft that the first rank makes for all."""
+        shapes = {
+            item.index.fqn.removeprefix("model."): tuple(item.tensor_data.size)
+            for plan in plans
+            for item in plan.items
+            if item.tensor_data is not None and item.index.fqn.startswith("model.")
+        }
+        _, details = plans[0].planner_data
+        self._draft = publish.begin(self.path, model_of(details, shapes))
+        return [replace(plan, storage_data=str(self._draft.folder)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        name = f"rank_{self.rank}.safetensors"
+        draft = Path(plan.storage_data)
+        name = f"{draft.name}/rank_{self.rank}.safetensors"
         tensors: dict[str, Tensor] = {}
         results = []
         for item in plan.items:
@@ -95,29 +116,31 @@ class Writer(StorageWriter):
             assert data is not None
             assert isinstance(value, Tensor)
             box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            key = _key(item.index.fqn, box, tuple(data.size))
+            key = key_of(item.index.fqn, box, tuple(data.size))
             tensors[key] = value.detach().cpu().contiguous()
             dtype_name(value.dtype)  # raises where there is none
             chunk = Chunk(box, name, key, checksum(tensors[key]))
             results.append(WriteResult(item.index, tensors[key].nbytes, chunk))
         if tensors:
-            self._write(name, tensors)
+            self._write(draft.parent / name, tensors)
         return _done(results)
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        path = folder.saving_folder(self.path) / name
+    def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
-            path.parent.mkdir(exist_ok=True)  # of a machine that does not see the first rank's
             save_file(dict(tensors), path)
             path.chmod(path.parent.stat().st_mode & 0o666)  # as the others; safetensors hides it
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            files.sync(path)
+            files.sync(path.parent)
+            with safe_open(path, framework="pt") as opened:
+                if {*opened.keys()} != {*tensors}:
+                    raise OSError("what is in the file is not what was written")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the checkpoint {self.path} cannot be written",
-                where=name,
+                where=path.name,
                 why=str(error),
-                todo="make room, or save to another place; a checkpoint that was there still is",
+                todo="make room, or save to another place, which all machines share; a checkpoint "
+                "that was there still is",
             ) from error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -131,14 +154,8 @@ class Writer(StorageWriter):
                 tuple(stored.size),
                 tuple(chunks[MetadataIndex(name, chunk.offsets)] for chunk in stored.chunks),
             )
-        folder.commit(self.path, Index(tensors, metadata.planner_data))
-
-
-def _key(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """A name in a file: the tensor's, with the range of each dimension where it is a part."""
-    if box == Box.whole(shape):
-        return name
-    return f"{name}[{', '.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
+        assert self._draft is not None
+        publish.commit(self._draft, Index(tensors, metadata.planner_data))
 
 
 class Reader(StorageReader):
@@ -194,7 +211,11 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check this rank's share of the files: all ranks stop here if one of them is damaged."""
-        for number, (file, chunks) in enumerate(self._by_file(self._chunks.values()).items()):
+        files: dict[str, list[tuple[Stored, Chunk]]] = {}
+        for stored in self.index.tensors.values():
+            for chunk in stored.chunks:
+                files.setdefault(chunk.file, []).append((stored, chunk))
+        for number, (file, chunks) in enumerate(files.items()):
             if number % self.world == self.rank:
                 self._open(file, partial(self._check, chunks))
         return plan
@@ -213,37 +234,31 @@ class Reader(StorageReader):
             self._open(file, partial(self._read, wanted, planner))
         return _done(None)
 
-    @staticmethod
-    def _by_file(chunks: Any) -> dict[str, list[Chunk]]:
-        found: dict[str, list[Chunk]] = {}
-        for chunk in chunks:
-            found.setdefault(chunk.file, []).append(chunk)
-        return found
-
     def _open(self, file: str, use: Callable[[Any], None]) -> None:
         try:
             with safe_open(self.path / file, framework="pt") as opened:
                 use(opened)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
+        except FileNotFoundError as error:
+            raise publish.GoneError(
                 f"the checkpoint {self.path} is damaged",
                 where=file,
-                why=str(error),
+                why="it is missing",
                 todo="load an earlier one",
             ) from error
+        except (OSError, SafetensorError, ValueError) as error:
+            raise publish.damaged(self.path, file, str(error)) from error
 
-    def _check(self, chunks: list[Chunk], opened: Any) -> None:
-        for chunk in chunks:
-            whole = tuple(opened.get_slice(chunk.key).get_shape()) == chunk.box.sizes
-            if whole and chunk.checksum is not None:
-                whole = chunk.checksum == checksum(opened.get_tensor(chunk.key))
-            if not whole:
-                raise CheckpointError(
-                    f"the checkpoint {self.path} is damaged",
-                    where=f"{chunk.key} in {chunk.file}",
-                    why="its bytes are not those that were saved",
-                    todo="load an earlier one",
-                )
+    def _check(self, chunks: list[tuple[Stored, Chunk]], opened: Any) -> None:
+        for stored, chunk in chunks:
+            part = opened.get_slice(chunk.key)
+            alike = tuple(part.get_shape()) == chunk.box.sizes
+            if not alike or part.get_dtype() != _DTYPES[stored.dtype]:
+                found = f"{part.get_dtype()}{list(part.get_shape())}"
+                why = f"it is {found} there, {stored.dtype} of {list(chunk.box.sizes)} by its index"
+                raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
+            if chunk.checksum not in (None, checksum(opened.get_tensor(chunk.key))):
+                why = "its bytes are not those that were saved"
+                raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner, opened: Any) -> None:
         for item in items:

@@ -112,7 +112,7 @@ def decode(value: Any) -> Any:
     try:
         ((kind, content),) = value.items()
         return _READERS[kind](content)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             "a value of the checkpoint cannot be read", why=f"{str(value)[:200]}: {error}"
         ) from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from autopar.codegen.checkpoint import index as folder
+from autopar.codegen.checkpoint import publish
 from autopar.codegen.checkpoint.boxes import Box
 from autopar.codegen.checkpoint.held import Holder
 from autopar.codegen.checkpoint.index import MARKER, Chunk, Index, Stored
@@ -37,9 +37,9 @@ def weights_index(path: Path) -> tuple[Path, Index, str]:
     Raises:
         CheckpointError: it is nothing of that kind, or a file is missing or damaged.
     """
-    with folder.readable(path):
+    with publish.readable(path):
         if (path / MARKER).exists():
-            return *folder.read(path), "model."
+            return path, publish.read(path), "model."
         files = _files(path)
     if not files:
         raise CheckpointError(
@@ -72,7 +72,14 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
                     assert names is not None
                     names.append(key)
                 return found
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
                 raise CheckpointError(f"{path / name} cannot be read", why=str(error)) from error
     return dict.fromkeys(sorted(path.glob("*.safetensors")))
 

@@ -1,0 +1,282 @@
+"""Files and folders that are there whole or not at all, whoever else writes to the same place.
+
+A file is written beside its place, synced and renamed. Several files become one value by a last
+one, the *marker*, which names the others: each writer prepares its files in a draft, a folder of
+its own in the target, and renames the marker from there into its place. A rename of a file over
+another is atomic on local and on shared file systems, as that of a folder over another is not.
+
+    NAME/marker.json               names what is in save-1f3a...
+    NAME/save-1f3a5c7e9b2d4f60/    published
+    NAME/save-08d2b1c4a7e6f953/    a draft: it has an owner.json, which its writer has locked
+
+Where there is no NAME yet, the draft lies in `.NAME.save-...`, which is renamed to NAME.
+
+Nobody waits for anybody. What has ended (no owner.json, or one whose lock is free) and is not named
+by a marker that is read afterwards, never will be, and is swept away. Locks are judged on the
+machine where they were taken; a draft of another machine has ended if nobody touched it for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OWNER = "owner.json"
+_TOKEN = re.compile(r"save-[0-9a-f]{16}")
+_NEW = os.O_CREAT | os.O_EXCL | os.O_RDWR
+_DAY = 86_400.0  # seconds
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and to the disk; a device or a pipe is written to.
+
+    Raises:
+        OSError: it cannot be written; it is as it was.
+    """
+    path = Path(os.path.realpath(path))
+    if os.path.exists(path) and not os.path.isfile(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(part, _NEW, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, written to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder and what is in it, as far as that is possible; follows no links."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if stat.S_ISDIR(os.lstat(path / name).st_mode):
+                remove(path / name)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(path / name)
+        os.rmdir(path)
+
+
+def is_draft(name: str) -> bool:
+    """Whether a folder of this name in a target is a draft, or was one."""
+    return _TOKEN.fullmatch(name.removeprefix("new-")) is not None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes a draft.
+
+    Attributes:
+        machine: where its lock can be judged, "" if nowhere.
+        host, process: for people.
+        note: what the writers of one target compare.
+    """
+
+    machine: str
+    host: str
+    process: int
+    note: str
+
+
+class Draft:
+    """A folder of one writer's own, in which it prepares what a target folder is to hold.
+
+    Args:
+        target: an absolute path; there may be a folder or nothing.
+        note: what other writers to the same target are told of this one.
+
+    Attributes:
+        folder: where to write; in the target it will have the same name.
+        folder.name: unique.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, target: Path, note: str = "") -> None:
+        self.target, self._published = target, False
+        token = f"save-{secrets.token_hex(8)}"
+        self._base = target
+        if not os.path.isdir(target):
+            self._base = target.with_name(f".{target.name}.{token}")
+            os.makedirs(self._base)
+        self.folder = self._base / token
+        new = self._base / f"new-{token}"
+        try:
+            os.mkdir(new)
+            # Nobody meets a draft that has no owner yet.
+            self._lock = os.open(new / OWNER, _NEW, 0o666)
+            os.write(self._lock, json.dumps(_owner(self._lock, note).__dict__).encode())
+            self._born = os.fstat(self._lock).st_mtime
+            os.rename(new, self.folder)
+        except BaseException:
+            remove(new)
+            if self._base != target:
+                remove(self._base)
+            raise
+
+    def others(self) -> list[Owner]:
+        """Who else is at work on the target; of two that begin at once, one sees the other."""
+        found = [
+            _at_work(folder, top, self._born)
+            for folder, top in _drafts(self.target)
+            if folder != self.folder and os.path.isdir(folder) and _TOKEN.fullmatch(folder.name)
+        ]
+        return [owner for owner in found if owner is not None]
+
+    def publish(self, marker: str) -> None:
+        """Let the draft's `marker` take its place in the target: from then on it counts.
+
+        Raises:
+            OSError: it cannot; the target is as it was.
+        """
+        sync(self.folder)
+        sync(self._base)
+        if self._base != self.target:
+            os.rename(self.folder / marker, self._base / marker)
+            if not _renamed(self._base, self.target):
+                os.rename(self._base / marker, self.folder / marker)
+                self._enter()
+        if self._base == self.target:
+            os.rename(self.folder / marker, self.target / marker)
+        self._base, self.folder = self.target, self.target / self.folder.name
+        self._published = True
+        for folder in (self.target, self.target.parent):
+            sync(folder)
+        with contextlib.suppress(OSError):
+            os.unlink(self.folder / OWNER)
+        os.close(self._lock)
+
+    def _enter(self) -> None:
+        """Go to the target, which another writer has made in the meantime."""
+        inside = self.target / self.folder.name
+        os.rename(self.folder, inside)
+        old, self._base, self.folder = self._base, self.target, inside
+        with contextlib.suppress(OSError):
+            os.rmdir(old)
+        sync(self.target)
+
+    def abandon(self) -> None:
+        """Remove the draft, unless it is published; the target is as it was."""
+        if self._published:
+            return
+        remove(self.folder)
+        if self._base != self.target:
+            remove(self._base)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+    def sweep(self, named: Callable[[], Collection[str]]) -> None:
+        """Remove drafts whose writers have ended, and what was published and is replaced.
+
+        Args:
+            named: reads the marker; the names of the folders that it needs.
+        """
+        with contextlib.suppress(OSError):
+            ended = [
+                (folder, top)
+                for folder, top in _drafts(self.target)
+                if folder != self.folder and _at_work(folder, top, self._born) is None
+            ]
+            kept = named()  # what has ended before and is not among these never will be
+            for folder, top in ended:
+                if folder.name not in kept or top != folder:
+                    remove(top)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Rename a folder unless there is something at `target`."""
+    try:
+        os.rename(source, target)
+    except OSError:
+        if os.path.isdir(target):
+            return False
+        raise
+    return True
+
+
+def _owner(lock: int, note: str) -> Owner:
+    """This process, having locked the file."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        machine = _machine()
+    except OSError:
+        machine = ""  # a file system without locks
+    return Owner(machine, socket.gethostname(), os.getpid(), note)
+
+
+def _machine() -> str:
+    """The kernel that runs here, since it was started: containers on it share its locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _drafts(target: Path) -> Iterator[tuple[Path, Path]]:
+    """All drafts of a target, and what was published; with each the folder to remove with it."""
+    start = f".{target.name}."
+    for name in os.listdir(target.parent):
+        token = name.removeprefix(start)
+        if name.startswith(start) and _TOKEN.fullmatch(token):
+            yield target.parent / name / token, target.parent / name
+    if os.path.isdir(target):
+        for name in os.listdir(target):
+            if is_draft(name):
+                yield target / name, target / name
+
+
+def _at_work(folder: Path, top: Path, now: float) -> Owner | None:
+    """Who may still be writing a draft; None if its writer has ended, well or not."""
+    owner = Owner("", "an unknown host", 0, "")
+    try:
+        handle = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            owner = Owner(**json.loads(os.read(handle, 1 << 16)))
+            if owner.machine == _machine():
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+        finally:
+            os.close(handle)
+    except BlockingIOError:
+        return owner
+    except FileNotFoundError:
+        if _TOKEN.fullmatch(folder.name) and os.path.isdir(folder):
+            return None  # published, or about to be removed
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    # Its writer is just making it, or died there, or its lock cannot be judged here.
+    return owner if now - _touched(folder, top) < _DAY else None
+
+
+def _touched(folder: Path, top: Path) -> float:
+    """When something in a draft was last written, by the clock of its file system."""
+    times = [0.0]
+    with contextlib.suppress(OSError):
+        times.append(os.lstat(top).st_mtime)
+        times += [os.lstat(folder / name).st_mtime for name in os.listdir(folder)]
+    return max(times)
