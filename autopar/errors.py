@@ -69,6 +69,10 @@ class CaptureError(AutoparError):
     """torch.export cannot trace the model; names the user's line and what to change."""
 
 
+class AssumptionError(AutoparError):
+    """A batch for which the model would have raised, or taken another branch than was captured."""
+
+
 class AnnotationError(AutoparError):
     """An `autopar.shard` that cannot be obeyed; names the user's line."""
 

@@ -18,6 +18,7 @@ from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
 from autopar.codegen.scope import WIDTH, Scope
 from autopar.ir.collective import Collective, Resharder
+from autopar.ir.functions import called
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
@@ -83,7 +84,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     words += ["stored", "together"] if "together(" in code else ["stored"]
     imports += [f"from autopar.codegen.runtime import {', '.join(words)}"]
     constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
-    if constants and "import torch" not in imports:
+    if own := sorted({f[0] for node in graph.folded if (f := called(node)) is not None}):
+        imports += ["from autopar.ir.functions import find_all"]
+        constants += f"functions = find_all({', '.join(map(quoted, own))})\n"
+    if constants.startswith("aten") and "import torch" not in imports:
         imports.insert(0, "import torch")
     return (
         f"{_header(graph, plan)}\n"

@@ -27,6 +27,8 @@ def load(source: str, filename: str, tree: ast.Module | None = None) -> ModuleTy
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     try:
         exec(compile(tree or source, filename, "exec"), module.__dict__)
+    except ProgramError:
+        raise
     except Exception as error:
         raise ProgramError(
             f"the program {filename} does not load", why=f"{type(error).__name__}: {error}"

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from autopar.ir.assume import ASSUME
+from autopar.ir.functions import called
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
 from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.mixture import MIXTURE
@@ -49,8 +51,8 @@ def expression(node: Node, operands: Sequence[str]) -> str:
     Args:
         node: an operator, localised.
         operands: variable names of the values it reads, in the order of `node.inputs`. The names
-            `torch`, `F`, `aten`, `kernels` and `mesh` (which knows the device) must be bound
-            beside them.
+            `torch`, `F`, `aten`, `kernels`, `functions` (the user's own) and `mesh` (which knows
+            the device) must be bound beside them.
     """
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]
@@ -62,13 +64,18 @@ def expression(node: Node, operands: Sequence[str]) -> str:
         return f"{args[0]}[{args[1]}]"
     if node.op == "autopar.detach":
         return f"{args[0]}.detach()"
+    if (function := called(node)) is not None:
+        name, first = function
+        return f"functions[{json.dumps(name)}].apply({_call(args[first:], {})})"
+    if node.op == ASSUME:
+        return f"mesh.assume({_call(args, keywords)})"
     if node.op == MIXTURE:
         return f"mesh.mixture({_call(args, keywords)})"
     if base in _INFIX and len(args) == 2 and not keywords and isinstance(node.args[0], Ref):
         return f"{args[0]} {_INFIX[base]} {args[1]}"
-    written = _WRITERS.get(base)
-    if written is not None:
-        return written(node, args, keywords)
+    writer = _WRITERS.get(base)
+    if writer is not None:
+        return writer(node, args, keywords)
     if base in _METHODS:
         rest = [item for arg in args[1:] for item in _unpacked(arg)]
         return f"{args[0]}.{_METHODS[base]}({_call(rest, keywords)})"

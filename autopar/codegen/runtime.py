@@ -20,6 +20,7 @@ from autopar.codegen.refetch import Refetch, unpack
 from autopar.codegen.state import Parameter, Piece
 from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weights
+from autopar.ir.assume import assume
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
@@ -96,6 +97,10 @@ class Runtime(Communicator):
     def dropout(self, x: Tensor, p: float, layout: str) -> Tensor:
         """Dropout whose mask does not depend on the mesh; see `codegen.random`."""
         return self.random.dropout(x, p, layout)
+
+    def assume(self, x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
+        """x, if a condition of the model's own is as expected; else AssumptionError."""
+        return assume(x, condition, expected, where)
 
     def draw(self, p: float, text: str) -> None:
         """Draw, and forget, the mask of a dropout of a tensor such as "f32[8, 16]"."""

@@ -12,7 +12,9 @@ from itertools import zip_longest
 from autopar.codegen.ops import expression
 from autopar.codegen.overlapped import overlapped
 from autopar.codegen.printer import Printer, axes_text
+from autopar.ir.assume import ASSUME
 from autopar.ir.collective import Step
+from autopar.ir.functions import called
 from autopar.ir.fusion.packed import PACK, packing, reader
 from autopar.ir.graph import PREFIX, Node, Source
 from autopar.ir.localise import localise
@@ -27,6 +29,7 @@ RESERVED = (
     "aten",
     "mesh",
     "kernels",
+    "functions",
     "p",
     "batch",
     "i",
@@ -363,7 +366,7 @@ class Scope:
             parts = [part for part in node.target.split(".") if not part.isdigit()]
             start = node.keyword("start")
             return "_".join(parts[-2:]) + (f"_{start}" if start is not None else "")
-        if node.op in IDENTITIES:
+        if node.op in IDENTITIES or node.op == ASSUME:
             return self.wish(self.printer.graph[node.inputs[0]])
         module = node.source.module.rpartition(".")[2]
         op = node.op
@@ -373,6 +376,8 @@ class Scope:
             return module
         if node.name in self._assigned:
             return self._assigned[node.name]
+        if (function := called(node)) is not None:
+            return re.split(r"[.:]", function[0])[-1].lower()
         word = node.op.split(".")[1] if "." in node.op else node.op
         return _WORDS.get(word, word).strip("_")
 

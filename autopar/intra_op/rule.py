@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import RuleError
+from autopar.ir.functions import FUNCTION
 from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import TensorType
 
@@ -64,14 +65,18 @@ class OpRule:
 
 
 def rule(
-    op: str,
+    op: str | type,
     spec: Spec,
     *,
     flops: Spec = "",
     linear: Linear = False,
     examples: Sequence[str] = (),
 ) -> OpRule:
-    """One rule, a plain value; `op` is written as in a graph, "aten.linear", or "aten::linear"."""
+    """One rule, a plain value; `op` is written as in a graph, "aten.linear", or "aten::linear".
+
+    Of a torch.autograd.Function it is the class.
+    """
+    op = op if isinstance(op, str) else f"{FUNCTION}{op.__module__}:{op.__qualname__}"
     return OpRule(graph_name(op), spec, flops, linear, tuple(examples))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from autopar.errors import RuleError
+from autopar.intra_op.functions import RULE as FUNCTION
 from autopar.intra_op.prove import prove
 from autopar.intra_op.rule import OpRule, collect
 from autopar.intra_op.rules import rules
@@ -16,7 +17,8 @@ from autopar.intra_op.rules import rules
 def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dict[str, OpRule]:
     """All rules by operator; the user's own, proved here, come before those that are found.
 
-    An annotation has the rule of a share, which is the identity as well.
+    An annotation has the rule of a share, which is the identity as well; a Function that is split
+    has the one that stands beside its name.
 
     They are proved on the CPU, or on `device` if there is no such operator for the CPU.
 
@@ -30,7 +32,7 @@ def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dic
         _check(item, device)
     found = rules()
     annotation = replace(found["autopar.share"], op="autopar.shard")
-    return {**found, annotation.op: annotation, **collect(own)}
+    return {**found, annotation.op: annotation, FUNCTION.op: FUNCTION, **collect(own)}
 
 
 def _check(item: OpRule, device: torch.device | None) -> None:

@@ -15,6 +15,8 @@ from torch.export import ExportedProgram
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.advice import explain
+from autopar.ir.assume import tie
+from autopar.ir.carried import CarriedFunction, carried
 from autopar.ir.cast import computing_in
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import TORCH_DTYPES
@@ -115,7 +117,7 @@ def _captured(
         outputs.get(seen.loss or ""),
     )
     parameters = model.named_parameters(remove_duplicate=False)
-    return Captured(graph, buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
+    return Captured(tie(graph), buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
 
 
 def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
@@ -253,7 +255,7 @@ class _Flat(nn.Module):
         batch = dict(zip(self.inputs.names, tensors, strict=True))
         state, buffers = State(self.model), _Buffers(self.model, self.copied)
         try:
-            with self.watch:
+            with self.watch, carried():
                 named = self._call(batch)
             self.seen.assigned, self.seen.replaced = buffers.write(), state.replaced()
         finally:
@@ -326,16 +328,13 @@ class _Buffers:
 
 
 # Functions that torch makes for operators of other libraries, which stay, and for branches, which
-# are refused by name elsewhere.
-_GENERATED = ("GeneratedBackwardFor", "CondAutogradOp")
-_FUNCTIONS = {
-    "CheckpointFunction": "checkpoint with use_reentrant=False",
-    "BackwardHookFunction": "remove the backward hooks of modules",
-}
+# are refused by name elsewhere; and those that stand for the user's.
+_KEPT = ("GeneratedBackwardFor", "CondAutogradOp", CarriedFunction.__name__)
+_FUNCTIONS = {"BackwardHookFunction": "remove the backward hooks of modules"}
 
 
 def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
-    """CaptureError if a torch.autograd.Function is on the way to an output.
+    """CaptureError if a torch.autograd.Function that is not carried is on the way to an output.
 
     A trace keeps its forward only: the gradient would be that of the forward, not its own.
     """
@@ -348,7 +347,7 @@ def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
         met.add(step)
         waiting += [before for before, _ in step.next_functions]
         name = type(step).__name__.removesuffix("Backward")
-        if isinstance(step, BackwardCFunction) and not name.startswith(_GENERATED):
+        if isinstance(step, BackwardCFunction) and not name.startswith(_KEPT):
             raise CaptureError(
                 f"the model uses the torch.autograd.Function {name}",
                 why="its own backward would be lost",

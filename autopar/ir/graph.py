@@ -7,8 +7,9 @@ one dimension (`dim=1, start=0, length=768`), so that the parts of a fused proje
 their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
 (the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
-annotation.py), `autopar.detach`, and the kernels that stand for several operators
-("kernels.rms_norm", see fusion/).
+annotation.py), `autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu",
+see functions.py), and the kernels that stand for several operators ("kernels.rms_norm", see
+fusion/).
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import GraphError
 from autopar.ir.across import Across
+from autopar.ir.assume import ASSUME, assume
+from autopar.ir.functions import called, find
 from autopar.ir.graph import PREFIX, Arg, Graph, Name, Node, Ref
 from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import TensorType
@@ -225,8 +227,13 @@ def execute(
         return args[0]
     if node.op == "autopar.detach":
         return args[0].detach()
+    if node.op == ASSUME:
+        return assume(*args)
     if node.op == MIXTURE:
         return mixture(*args, **kwargs)
+    if (function := called(node)) is not None:
+        name, first = function
+        return find(name).apply(*args[first:])
     operator = _operator(node)
     # Operators that create a tensor out of nothing must be told where. Which take a device, only
     # their schema tells, private as the attribute is.

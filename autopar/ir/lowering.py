@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir import composite, writes
 from autopar.ir.advice import unsupported
+from autopar.ir.carried import call_of, is_carried
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
 from autopar.ir.traced import dtype_of, source_of, tensors_of, type_of
@@ -308,8 +309,10 @@ class Lowering:
     ) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         """The operator's name in a Graph, its arguments and keywords."""
         op = "getitem" if node.target is operator.getitem else str(node.target)
-        op = op.removesuffix(".default")
         given = list(node.args)
+        if is_carried(op):
+            op, given = call_of(*given)
+        op = op.removesuffix(".default")
         if op == "aten.to.device":
             op = "aten.to.dtype"
             del given[1]

@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.:]*")
 _KEY = re.compile(r"([A-Za-z_]\w*)=")
 _REF = re.compile(r"%(\w+)")
 _TYPE = re.compile(r"\w+\[[\d, ]*\]")
-_OPERATOR = re.compile(r"[\w.]+")
+_OPERATOR = re.compile(r"[\w.]+(?::[\w.]+)?")
 _PLACE = re.compile(r"([^|]+):(\d+)")
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
+from autopar.ir.assume import assumed
 
 _TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _LIBRARY = sysconfig.get_path("stdlib")
@@ -54,7 +55,7 @@ def innermost(trace: TracebackType | None) -> str:
     return found
 
 
-def _current() -> str:
+def current() -> str:
     """The innermost line of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -155,9 +156,12 @@ class Watch(TorchFunctionMode):
         name = str(getattr(func, "__name__", func))
         lost = _lost(func, name, args, kwargs)
         if lost is not None:
-            raise CaptureError(lost.what, where=_current(), why=lost.why, todo=lost.todo)
+            raise CaptureError(lost.what, where=current(), why=lost.why, todo=lost.todo)
         if name in ("requires_grad_", "__get__") and _accessed(func) in ("", "data"):
-            self.opaque = _current()
+            self.opaque = current()
+        truth = assumed(name, args, sys._getframe(1), current())
+        if truth is not None:
+            return truth
         try:
             result = func(*args, **kwargs)
         except Exception:
@@ -165,7 +169,7 @@ class Watch(TorchFunctionMode):
             raise
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise taken_out(_current())
+                raise taken_out(current())
             if isinstance(item, Tensor) and not item.is_sparse:
                 _refuse_unknown_sizes(item, name)
         return result
@@ -215,7 +219,7 @@ def _refuse_unknown_sizes(tensor: Tensor, name: str) -> None:
         sizes = ", ".join(str(size) if isinstance(size, int) else "?" for size in tensor.shape)
         raise CaptureError(
             f"a tensor of sizes [{sizes}]",
-            where=_current(),
+            where=current(),
             why="its sizes depend on values, which are not known when a model is captured",
             todo=_BY_SIZE.get(name, "choose by torch.where or a mask, which keeps the size"),
         )

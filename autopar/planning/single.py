@@ -22,6 +22,7 @@ from autopar.errors import PinError, PrecisionError, ProgramError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built import Built
 from autopar.intra_op.contest import format_problem
+from autopar.intra_op.functions import split_functions
 from autopar.intra_op.options import Lies
 from autopar.intra_op.prices import Prices
 from autopar.intra_op.problem import Problem, Solution
@@ -157,7 +158,7 @@ def capture_graph(
         precision=options.precision,
     )
     trace("capture.txt", lambda: format_graph(captured.graph))
-    graph = verify(decompose_unknown(captured.graph, options.table))
+    graph = verify(split_functions(decompose_unknown(captured.graph, options.table), options.table))
     trace("decompose_unknown.txt", lambda: format_graph(graph))
 
     def keep(name: str, graph: Graph) -> None:

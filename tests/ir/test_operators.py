@@ -197,24 +197,7 @@ def compare_with_model(
         torch.testing.assert_close(found[f"buffer {name}"], buffer, rtol=1e-10, atol=1e-10)
 
 
-class Straight(torch.autograd.Function):
-    """The sign, with the gradient of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 REFUSED: dict[str, tuple[Function, str]] = {
-    "its own gradient": (lambda x, i: Straight.apply(x) * 2, "autograd.Function Straight"),
-    "a checkpoint that is no checkpoint": (
-        lambda x, i: checkpoint(torch.relu, x, use_reentrant=True),
-        "use_reentrant=False",
-    ),
     "a map of functions": (lambda x, i: torch.vmap(torch.sum)(x), "torch's vmap"),
     "a branch": (lambda x, i: x if x.sum() > 0 else -x, "torch.where"),
     "sparse tensors": (lambda x, i: x * x.detach().to_sparse(), "layout torch.sparse_coo"),

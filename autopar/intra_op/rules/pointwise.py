@@ -177,6 +177,13 @@ RULES = (
     *_families(),
     *(rule(f"aten.{op}", _cast, examples=(example,)) for op, example in _CASTS.items()),
     rule("aten.frexp.Tensor", "... -> ..., ...", examples=(f"const {_REAL}",)),
+    # A value beside a condition that is one truth value, whole everywhere.
+    rule(
+        "autopar.assume",
+        _SPEC,
+        linear=((0,),),
+        examples=(f"{_REAL}, bool[]>0, True, 'a line'",),
+    ),
     rule("aten.glu", _glu, examples=("f64[4, 12]", "f64[8, 6], 0")),
     rule("aten.prelu", _prelu, examples=(f"{_REAL}, f64[6]", f"{_REAL}, f64[1]")),
 )

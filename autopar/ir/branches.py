@@ -1,0 +1,115 @@
+"""Branches of the user's code that choose by a tensor's value, read off the source.
+
+Most of them guard: they raise, warn, or mend numbers that are not finite. A model is captured as if
+these were not taken, and the program checks that they would not have been (see assume.py). Where
+both sides compute something, no choice is right for all values.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+_NOT_FINITE = re.compile(r"\b(isinf|isnan|isfinite|isposinf|isneginf)\b")
+_TELLS = re.compile(r"warn|log|print")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A branch that is assumed not to be taken.
+
+    Attributes:
+        value: what the tensor is assumed to be.
+        checked: whether something else would be computed, or an error raised, if it were not.
+    """
+
+    value: bool
+    checked: bool
+
+
+def guard(frame: FrameType) -> Guard | None:
+    """What is assumed of the tensor whose truth value `frame` asks for; None if nothing can be."""
+    code = frame.f_code
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    conditions = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.Assert))]
+    # A jump bears the place of another part; what it asks was computed just before.
+    at = frame.f_lasti // 2
+    asks = dis.opname[code.co_code[2 * at]].startswith(("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY"))
+    for place in reversed([*code.co_positions()][: at + (not asks)]):
+        for node in conditions:
+            for part, turned in _parts(node.test):
+                if _covers(part, place):
+                    wanted, checked = _wanted(node)
+                    return None if wanted is None else Guard(wanted != turned, checked)
+        if place[0] is not None and place[0] < code.co_firstlineno:
+            return None
+    return None
+
+
+def _parts(test: ast.expr, turned: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """The conditions that a condition is made of, and whether each is negated."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _parts(value, turned)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not turned)
+    else:
+        yield test, turned
+
+
+def _covers(node: ast.expr, place: tuple[int | None, ...]) -> bool:
+    first, last, left, right = place
+    if first is None or last is None or left is None or right is None:
+        return False
+    if node.end_lineno is None or node.end_col_offset is None:
+        return False
+    begins = (node.lineno, node.col_offset) <= (first, left)
+    return begins and (last, right) <= (node.end_lineno, node.end_col_offset)
+
+
+def _wanted(node: ast.If | ast.Assert) -> tuple[bool | None, bool]:
+    """The outcome of a condition with which nothing special happens, and whether it matters."""
+    if isinstance(node, ast.Assert) or (node.orelse and _raises(node.orelse)):
+        return True, True
+    if _raises(node.body):
+        return False, True
+    if not node.orelse and all(map(_tells, node.body)):
+        return False, False
+    mends = _NOT_FINITE.search(ast.unparse(node.test)) and all(map(_assigns, node.body))
+    return (False, True) if mends and not node.orelse else (None, False)
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether statements do nothing but end in an error."""
+    return isinstance(body[-1], ast.Raise) and all(map(_is_plain, body[:-1]))
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
+
+
+def _tells(node: ast.stmt) -> bool:
+    """Whether a statement is a warning, a line of a log or a print, or nothing."""
+    if isinstance(node, ast.Pass):
+        return True
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    return bool(_TELLS.search(ast.unparse(node.value.func)))
+
+
+def _assigns(node: ast.stmt) -> bool:
+    """Whether a statement sets local names."""
+    return isinstance(node, ast.Assign) and all(map(_is_local, node.targets))
+
+
+def _is_local(target: ast.expr) -> bool:
+    names: Iterator[ast.AST] = ast.walk(target)
+    return all(isinstance(name, (ast.Name, ast.Tuple, ast.Store)) for name in names)

@@ -1,0 +1,73 @@
+"""The user's own `torch.autograd.Function` as an operator of a graph.
+
+    %y = function.models.bloom:GeLUFunction(%x, 2.0) : f32[8, 16] grad
+
+names the class by module and name, and has the arguments of its `apply`. What runs is the class
+itself, forward and backward; so it must be found by its name wherever the program runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from autopar.errors import CaptureError, ProgramError
+from autopar.ir.graph import Node
+from autopar.ir.watch import current
+
+FUNCTION = "function."  # of operators that are the user's own Functions
+SPLIT = "autopar.function"  # one with a rule beside its name, see intra_op/functions.py
+
+
+def called(node: Node) -> tuple[str, int] | None:
+    """The name "module:Name" of the Function that a node calls, and where its arguments begin."""
+    if node.op == SPLIT:
+        return str(node.args[0]), 2
+    return (node.op.removeprefix(FUNCTION), 0) if node.op.startswith(FUNCTION) else None
+
+
+def find(called: str) -> Any:
+    """The class "module:Name".
+
+    Raises:
+        ProgramError: there is no such class.
+    """
+    module, _, name = called.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ProgramError(
+            f"there is no torch.autograd.Function {module}:{name}",
+            why=f"{type(error).__name__}: {error}",
+            todo="a program calls it by its name: let it be imported where the program runs",
+        ) from None
+    return found
+
+
+def find_all(*names: str) -> dict[str, Any]:
+    """The classes of a program by name, "module:Name"; ProgramError if one is not there."""
+    return {name: find(name) for name in names}
+
+
+def name_of(cls: type) -> str:
+    """The operator "function.module:Name" of a class.
+
+    Raises:
+        CaptureError: the class is not found by this name.
+    """
+    called = f"{cls.__module__}:{cls.__qualname__}"
+    parts = [*cls.__module__.split("."), *cls.__qualname__.split(".")]
+    if all(part.isidentifier() for part in parts):
+        try:
+            if find(called) is cls:
+                return FUNCTION + called
+        except ProgramError:
+            pass
+    raise CaptureError(
+        f"the torch.autograd.Function {cls.__name__} is not found by its name",
+        where=current(),
+        why=f"a program calls it as {cls.__module__}.{cls.__qualname__}",
+        todo="define it at the top of a module, not inside a function",
+    )
