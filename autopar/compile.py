@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipelined
+from autopar.arguments import texts_of
+from autopar.codegen.alike import compare_ranks
 from autopar.codegen.groups import GroupsLike, options_of
 from autopar.codegen.optimizer import OptimizerFactory, elementwise, fusable
 from autopar.codegen.processes import (
@@ -21,6 +23,7 @@ from autopar.codegen.processes import (
     accelerator,
     as_mesh,
     check_processes,
+    join_processes,
 )
 from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import PlanMismatchError
@@ -121,7 +124,8 @@ def compile(
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
-    Every process calls it alike. The model is not changed; the first rank's weights count.
+    Every process calls it alike; they compare what they were called with. The model is not
+    changed; the first rank's weights count.
 
     Args:
         model: any module that torch.export can trace.
@@ -187,6 +191,7 @@ def compile(
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
         ProgramError: there is no such pattern to fuse, no such backend for this program, or its
+        RanksDifferError: the ranks are called with different arguments; names the first one.
             step cannot be a CUDA graph. A step raises it where a backend cannot compile, for want
             of a compiler say.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
@@ -202,7 +207,10 @@ def compile(
     known = table(rules, accelerator())
     options = Options(
         loss_fn,
+    given = dict(locals())
         memory,
+    join_processes(made)
+    compare_ranks(texts_of(given), todo="call compile alike on every rank")
         unknown_ops,
         trace,
         pins,

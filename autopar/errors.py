@@ -30,7 +30,7 @@ class AutoparError(Exception):
         lines = [self.what]
         for label, text in (("where", self.where), ("why", self.why), ("todo", self.todo)):
             if text:
-                lines.append(f"  {label + ':':<6}{text}")
+                lines.append(f"  {label + ':':<5} {text}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -123,6 +123,24 @@ class StateError(AutoparError):
 
 class CheckpointError(StateError):
     """A checkpoint that cannot be written, is not whole, or is another model's."""
+
+
+class RanksDifferError(AutoparError):
+    """Ranks that were not called alike; names the rank, the argument and both values.
+
+    >>> raise RanksDifferError("the ranks differ in clip_norm", where="rank 2",
+    ...                        why="rank 0 has 1.0, rank 2 has 0.5",
+    ...                        todo="call compile alike on every rank")
+    Traceback (most recent call last):
+    autopar.errors.RanksDifferError: the ranks differ in clip_norm
+      where: rank 2
+      why:  rank 0 has 1.0, rank 2 has 0.5
+      todo: call compile alike on every rank
+    """
+
+
+class NonFiniteError(AutoparError):
+    """A loss or gradients with NaN or infinite values; nothing was updated."""
 
 
 class RankFailedError(AutoparError):

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.arguments import text_of_graph, text_of_program
+from autopar.codegen.alike import compare_ranks
 from autopar.codegen.emit import emit
 from autopar.codegen.inductor import loaded
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.pipeline_folder import program_source, stage_files
-from autopar.codegen.processes import from_first_rank, local_device, same_on_all_ranks
+from autopar.codegen.processes import from_first_rank, local_device
 from autopar.codegen.routes import Placement
 from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanError, ProgramError
@@ -37,6 +39,7 @@ from autopar.planning.stages import (
 )
 
 _COLUMNS = 88  # of the schedule's picture
+ADVICE = "build one model on every rank, and give every rank the same whole batch"
 
 
 @dataclass(frozen=True)
@@ -198,12 +201,7 @@ def make(
     """Everything up to a pipeline that can train; raises what `compile` raises."""
     count = request.microbatches if plan is None else plan.microbatches
     captured = capture_microbatch(model, args, kwargs, count, options, trace)
-    if not same_on_all_ranks(fingerprint(captured.graph)):
-        raise BatchError(
-            "the ranks captured different graphs",
-            why="their models or the shapes of their batches differ",
-            todo="build one model on every rank, and give every rank the same whole batch",
-        )
+    compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, ADVICE)
     if plan is None:
         state = state_bytes_of(training)
         plan = from_first_rank(lambda: plan_evenly(captured, mesh, request, options, trace, state))
@@ -213,6 +211,8 @@ def make(
     placement = placement_of(plan)
     _refuse_halves(plan.schedule, placement, backend)
     sources = sources_of(captured, plan, options)
+    programs = {f"the program of stage {n}": text_of_program(s) for n, s in enumerate(sources)}
+    compare_ranks(programs)
     modules = []
     for number, source in enumerate(sources):
         trace(f"stage_{number}.py", lambda source=source: source)  # type: ignore[misc]

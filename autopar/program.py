@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import pipelined
+from autopar.arguments import text_of_graph, text_of_program
 from autopar.codegen import folder, inductor
+from autopar.codegen.alike import compare_ranks
 from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
@@ -21,7 +23,6 @@ from autopar.codegen.processes import (
     check_processes,
     from_first_rank,
     local_device,
-    same_on_all_ranks,
 )
 from autopar.codegen.profile import profiled
 from autopar.codegen.runtime import Runtime
@@ -90,12 +91,7 @@ class Program(Trained, Checkpointed):
             return
         captured = capture_graph(self._model, args, kwargs, self._options, trace)
         graph = captured.graph
-        if not same_on_all_ranks(fingerprint(graph)):
-            raise BatchError(
-                "the ranks captured different graphs",
-                why="their models or the shapes of their batches differ",
-                todo="build one model on every rank, and give every rank the same whole batch",
-            )
+        compare_ranks({"the captured graph": text_of_graph(graph)}, BatchError, pipelined.ADVICE)
         if self._plan is None:
             state = state_bytes_of(self._training)
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
@@ -108,6 +104,7 @@ class Program(Trained, Checkpointed):
             legal.check(graph, self._plan, self._options.table)
             self._plan = replace(self._plan, mesh=self.mesh)
         self._source = emit(graph, self._plan, self._prices.collective)
+        compare_ranks({"the emitted program": text_of_program(self._source)})
         trace("program.py", lambda: self._source)
         runtime = Runtime(self.mesh, local_device())
         # Its own name for every source: tracebacks look the lines up by it.

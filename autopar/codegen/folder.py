@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from autopar.codegen.alike import compare_ranks, text_of
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory
@@ -142,6 +143,7 @@ class OpenProgram:
     def __init__(self, folder: Path) -> None:
         settings = read(folder / "program.toml", read_toml)
         source = read(folder / "program.py", read_text)
+        compare_ranks({"program.py": source, "program.toml": text_of(settings)})
         program = load(source, str(folder / "program.py"))
         cuda = dist.is_initialized() and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -93,6 +93,11 @@ def fusable(optimizer: OptimizerFactory, chosen: tuple[str, ...]) -> tuple[str, 
     return chosen if adamw.takes(made) else tuple(name for name in chosen if name != UPDATE)
 
 
+def sample(optimizer: OptimizerFactory) -> Optimizer:
+    """An optimizer of one small matrix; ProgramError if the factory makes none."""
+    return _made(optimizer, nn.Parameter(torch.zeros(_SIDE, _SIDE)))
+
+
 def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
     """An optimizer of one parameter; ProgramError if the factory makes none."""
     try:

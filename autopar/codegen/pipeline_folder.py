@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from autopar.codegen.alike import compare_ranks, text_of
 from autopar.codegen.folder import MAIN, processes, read, read_text, read_toml, training_of
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
@@ -105,7 +106,11 @@ class OpenPipeline:
         self, folder: Path, stages: Sequence[str], placement: Placement, inputs: Mapping[str, str]
     ) -> None:
         settings = read(folder / "program.toml", read_toml)
-        modules = [load(read(folder / n, read_text), str(folder / n)) for n in stages]
+        sources = {name: read(folder / name, read_text) for name in stages}
+        compare_ranks(
+            {**sources, "program.py": text_of(placement), "program.toml": text_of(settings)}
+        )
+        modules = [load(sources[name], str(folder / name)) for name in stages]
         world = dist.get_world_size() if dist.is_initialized() else 1
         wanted = 1 + max(rank for copy in placement.ranks for ranks in copy for rank in ranks)
         if world != wanted:

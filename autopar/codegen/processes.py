@@ -54,8 +54,8 @@ def accelerator() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def check_processes(mesh: Mesh) -> None:
-    """Join torchrun's process group if there is none; MeshError unless it has the mesh's size."""
+def join_processes(mesh: Mesh) -> None:
+    """Join torchrun's process group if there is none; MeshError if nothing started a mesh's."""
     if not dist.is_initialized() and mesh.size > 1:
         if not dist.is_torchelastic_launched():
             raise MeshError(
@@ -65,6 +65,11 @@ def check_processes(mesh: Mesh) -> None:
                 "autopar.plan needs no processes",
             )
         join_process_group()
+
+
+def check_processes(mesh: Mesh) -> None:
+    """MeshError unless there are as many processes as a mesh has devices; joins them first."""
+    join_processes(mesh)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != mesh.size:
         raise MeshError(
@@ -92,12 +97,3 @@ def from_first_rank(make: Callable[[], Value]) -> Value:
     if isinstance(box[0], AutoparError):
         raise box[0]
     return cast(Value, box[0])
-
-
-def same_on_all_ranks(text: str) -> bool:
-    """Whether every rank says the same."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return len(set(texts)) == 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ def own_store() -> Store:
     store: Any = distributed_c10d._get_default_store()
     connection: Store = store.clone()
     return connection
+
+
+def group_timeout() -> timedelta:
+    """The time-out that the user gave the process group, which its store keeps."""
+    store: Any = distributed_c10d._get_default_store()
+    timeout: timedelta = store.timeout
+    return timeout
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

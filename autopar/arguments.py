@@ -1,0 +1,120 @@
+"""Arguments of `compile` as texts, so that ranks can compare what they were called with."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.alike import text_of
+from autopar.codegen.optimizer import OptimizerFactory, sample
+from autopar.errors import ProgramError
+from autopar.ir.graph import Graph, Source
+from autopar.ir.mesh import Mesh
+from autopar.ir.text import format_node
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+
+_OWN = ("trace",)  # the first rank's alone
+
+
+def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the arguments of a call, of the versions that it runs on and of torch's settings.
+
+    Args:
+        given: all of them by name, as they were passed.
+    """
+    found = {"the version of Python": ".".join(platform.python_version_tuple()[:2])}
+    found |= {f"the version of {name}": metadata.version(name) for name in ("torch", "autopar")}
+    found |= {
+        "torch's default dtype": text_of(torch.get_default_dtype()),
+        "torch's float32 matmul precision": torch.get_float32_matmul_precision(),
+        "torch's deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.backends.cuda.matmul.allow_tf32": str(torch.backends.cuda.matmul.allow_tf32),
+        "torch.backends.cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
+        "torch.backends.cudnn.deterministic": str(torch.backends.cudnn.deterministic),
+    }
+    for name, value in given.items():
+        if name not in _OWN:
+            found[name] = _text(name, value)
+    return found
+
+
+def text_of_graph(graph: Graph) -> str:
+    """A graph's operators, a line each, whatever the user's lines are that they come from."""
+    return "\n".join(format_node(replace(node, source=Source())) for node in graph.nodes)
+
+
+def text_of_program(source: str) -> str:
+    """A generated program without its comments."""
+    return re.sub(r" *#.*", "", source)
+
+
+def _text(name: str, value: Any) -> str:
+    """The text of one argument."""
+    if isinstance(value, nn.Module):
+        return "\n".join(_lines(value))
+    if isinstance(value, (Plan, PipelinePlan)):
+        return value.to_toml()
+    if isinstance(value, Mesh):
+        return str(value)
+    if name == "optimizer":
+        return _optimizer(value)
+    if name == "calibration" and value is not None:
+        return _contents(Path(value))
+    if name == "example_inputs":
+        return text_of(_types(value))
+    return text_of(value)
+
+
+def _lines(model: nn.Module) -> Iterator[str]:
+    """What a model consists of, without its values: the first rank's count."""
+    yield text_of(type(model))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        frozen = "" if parameter.requires_grad else " frozen"
+        yield f"{name}: {_types(parameter)}{frozen}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"{name}: {_types(buffer)}"
+    for name, module in model.named_modules():
+        yield f"{name}: {type(module).__name__}{'' if module.training else ' in evaluation'}"
+
+
+def _optimizer(factory: OptimizerFactory) -> str:
+    """The optimizer that a factory makes, with its options; how it is made, where it makes none."""
+    try:
+        made = sample(factory)
+    except ProgramError as error:  # as every rank will say by itself
+        return str(error)
+    options = [
+        f"group {number}: {name} {text_of(value)}"
+        for number, group in enumerate(made.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    ]
+    named = factory.func if isinstance(factory, functools.partial) else factory
+    return "\n".join([text_of(type(made)), *options, text_of(named)])
+
+
+def _contents(path: Path) -> str:
+    """A file's text, whatever it is called; what cannot be read is refused where it is used."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return type(error).__name__
+
+
+def _types(value: Any) -> Any:
+    """A batch with types in the place of tensors, whose values may differ."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return {name: _types(each) for name, each in value.items()}
+    return [_types(each) for each in value] if isinstance(value, (list, tuple)) else value
