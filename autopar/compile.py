@@ -121,6 +121,7 @@ def compile(
     offload: str | None = None,
     backend: str = "eager",
     cuda_graph: bool = False,
+    on_nonfinite: str = "raise",
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -183,15 +184,19 @@ def compile(
         cuda_graph: whether the step is captured after a few and replayed from then on, which saves
             the time that the host takes to launch kernels. On CUDA devices under NCCL, with AdamW
             as a kernel (`fuse=["adamw"]`), and where no line of the step waits for the host.
+        on_nonfinite: what becomes of a step with a loss or gradients that are NaN or infinite, or
+            whose norm is: "raise" a NonFiniteError on every rank, "skip" it, or "continue", as
+            torch does. A step that raises or is left out changes neither parameters nor optimizer,
+            average or buffers. See `Program.nonfinite_steps`.
 
     Raises:
         MeshError: the mesh does not fit the processes.
+        RanksDifferError: the ranks are called with different arguments; names the first one.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
         PlanError: nothing can be offloaded or computed again as it is said.
         RuleError: one of `rules` is wrong; names the strategy that computes something else.
         ProblemError: there is no such solver.
         ProgramError: there is no such pattern to fuse, no such backend for this program, or its
-        RanksDifferError: the ranks are called with different arguments; names the first one.
             step cannot be a CUDA graph. A step raises it where a backend cannot compile, for want
             of a compiler say.
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
@@ -202,15 +207,15 @@ def compile(
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
     """
+    given = dict(locals())
     made = as_mesh(mesh)
+    join_processes(made)
+    compare_ranks(texts_of(given), todo="call compile alike on every rank")
     check_processes(made)  # and this process has a device of its own
     known = table(rules, accelerator())
     options = Options(
         loss_fn,
-    given = dict(locals())
         memory,
-    join_processes(made)
-    compare_ranks(texts_of(given), todo="call compile alike on every rank")
         unknown_ops,
         trace,
         pins,
@@ -225,7 +230,7 @@ def compile(
         offload=offload or "none",
     )
     request = Request(stages, microbatches, schedule)
-    training = Training(optimizer, clip_norm, options_of(model, groups), ema)
+    training = Training(optimizer, clip_norm, options_of(model, groups), ema, on_nonfinite)
     program = Program(model, made, training, plan, options, request, backend, cuda_graph)
     if example_inputs is not None:
         program.prepare(*split_inputs(example_inputs))

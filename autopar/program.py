@@ -164,6 +164,8 @@ class Program(Trained, Checkpointed):
 
         Raises:
             BatchError: the batch does not fit the captured shapes, or differs between ranks.
+            NonFiniteError: the loss or gradients are NaN or infinite; nothing is updated.
+            RanksDifferError: other ranks make another call, or have other options of the optimizer.
             RankFailedError: another rank failed.
             ProgramError: the profile cannot be written.
         """
@@ -209,6 +211,7 @@ class Program(Trained, Checkpointed):
         captured, executor = self._ready()
         if self._saved is None:
             self._saved = Checkpoints.of(self._model, captured, executor)
+        executor.meet("a checkpoint's method")
         return self._saved
 
     def save(self, path: str | Path) -> Path:
@@ -218,6 +221,7 @@ class Program(Trained, Checkpointed):
             ProgramError: before the first batch, or the folder cannot be written.
         """
         captured, executor = self._ready()
+        executor.meet("save")
         full = executor.state_dict()
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}
 

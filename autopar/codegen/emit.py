@@ -23,6 +23,7 @@ from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import common_module, of_runs
+from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import Plan
@@ -38,9 +39,10 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
 
     Returns:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
-        `parameters()` and `forward(mesh, p, batch)`, where `p` holds the local parameters and
-        buffers by `Parameter.key` and `batch` the whole inputs by name. `forward` returns the
-        graph's outputs by name in the layouts of OUTPUTS. A stage of a pipeline also defines
+        WRITTEN (keys of the buffers that it writes, where there are any), `parameters()` and
+        `forward(mesh, p, batch)`, where `p` holds the local parameters and buffers by
+        `Parameter.key` and `batch` the whole inputs by name. `forward` returns the graph's outputs
+        by name in the layouts of OUTPUTS. A stage of a pipeline also defines
         RECEIVED, what it has from other stages; `batch` holds that in the layouts told there. One
         that draws random numbers also defines `draw(mesh)`.
 
@@ -100,6 +102,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + (_HOST_STATE if plan.offload.optimizer else "")
         + (_FUSED_UPDATE if plan.fuses_update else "")
         + (_ASIDE if graph.aside else "")
+        + _written(graph)
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
@@ -108,6 +111,19 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
 _ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
 _FUSED_UPDATE = "FUSED_UPDATE = True  # AdamW's step is a kernel\n"
 _HOST_STATE = "HOST_STATE = True  # optimizer state lies in host memory between updates\n"
+
+
+def _written(graph: Graph) -> str:
+    """The line that names the buffers that `forward` writes, if it writes any."""
+    keys: dict[str, None] = {}
+    for node in graph.nodes:
+        for name in writes(node):
+            while not graph[name].is_leaf:  # a view
+                name = graph[name].inputs[0]
+            keys[leaf_key(graph[name])] = None
+    if not keys:
+        return ""
+    return f"WRITTEN = ({''.join(f'{quoted(key)}, ' for key in keys).rstrip()})  # by forward\n"
 
 
 def _is_stage(graph: Graph) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.batches import Intake
+from autopar.codegen.batches import TOKEN, Intake
 from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.cuda_graph import CudaGraph, Results, refuse
 from autopar.codegen.failure import Watch
@@ -27,6 +27,7 @@ from autopar.codegen.state import (
     stows,
     widened_of,
 )
+from autopar.codegen.step_check import Seen
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
 from autopar.errors import ProgramError, StateError
@@ -90,6 +91,8 @@ class Executor:
             [self.weights],
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
+        self.update.compare()
+        self._written = [self.named[key] for key in getattr(program, "WRITTEN", ())]
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(
             self.weights, runtime.device, 1, self.update.order, self.update.room
@@ -124,10 +127,12 @@ class Executor:
 
         Returns:
             The loss, a scalar, the same on every rank. `grad_norm` is the gradients' norm before
-            clipping, where `clip_norm` is set.
+            clipping.
 
         Raises:
             BatchError: the batch is not like the captured one, or not the same on every rank.
+            NonFiniteError: loss or gradients are not finite; nothing is updated.
+            RanksDifferError: other ranks make another call, or with other options.
             ProgramError: the program has no loss.
             RankFailedError: another rank failed.
         """
@@ -138,15 +143,19 @@ class Executor:
             )
         with self.watch:
             with part(PHASE, "batch"):
-                inputs = self._prepare(batch)
+                options = self.update.options()
+                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                self.update.begin(options)
             run = self._step if self.graph is None else self.graph
             loss, self.grad_norm = run(inputs)
+            self.update.check.end(self._intake.differences)
         return loss
 
     def _step(self, inputs: Mapping[str, Tensor]) -> Results:
         """The loss of inputs on the device, and the gradients' norm; parameters are others then."""
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.drop()  # those of a step that failed
+        self.update.check.keep(self._written)
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
             loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
         with part(PHASE, "backward"):
@@ -155,18 +164,40 @@ class Executor:
             self.gradients.collect()
         with part(PHASE, "optimizer"):
             gradients = self.weights.gradients
-            before = self.update.step(gradients, self._everyone.maximum, self._norm)
+            everyone = self._everyone
+            seen = Seen(
+                loss / everyone.size,
+                inputs[TOKEN],
+                inputs,
+                everyone.size,
+                everyone.reduce,
+                self._intake.differences,
+            )
+            _, norm = self.update.step(gradients, self._squares, seen)
             self.weights.gather(self.update.written)
-        return loss.detach(), before
+        return loss.detach(), norm
 
-    def _norm(self) -> Tensor:
-        return self.state.norm(self.weights.gradients, self.update.squares)
+    def _squares(self) -> Tensor:
+        return self.state.squares(self.weights.gradients, add=self.update.squares)
+
+    def meet(self, call: str) -> None:
+        """Compare a call with those of the other ranks, and end the steps before it.
+
+        Raises:
+            RanksDifferError: other ranks make another one.
+            NonFiniteError, BatchError: of a step that the host had not read of yet.
+        """
+        with self.watch:
+            self._intake.meet(call)
+            self.update.check.settle(self._intake.differences)
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs by name, whole and on every rank; raises what `step` raises."""
         with self.watch:
-            outputs = self._forward(self._prepare(batch))
+            inputs = self._prepare(batch, "forward")
+            self.update.check.settle(self._intake.differences)
+            outputs = self._forward(inputs)
             held = {name: typed(text) for name, text in self.program.OUTPUTS.items()}
             return {
                 name: self.runtime.unshard(value, held[name][2], held[name][1])
@@ -182,7 +213,9 @@ class Executor:
         with synchronised(self.runtime):
             return dict(self.program.forward(self.runtime, given, batch, **less))
 
-    def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _prepare(
+        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+    ) -> dict[str, Tensor]:
         """The batch on this device, after checks."""
         if not self.loaded:
             raise StateError(
@@ -190,7 +223,7 @@ class Executor:
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch)
+        return self._intake.take(batch, call, options)
 
     @property
     def held(self) -> list[Held]:

@@ -116,7 +116,7 @@ def write(
 def settings(tied: Mapping[str, str], training: Training) -> str:
     """The text of program.toml."""
     document = tomlkit.document()
-    for name in ("clip_norm", "ema"):
+    for name in ("clip_norm", "ema", "on_nonfinite"):
         if getattr(training, name) is not None:
             document[name] = getattr(training, name)
     described = describe_optimizer(training.optimizer)
@@ -179,6 +179,7 @@ def training_of(settings: Mapping[str, Any], folder: Path) -> Training:
         settings.get("clip_norm"),
         settings.get("options", {}),
         settings.get("ema"),
+        settings.get("on_nonfinite", "raise"),
     )
 
 

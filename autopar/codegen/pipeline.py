@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.codegen.batches import Intake
+from autopar.codegen.batches import TOKEN, Intake
 from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
@@ -35,6 +35,7 @@ from autopar.codegen.state import (
     precision_of,
     widened_of,
 )
+from autopar.codegen.step_check import Seen
 from autopar.codegen.update import Training, Update
 from autopar.errors import ProgramError, StateError
 from autopar.ir.action import Action
@@ -127,6 +128,12 @@ class Pipeline(PipelineState):
                 )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
+        self.update.compare()
+        self._written = [
+            stage.named[key]
+            for stage in self.stages.values()
+            for key in getattr(stage.module, "WRITTEN", ())
+        ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self._in_training = self._coming(placement.rows)
         forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
@@ -156,6 +163,8 @@ class Pipeline(PipelineState):
 
         Raises:
             BatchError: the batch is not like the captured one, or not the same on every rank.
+            NonFiniteError: loss or gradients are not finite; nothing is updated.
+            RanksDifferError: other ranks make another call, or with other options.
             ProgramError: the program has no loss.
             RankFailedError: another rank failed.
         """
@@ -166,7 +175,11 @@ class Pipeline(PipelineState):
             )
         with self.watch:
             with part(PHASE, "batch"):
-                parts = self._prepare(batch)
+                options = self.update.options()
+                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                self.update.begin(options)
+                self.update.check.keep(self._written)
+                parts = self._parts(inputs)
                 self.optimizer.zero_grad(set_to_none=True)
                 for stage in self.stages.values():
                     stage.forget()
@@ -181,11 +194,19 @@ class Pipeline(PipelineState):
                 self.copies.add_up()
             with part(PHASE, "optimizer"):
                 own = [g for stage in self.stages.values() for g in stage.weights.gradients]
-                self.grad_norm = self.update.step(own, self._largest, self._norm)
+                seen = Seen(
+                    self._share(losses),
+                    inputs[TOKEN],
+                    inputs,
+                    self.world,
+                    self._add_up,
+                    self._intake.differences,
+                )
+                total, self.grad_norm = self.update.step(own, self._squares, seen)
                 for stage in self.stages.values():
                     stage.weights.gather(self.update.written)
-            with part(PHASE, "loss"):
-                return self._mean(losses)
+            self.update.check.end(self._intake.differences)
+            return total.to(seen.loss.dtype)
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
         """Do this rank's row; the losses of the microbatches whose last stage is here."""
@@ -237,46 +258,46 @@ class Pipeline(PipelineState):
         run = stage.backward if action.kind == "B" else stage.backward_input
         return run(action.microbatch, gradients, self.update.scale / self.placement.microbatches)
 
-    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mean of all microbatches' losses, on every rank."""
-        module = next(module for module in self.modules if module.LOSS is not None)
-        dtype = TORCH_DTYPES[typed(module.OUTPUTS[module.LOSS])[0]]
-        total = torch.zeros((), dtype=dtype, device=self.device)
+    def _share(self, losses: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the mean of all microbatches' losses."""
         # Every rank of the last stage has the loss; one of them speaks for all.
         if losses and all(s.runtime.rank == 0 for s in self.stages.values()):
-            total = torch.stack(list(losses)).sum() / self.placement.microbatches
-        if self.world > 1:
-            dist.all_reduce(total)
-        return total
+            return torch.stack(list(losses)).sum() / self.placement.microbatches
+        module = next(module for module in self.modules if module.LOSS is not None)
+        dtype = TORCH_DTYPES[typed(module.OUTPUTS[module.LOSS])[0]]
+        return torch.zeros((), dtype=dtype, device=self.device)
 
-    def _largest(self, number: Tensor) -> Tensor:
+    def _add_up(self, part: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in its place."""
         if self.world > 1:
-            number = number.to(self.device)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return number
+            dist.all_reduce(part)
+        return part
 
-    def _norm(self) -> Tensor:
-        """The global norm of all gradients, in which every parameter counts once."""
+    def _squares(self) -> Tensor:
+        """This rank's part of the sum of all gradients' squares, each counted once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             own = stage.weights.gradients
             elsewhere = self.copies.counted_elsewhere(stage)
             total += stage.state.squares(own, elsewhere, self.update.squares)
-        if self.world > 1:
-            dist.all_reduce(total)
-        return total.sqrt()
+        return total
 
-    def _prepare(self, batch: Mapping[str, Tensor]) -> list[Tensors]:
-        """The microbatches, after checks, on this device."""
+    def _prepare(
+        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+    ) -> Tensors:
+        """The batch on this device, after checks."""
         if not self.loaded:
             raise StateError(
                 "the program has no weights",
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        whole_batch = self._intake.take(batch)
+        return self._intake.take(batch, call, options)
+
+    def _parts(self, inputs: Tensors) -> list[Tensors]:
+        """The microbatches."""
         return [
-            {name: self._slice(name, value, number) for name, value in whole_batch.items()}
+            {name: self._slice(name, inputs[name], number) for name in self._sizes}
             for number in range(self.placement.microbatches)
         ]
 
@@ -324,7 +345,8 @@ class Pipeline(PipelineState):
         mean.
         """
         with self.watch:
-            parts = self._prepare(batch)
+            parts = self._parts(self._prepare(batch, "forward"))
+            self.update.check.settle(self._intake.differences)
             row = [action for action in self.row if action.kind == "F"]
             post = self._post(self._in_evaluation)
             found: dict[tuple[str, int], Tensor] = {}

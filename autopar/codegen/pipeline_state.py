@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
+from autopar.codegen.failure import Watch
 from autopar.codegen.stage import Stage, Tensors
 from autopar.codegen.state import check_state_dict, whole
 from autopar.codegen.update import Update
@@ -31,9 +33,17 @@ class PipelineState:
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     update: Update
+    watch: Watch
+    _intake: Intake
     device: torch.device
     world: int
     loaded: bool
+
+    def meet(self, call: str) -> None:
+        """As `Executor.meet`."""
+        with self.watch:
+            self._intake.meet(call)
+            self.update.check.settle(self._intake.differences)
 
     def _from(self, rank: int, value: Tensor) -> Tensor:
         """What `rank` holds, on every rank."""

@@ -8,11 +8,13 @@ so that a step need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_LEAST = 1e-4  # of a scale that still has a purpose
 
 
 class Scaler:
@@ -49,28 +51,21 @@ class Scaler:
         """Whether the last step was left out; waits for the device."""
         return bool(self._skipped)
 
-    @torch.no_grad()
-    def unscale(
-        self, gradients: Iterable[Tensor | None], largest: Callable[[Tensor], Tensor]
-    ) -> bool:
-        """Divide the gradients by the scale, and choose the next one.
+    @property
+    def useful(self) -> Tensor:
+        """Whether an overflow may be the scale's fault, bool[] on the device.
 
-        Args:
-            gradients: of this rank, changed in place.
-            largest: gives the largest of a number over all ranks.
-
-        Returns:
-            Whether all gradients of all ranks are finite, so that the step may be made; waits for
-            the device.
+        Below 1e-4 it is the model's own (fairseq's `min_loss_scale`).
         """
-        broken = torch.zeros((), device=self.factor.device)
+        return self.factor >= _LEAST
+
+    @torch.no_grad()
+    def unscale(self, gradients: Iterable[Tensor | None]) -> None:
+        """Divide gradients by the scale, in place."""
         inverse = 1 / self.factor
         for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(inverse)
-                broken = torch.maximum(broken, (~torch.isfinite(gradient)).any().float())
-        self.follow(largest(broken) == 0)
-        return not self.skipped
 
     @torch.no_grad()
     def follow(self, finite: Tensor) -> None:

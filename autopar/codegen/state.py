@@ -295,12 +295,6 @@ class State:
         piece = self.parameters[numbers[0]].piece
         return parts[0] if piece is None else torch.cat(parts, piece.dim)
 
-    def norm(self, gradients: Sequence[Tensor | None], add: Squares = squares_of) -> Tensor:
-        """The global L2 norm of gradients, a float64 scalar; see `squares` for the arguments."""
-        own = self.squares(gradients, add=add)
-        total: Tensor = self.comm.all_reduce(own, self.comm.mesh.names)
-        return total.sqrt()
-
     def squares(
         self,
         gradients: Sequence[Tensor | None],

@@ -38,12 +38,26 @@ class Trained(ABC):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global norm of the last step's gradients before clipping; None without `clip_norm`."""
+        """Global norm of the last step's gradients before clipping.
+
+        None before the first step, and where nobody needs it: with on_nonfinite="continue" and
+        neither `clip_norm` nor float16.
+        """
         return self._ready()[1].grad_norm
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Steps so far whose loss or gradients were not finite; waits for the device.
+
+        Those that float16's scaler leaves out to find its scale are not among them.
+        """
+        return self._ready()[1].update.check.nonfinite
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state_dict, whole tensors on every rank."""
-        full = self._ready()[1].state_dict()
+        executor = self._ready()[1]
+        executor.meet("state_dict")
+        full = executor.state_dict()
         return {name: full[name] for name in self._model.state_dict() if name in full}
 
     def ema_state_dict(self) -> dict[str, Tensor]:
@@ -58,12 +72,14 @@ class Trained(ABC):
         executor = self._ready()[1]
         if self._training.ema is None:
             raise ProgramError("there is no average", todo="pass ema=0.999 to compile")
+        executor.meet("ema_state_dict")
         full = executor.state_dict(average=True)
         return {name: full[name] for name in self._model.state_dict() if name in full}
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take a full or DTensor state_dict of the model; StateError if it does not fit."""
         captured, executor = self._ready()
+        executor.meet("load_state_dict")
         # Constants are no part of a state_dict; they stay as they are.
         names = set(self._model.state_dict())
         constants = {k: v for k, v in captured.buffers.items() if k not in names}

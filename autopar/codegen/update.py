@@ -1,4 +1,4 @@
-"""From gradients to new parameters: unscaled, clipped, updated and averaged."""
+"""From gradients to new parameters: checked, unscaled, clipped, updated and averaged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen.alike import gathered
 from autopar.codegen.groups import Options, grouped
 from autopar.codegen.host_state import HostState
 from autopar.codegen.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
 from autopar.codegen.scaler import Scaler
 from autopar.codegen.state import Squares, clip, squares_of
-from autopar.errors import ProgramError
+from autopar.codegen.step_check import Named, Seen, StepCheck, check_policy
+from autopar.errors import NonFiniteError, ProgramError
 from autopar.ir.precision import Precision
 
 if TYPE_CHECKING:
@@ -31,17 +33,21 @@ class Training:
         clip_norm: bound of the gradients' global norm, None for no bound.
         options: of the optimizer, by name of a parameter; see `groups.options_of`.
         ema: how much of the average of the parameters a step keeps, None for no average.
+        on_nonfinite: what becomes of a step whose loss or gradients are not finite; see
+            `step_check.py`.
 
     Raises:
-        ProgramError: a bound or a part that is none.
+        ProgramError: a bound, a part or a policy that is none.
     """
 
     optimizer: OptimizerFactory
     clip_norm: float | None = None
     options: Mapping[str, Options] = field(default_factory=dict)
     ema: float | None = None
+    on_nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
+        check_policy(self.on_nonfinite)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ProgramError(
                 f"clip_norm is {self.clip_norm}", why="a norm is bounded by a positive number"
@@ -90,6 +96,9 @@ class Update:
         away: takes the state to host memory and back; None where it stays.
         kernel: the optimizer, where its step is a kernel, else None.
         written: ids of masters of which a step makes what is held as well.
+        check: decides whether a step is made.
+        compared: whether ranks have the same groups, whose options are then to be alike. In stages
+            an optimizer may make others.
     """
 
     def __init__(
@@ -106,6 +115,8 @@ class Update:
         if bucket is not None:
             refuse_what_steps_break(training.optimizer)
         self.training, self._trained = training, [parameter for _, parameter in trained]
+        self._names = [name for name, _ in trained]
+        self.compared = True
         # Of a stage without parameters the optimizer has one without elements.
         name = next(iter(training.options), "")
         nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
@@ -119,6 +130,10 @@ class Update:
                 self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held, scattered)
                 self.written = frozenset(held)
         self.scaler = Scaler(device) if precision.scaled else None
+        self.check = StepCheck(training.on_nonfinite, device)
+        # Where the host need not know whether a step is made.
+        unread = self.kernel is not None or not (self.check.wanted or precision.scaled)
+        self.check.late = device.type == "cuda" and unread
         self.averages: dict[int, Tensor] = {}
         self.away: HostState | None = None
         self._weights = weights
@@ -172,52 +187,93 @@ class Update:
         """What adds up the squares of all elements of some tensors."""
         return squares_of if self.kernel is None else self.kernel.squares
 
+    def options(self) -> dict[str, str]:
+        """Texts of the options of the optimizer's groups, by what they are.
+
+        Those that lie on a device are left out.
+        """
+        return {
+            f"{name} of the optimizer's group {number}": repr(value)
+            for number, group in enumerate(self.optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params" and not (isinstance(value, Tensor) and not value.is_cpu)
+        }
+
+    def compare(self) -> None:
+        """See whether all ranks have the same groups; all of them call it."""
+        found = gathered(list(self.options()))
+        self.compared = all(names == found[0] for names in found)
+
+    def begin(self, options: Mapping[str, str]) -> None:
+        """Count a step.
+
+        Raises:
+            NonFiniteError: an option of the optimizer is NaN, or its rate is infinite.
+        """
+        self.check.steps += 1
+        for name, text in options.items():
+            if text == "nan" or (text == "inf" and name.startswith("lr ")):
+                raise NonFiniteError(
+                    f"{name} is {text}",
+                    why=f"step {self.check.steps} would leave no parameter finite",
+                    todo="correct the scheduler",
+                )
+
     def step(
-        self,
-        gradients: Sequence[Tensor | None],
-        largest: Callable[[Tensor], Tensor],
-        norm: Callable[[], Tensor],
-    ) -> Tensor | None:
-        """Update the parameters, unless gradients overflowed somewhere.
+        self, gradients: Sequence[Tensor | None], squares: Callable[[], Tensor], seen: Seen
+    ) -> tuple[Tensor, Tensor | None]:
+        """Update the parameters, unless the ranks decide against it; see `step_check.py`.
 
         Args:
             gradients: of this rank.
-            largest: gives the largest of a number over all ranks.
-            norm: gives the global norm of the gradients.
+            squares: gives this rank's part of the sum of the squares of all gradients.
+            seen: what else it has of the step.
 
         Returns:
-            The norm before clipping, None without clipping.
-        """
-        if self.kernel is not None:
-            return self._fused(self.kernel, norm)
-        finite = self.scaler is None or self.scaler.unscale(gradients, largest)
-        before = None
-        if self.training.clip_norm is not None:
-            before = norm()
-            clip(gradients, before, self.training.clip_norm)
-        if finite and self.away is not None:
-            self.away.step(self._come)
-        elif finite:
-            self.optimizer.step()
-            self._averaged(self._trained)
-        return before
+            The loss, added up over all ranks, and the gradients' norm before clipping, None where
+            nobody needs it.
 
-    def _fused(self, kernel: AdamW, norm: Callable[[], Tensor]) -> Tensor | None:
-        """The same by a kernel, which leaves the step out by itself: nothing waits for it."""
-        bound, scale = self.training.clip_norm, self.scale
-        if self.scaler is None and bound is None:
+        Raises:
+            NonFiniteError, BatchError, RanksDifferError: see `StepCheck.read`; nothing is updated.
+        """
+        kernel, bound, scale = self.kernel, self.training.clip_norm, self.scale
+        if kernel is not None:
+            kernel.prepare()
+        wanted = self.check.wanted or bound is not None or self.scaler is not None
+        nothing = torch.zeros((), dtype=torch.float64, device=seen.loss.device)
+        outcome = self.check.decide(squares() if wanted else nothing, seen, self.scaler)
+        self.check.read(seen, self._named)
+        norm = outcome.norm / scale
+        if kernel is not None:
+            finite = kernel.take(outcome.norm, bound, scale)
+            if self.check.wanted or self.scaler is not None:
+                kernel.scale = torch.where(outcome.made, kernel.scale, torch.nan)
+            else:
+                kernel.scale = torch.where(finite, kernel.scale, 1.0)
             kernel.step()
-            self._averaged(self._trained)
-            return None
-        kernel.prepare()
-        total = norm()
-        finite = kernel.take(total, bound, scale)
-        kernel.step()
-        self._averaged(self._trained, finite)
-        total = total / scale
+            self._averaged(self._trained, outcome.made)
+        elif self.check.late or outcome.made:
+            if self.scaler is not None:
+                self.scaler.unscale(gradients)
+            if bound is not None:
+                clip(gradients, norm, bound)
+            if self.away is not None:
+                self.away.step(self._come)
+            else:
+                self.optimizer.step()
+                self._averaged(self._trained)
         if self.scaler is not None:
-            self.scaler.follow(finite)
-        return None if bound is None else total
+            self.scaler.follow(outcome.norm.isfinite())
+        return outcome.loss, norm if wanted else None
+
+    def _named(self) -> tuple[Named, Named]:
+        """What is trained and its gradients, by name."""
+        away = {} if self.away is None else self.away.masters
+        values = [away.get(id(parameter), parameter) for parameter in self._trained]
+        gradients = [parameter.grad for parameter in self._trained]
+        pairs = (zip(self._names, found, strict=True) for found in (values, gradients))
+        parameters, given = (list(each) for each in pairs)
+        return parameters, given
 
     def _come(self, parameters: Sequence[nn.Parameter]) -> None:
         """What is done with those that are updated, before their state goes back."""
@@ -235,9 +291,12 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """What is alike on all ranks and no option of the optimizer."""
-        return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        found = {"check": self.check.state_dict()}
+        return found if self.scaler is None else {**found, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, as far as it is known there."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+        if "check" in state:
+            self.check.load_state_dict(state["check"])

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.codegen import adamw, flat
 from autopar.codegen.adamw import AdamW
+from autopar.codegen.batches import TOKEN
 from autopar.codegen.flat import Flat, neighbours
+from autopar.codegen.step_check import Seen
 from tests.mixed import ADAMW, GROUPS, PAIR, error, judge, net, no_decay, used_whole
 from tests.ranks import run_ranks
 
@@ -181,16 +183,19 @@ def prepared(**how: Any) -> tuple[Any, dict[str, Tensor]]:
 def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> None:
     program, batch = prepared(precision="fp16", clip_norm=0.5, ema=0.9, **how)
     good = program.scaler.good
+    executor = program._executor
+    executor.update.check.late = True  # as on a CUDA device
     before = {name: value.clone() for name, value in program.state_dict().items()}
+    inputs = executor._prepare(batch, "step")
     if how:
-        executor = program._executor
         gradients = executor.stages[0, 0].weights.gradients
+        loss, token = torch.ones(()), inputs[TOKEN]
+        seen = Seen(loss, token, inputs, 1, executor._add_up, executor._intake.differences)
         with NoWaiting():
-            executor.update.step(gradients, executor._largest, executor._norm)
+            executor.update.step(gradients, executor._squares, seen)
     else:
-        inputs = program._executor._prepare(batch)
         with NoWaiting():
-            program._executor._step(inputs)
+            executor._step(inputs)
     assert program.scaler.good == good + 1
     assert not program.scaler.skipped
     assert any(not torch.equal(v, before[k]) for k, v in program.state_dict().items())
@@ -230,7 +235,7 @@ def test_two_ranks_launch_once_for_each_group_of_the_optimizer(
     wanted = judge(model, batch, autopar.Precision(), groups=no_decay, microbatches=number)
     for launches, found, together in (case for rank in ranks for case in rank):
         # Of two groups; in one a part of a bias, 6 elements, leaves a gap behind it.
-        assert launches == {"adamw_": times}
+        assert launches == {"adamw_": times, "square_sum": 2}
         assert together
         assert error(found, wanted.state) < 1e-5
 

@@ -79,7 +79,7 @@ def on_rank() -> dict[str, Any]:
     own = model(seed=comm.rank).state_dict()
     found["broadcast"] = state.state_dict(state.load(own, broadcast=True))
     shards, found["torch_norm"] = gradients_of(state, module)
-    norm = state.norm(shards)
+    norm = comm.all_reduce(state.squares(shards), comm.mesh.names).sqrt()
     clip(shards, norm, 2.0)
     found["norm"] = float(norm)
     found["clipped"] = state.state_dict(shards)
