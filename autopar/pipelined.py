@@ -13,6 +13,7 @@ from autopar.arguments import text_of_graph, text_of_program
 from autopar.codegen.alike import compare_ranks
 from autopar.codegen.emit import emit
 from autopar.codegen.inductor import loaded
+from autopar.codegen.literals import printable
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.pipeline_folder import program_source, stage_files
 from autopar.codegen.processes import from_first_rank, local_device
@@ -217,7 +218,7 @@ def make(
     for number, source in enumerate(sources):
         trace(f"stage_{number}.py", lambda source=source: source)  # type: ignore[misc]
         code = zlib.crc32(source.encode())
-        name = f"<autopar {captured.graph.name}, stage {number}, {code:08x}>"
+        name = printable(f"<autopar {captured.graph.name}, stage {number}, {code:08x}>")
         modules.append(loaded(source, name, backend))
     pipeline = Pipeline(
         modules,

@@ -18,6 +18,7 @@ from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
+from autopar.codegen.literals import printable
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
     check_processes,
@@ -109,7 +110,7 @@ class Program(Trained, Checkpointed):
         runtime = Runtime(self.mesh, local_device())
         # Its own name for every source: tracebacks look the lines up by it.
         number = zlib.crc32(self._source.encode())
-        name = f"<autopar {graph.name} on {self.mesh}, {number:08x}>"
+        name = printable(f"<autopar {graph.name} on {self.mesh}, {number:08x}>")
         self._executor = Executor(
             inductor.loaded(self._source, name, self._backend),
             runtime,

@@ -6,6 +6,7 @@ the other through all stages. So a rank draws in the place of the other stages; 
 
 from __future__ import annotations
 
+from autopar.codegen.literals import quoted
 from autopar.codegen.ops import draws_random_numbers, expression
 from autopar.ir.graph import Graph, Node
 from autopar.ir.interpret import TORCH_DTYPES
@@ -37,12 +38,14 @@ def _drawn(graph: Graph, node: Node) -> list[str]:
     if not draws_random_numbers(node):
         return []
     if node.op == "aten.dropout":
-        return [f'mesh.draw({node.args[1]!r}, "{node.type}")'] if node.args[2] is True else []
+        if node.args[2] is not True:
+            return []
+        return [f"mesh.draw({node.args[1]!r}, {quoted(str(node.type))})"]
     if node.op == "aten.scaled_dot_product_attention":
         query, keys = (graph[name].type for name in node.inputs[:2])
         exact = "f32" if query.dtype in ("f16", "bf16") else query.dtype
         sizes = ", ".join(map(str, (*query.shape[:-1], keys.shape[-2])))
-        return [f'mesh.draw({node.args[4]!r}, "{exact}[{sizes}]")']
+        return [f"mesh.draw({node.args[4]!r}, {quoted(f'{exact}[{sizes}]')})"]
     operands = [
         f"torch.zeros({graph[name].type.shape}, dtype={TORCH_DTYPES[graph[name].type.dtype]}, "
         "device=mesh.device)"

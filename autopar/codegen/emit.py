@@ -8,11 +8,12 @@ above the lines stands the user's own. The steps printed are those that the plan
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Collection
 
+from autopar.codegen.allowed import check_source, names_in
 from autopar.codegen.draws import draw_function
-from autopar.codegen.keys import block_keys, leaf_key, quoted
+from autopar.codegen.keys import block_keys, leaf_key
+from autopar.codegen.literals import docstring, identifier, quoted
 from autopar.codegen.loops import Block, call
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
@@ -57,11 +58,11 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         blocks.append(_block(printer, repeat, {block.function for block in blocks}))
     body = _forward(printer, blocks)
     outputs = "".join(
-        f'    {quoted(name)}: "{_typed(graph[node].type, _output_layout(printer, node))}",\n'
+        f"    {quoted(name)}: {_typed(graph[node].type, _output_layout(printer, node))},\n"
         for name, node in graph.outputs
     )
     inputs = "".join(
-        f'    {quoted(leaf.target)}: "{leaf.type}",\n' for leaf in graph.leaves("input")
+        f"    {quoted(leaf.target)}: {quoted(str(leaf.type))},\n" for leaf in graph.leaves("input")
     )
     received = "".join(
         f"    {quoted(leaf.target)}: {_received(printer, leaf)},\n"
@@ -73,32 +74,19 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     functions = [block.source for block in blocks] + [body]
     functions += [draw_function(graph)] if random and _is_stage(graph) else []
     code = "\n\n\n".join([table, *functions])
-    bare = re.sub(r"#.*", "", code)  # the user's lines stand there as comments
-    imports = ["import torch"] if re.search(r"\btorch\.", bare) else []
-    imports += ["import torch.nn.functional as F"] if re.search(r"\bF\.", bare) else []
-    imports += ["", "from autopar.codegen.state import Piece"] if "Piece(" in code else [""]
-    if "checkpoint(" in bare:
-        imports += ["from torch.utils.checkpoint import checkpoint"]
-    if "=keep_products" in bare:
-        imports += ["from autopar.codegen.recompute import keep_products"]
-    imports += ["from autopar.ir import kernels"] if re.search(r"\bkernels\.", bare) else []
-    words = ["received"] if received else []
-    words += ["stored", "together"] if "together(" in code else ["stored"]
-    imports += [f"from autopar.codegen.runtime import {', '.join(words)}"]
-    constants = "aten = torch.ops.aten\n" if re.search(r"\baten\.", bare) else ""
-    if own := sorted({f[0] for node in graph.folded if (f := called(node)) is not None}):
-        imports += ["from autopar.ir.functions import find_all"]
-        constants += f"functions = find_all({', '.join(map(quoted, own))})\n"
-    if constants.startswith("aten") and "import torch" not in imports:
-        imports.insert(0, "import torch")
-    return (
-        f"{_header(graph, plan)}\n"
-        + "\n".join(_sorted_imports(imports))
-        + f'\n\n{constants}MESH = "{plan.mesh}"\nINPUTS = {{\n{inputs}}}\n'
+    used = names_in(code)
+    imports, own = _imports(used | ({"received"} if received else set()))
+    constants = "aten = torch.ops.aten\n" if "aten" in used else ""
+    if calls := sorted({f[0] for node in graph.folded if (f := called(node)) is not None}):
+        constants += f"functions = find_all({', '.join(map(quoted, calls))})\n"
+    source = (
+        f"{_header(graph, plan)}\n\n"
+        + "\n".join([*imports, "", *own])
+        + f"\n\n{constants}MESH = {quoted(str(plan.mesh))}\nINPUTS = {{\n{inputs}}}\n"
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
-        + (f'PRECISION = "{plan.precision}"\n' if plan.precision != AS_IS else "")
+        + (f"PRECISION = {quoted(str(plan.precision))}\n" if plan.precision != AS_IS else "")
         + (_HOST_STATE if plan.offload.optimizer else "")
         + (_FUSED_UPDATE if plan.fuses_update else "")
         + (_ASIDE if graph.aside else "")
@@ -106,6 +94,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         + f"BUCKET = {plan.bucket}  # bytes of gradients, or of parameters, that go together\n"
         + f"RANDOM = {random}  # whether it draws random numbers\n\n\n{code}\n"
     )
+    check_source(source)
+    return source
 
 
 _ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
@@ -132,25 +122,42 @@ def _is_stage(graph: Graph) -> bool:
     return sends or bool(graph.leaves("received"))
 
 
-def _sorted_imports(lines: list[str]) -> list[str]:
-    """Library imports, an empty line, the project's own, in the order of isort."""
-    own = sorted(line for line in lines if line.startswith("from autopar"))
-    library = [line for line in lines if line.startswith(("import", "from torch"))]
-    return [*library, "", *own]
+def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
+    """Imports of libraries and of the project that bind the names a program uses."""
+    library = {
+        "import torch": ("torch", "aten"),
+        "import torch.nn.functional as F": ("F",),
+        "from torch.utils.checkpoint import checkpoint": ("checkpoint",),
+    }
+    runtime = [name for name in ("received", "stored", "together") if name in {*used, "stored"}]
+    own = {
+        "from autopar.codegen.recompute import keep_products": ("keep_products",),
+        f"from autopar.codegen.runtime import {', '.join(runtime)}": used,
+        "from autopar.codegen.state import Piece": ("Piece",),
+        "from autopar.ir import kernels": ("kernels",),
+        "from autopar.ir.functions import find_all": ("functions",),
+    }
+    found = [
+        [line for line, names in part.items() if {*names} & {*used}] for part in (library, own)
+    ]
+    return found[0], found[1]
 
 
 def _header(graph: Graph, plan: Plan) -> str:
     figures = plan.predicted
-    text = f'"""{graph.name} on {plan.mesh}, written by autopar from a plan; edit it freely.\n\n'
+    lines = [f"{graph.name} on {plan.mesh}, written by autopar from a plan; edit it freely.", ""]
     if "step_seconds" in figures and "peak_bytes" in figures:
-        text += (
+        lines.append(
             f"Predicted: {format_seconds(figures['step_seconds'])} a step, "
-            f"{format_bytes(figures['peak_bytes'])} a device at the peak.\n"
+            f"{format_bytes(figures['peak_bytes'])} a device at the peak."
         )
-    text += f"{plan.precision.caution}\n" if plan.precision.caution else ""
-    return text + (
-        "A comment such as f32[8@data, 64] +sum(tensor) is the value's dtype, global shape and\n"
-        'layout: split over data, and along tensor a part of a sum that is still owed.\n"""\n'
+    lines += [plan.precision.caution] if plan.precision.caution else []
+    return docstring(
+        [
+            *lines,
+            "A comment such as f32[8@data, 64] +sum(tensor) is the value's dtype, global shape and",
+            "layout: split over data, and along tensor a part of a sum that is still owed.",
+        ]
     )
 
 
@@ -197,7 +204,7 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
         if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
     )
     module = common_module(graph, repeat)
-    function = wish = f"{module[-1] if module else 'repeated'}_block"
+    function = wish = identifier(f"{module[-1] if module else 'repeated'}_block")
     for number in itertools.count(2):
         if function not in taken:
             break
@@ -229,8 +236,9 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
     ]
     index = "names" if keys.table else "i"
     head = f"def {function}(mesh, p, {index}, {', '.join(arguments)}):"
-    lines = [f'"""One of {repeat.count} equal blocks.', "", *notes, '"""', *scope.lines]
-    source = "\n".join([head, *_indented([*lines, f"return {', '.join(results)}"])])
+    text = docstring([f"One of {repeat.count} equal blocks.", "", *notes]).split("\n")
+    lines = [*text, *scope.lines, f"return {', '.join(results)}"]
+    source = "\n".join([head, *_indented(lines)])
     return Block(repeat, function, keys, outside, source)
 
 
@@ -319,8 +327,7 @@ def _parameters(printer: Printer, blocks: list[Block]) -> str:
         lines.append(f"for i in range({f'{start}, {stop}' if start else stop}):")
         lines.append("    table += together([")
         for node in leaves:
-            pattern = re.sub(r'^p\[(f".*?)(\[[^"]*\])?"\]$', r'\1"', block.keys.read(node.name))
-            lines += _stored(printer, node, pattern, "        ")
+            lines += _stored(printer, node, block.keys.names[node.name], "        ")
         lines.append("    ])")
     source = "\n".join(["def parameters():", *_indented([*lines, "return table"])])
     tables = [block.keys.table for block in blocks if block.keys.table]
@@ -336,8 +343,8 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
         storage = printer.storage(node)
         text += f" => {storage.used.format(shape)}" if storage.moves else ""
         states = dict(zip(("grads", "updated", "kept"), storage.layouts[1:], strict=False))
-    given = [name, f'"{text}"']
-    given += [f'{state}="{where.format(shape)}"' for state, where in states.items()]
+    given = [name, quoted(text)]
+    given += [f"{state}={quoted(where.format(shape))}" for state, where in states.items()]
     dim, start, length = (node.keyword(word) for word in ("dim", "start", "length"))
     if length is not None:
         given.append(f"piece=Piece({dim}, {start}, {length})")
@@ -350,11 +357,11 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
 
 
 def _typed(kind: TensorType, layout: Layout) -> str:
-    return f"{kind.dtype}{layout.format(kind.shape)}"
+    return quoted(f"{kind.dtype}{layout.format(kind.shape)}")
 
 
 def _received(printer: Printer, leaf: Node) -> str:
-    text = f'received("{_typed(leaf.type, printer.result(leaf.name))}"'
+    text = f"received({_typed(leaf.type, printer.result(leaf.name))}"
     return text + (")" if leaf.requires_grad else ", gradient=False)")
 
 

@@ -10,6 +10,7 @@ batch.safetensors    an example batch
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -54,9 +55,8 @@ _IMPORT = "from autopar.codegen.runtime import"
 
 def standalone(source: str) -> str:
     """The source with a training loop that runs it."""
-    lines = source.replace(
-        _IMPORT, f"from autopar.codegen.folder import open_program\n{_IMPORT}", 1
-    )
+    own = f"from autopar.codegen.folder import open_program\n{_IMPORT}"
+    lines = re.sub(f"^{re.escape(_IMPORT)}", own, source, count=1, flags=re.MULTILINE)
     return lines.rstrip() + "\n" + MAIN
 
 

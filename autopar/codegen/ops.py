@@ -8,7 +8,6 @@ graph: shape arguments have been made local before (see ir/localise.py).
 
 from __future__ import annotations
 
-import json
 import keyword
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.codegen.literals import quoted
 from autopar.ir.assume import ASSUME
 from autopar.ir.functions import called
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
@@ -66,7 +66,7 @@ def expression(node: Node, operands: Sequence[str]) -> str:
         return f"{args[0]}.detach()"
     if (function := called(node)) is not None:
         name, first = function
-        return f"functions[{json.dumps(name)}].apply({_call(args[first:], {})})"
+        return f"functions[{quoted(name)}].apply({_call(args[first:], {})})"
     if node.op == ASSUME:
         return f"mesh.assume({_call(args, keywords)})"
     if node.op == MIXTURE:
@@ -92,7 +92,7 @@ def _text(arg: Arg, names: Iterator[str]) -> str:
             return arg.text  # a size that differs between devices
         return str(TORCH_DTYPES.get(arg.text, f"torch.{arg.text}"))
     if isinstance(arg, str):
-        return json.dumps(arg)
+        return quoted(arg)
     if isinstance(arg, tuple):
         items = [_text(item, names) for item in arg]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar.codegen.printer import axes_text
+from autopar.codegen.literals import comment, names_text
 from autopar.ir.collective import Step
 from autopar.ir.fusion.overlapped import LINEAR, SHARE
 from autopar.ir.graph import Node
@@ -42,7 +42,7 @@ def _gathered(scope: Scope, node: Node) -> bool:
         scope.hold(linear.name, variables[-1], printer.result(linear.name))
     operands = [held.variable, f"[{', '.join(weights)}]"]
     operands += [f"[{', '.join(biases)}]"] if set(biases) != {"None"} else []
-    scope.lines.append(f"# {printer.step_note(found.step, found.value.type)}")
+    scope.lines.append(comment(printer.step_note(found.step, found.value.type)))
     note = "; ".join(
         f"{linear.type.dtype}{printer.result(linear.name).format(linear.type.shape)}"
         for linear in found.linears
@@ -67,4 +67,4 @@ def _scattered(scope: Scope, node: Node) -> bool:
 
 
 def _call(operands: list[str], step: Step) -> str:
-    return f"{', '.join(operands)}, dim={step.dim}, axis={axes_text(step.axes)}"
+    return f"{', '.join(operands)}, dim={step.dim}, axis={names_text(step.axes)}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.codegen.alike import compare_ranks, text_of
 from autopar.codegen.folder import MAIN, processes, read, read_text, read_toml, training_of
+from autopar.codegen.literals import comment, docstring, quoted
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.routes import Placement
@@ -52,14 +53,14 @@ def program_source(
     held = [_span(ranks) for ranks in placement.groups]
     width = max(map(len, held))
     drawn = [
-        f"# {ranks:<{width}}  {line}".rstrip() for ranks, line in zip(held, picture, strict=True)
+        comment(f"{ranks:<{width}}  {line}") for ranks, line in zip(held, picture, strict=True)
     ]
-    stages = [f"    {name!r},".replace("'", '"') for name in files]
+    stages = [f"    {quoted(name)}," for name in files]
     ranks = [f"    {copy!r}," for copy in placement.ranks]
-    rows = [f'    "{format_row(row)}",' for row in placement.rows]
-    types = [f'    "{name}": "{text}",' for name, text in inputs.items()]
+    rows = [f"    {quoted(format_row(row))}," for row in placement.rows]
+    types = [f"    {quoted(name)}: {quoted(text)}," for name, text in inputs.items()]
     lines = [
-        f'"""{title}, written by autopar; edit it freely."""',
+        docstring([f"{title}, written by autopar; edit it freely."]),
         "",
         "from autopar.codegen.pipeline_folder import open_pipeline",
         "",

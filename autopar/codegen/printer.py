@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.codegen.literals import names_text
 from autopar.ir.collective import GATHERS, Collective, Step
 from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Name, Node
@@ -26,7 +27,7 @@ class Printer(Placed):
         layout = Layout((axes,))
         if layout.is_even((size,), self.plan.mesh):
             return layout.local_shape((size,), self.plan.mesh)[0]
-        return Name(f"mesh.part({size}, {axes_text(axes)})")
+        return Name(f"mesh.part({size}, {names_text(axes)})")
 
     def gathered(self, step: Step, tensor: TensorType) -> str:
         """The `size` argument of a step that gathers parts of different lengths."""
@@ -58,12 +59,12 @@ class Printer(Placed):
         dims = enumerate(zip(storage.held.dims, storage.used.dims, strict=True))
         split = [(dim, more[len(less) :]) for dim, (more, less) in dims if more != less]
         if not split:
-            return f"to_varying({{}}, axis={axes_text(storage.used.varying)})"
+            return f"to_varying({{}}, axis={names_text(storage.used.varying)})"
         (dim, axes), *_ = split
         size, (held, used) = leaf.type.shape[dim], (storage.held.dims[dim], storage.used.dims[dim])
         even = Layout((held,)).is_even((size,), self.plan.mesh)
         whole = "" if even else f", size={self.extent(size, used)}"
-        return f"all_gather({{}}, dim={dim}, axis={axes_text(axes)}{whole})"
+        return f"all_gather({{}}, dim={dim}, axis={names_text(axes)}{whole})"
 
     def use_note(self, leaf: Node, storage: Storage) -> str:
         """The layout in which operators have a parameter, and what it sends in a step."""
@@ -91,8 +92,3 @@ class Printer(Placed):
 
     def _call_note(self, call: Collective) -> str:
         return f"{format_bytes(call.nbytes)} {format_seconds(self.price(call))}"
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    """One axis as a string, several as a tuple of strings."""
-    return f'"{axes[0]}"' if len(axes) == 1 else repr(axes).replace("'", '"')

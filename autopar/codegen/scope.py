@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import builtins
-import keyword
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from autopar.codegen.literals import comment, identifier, names_text, quoted
 from autopar.codegen.ops import expression
 from autopar.codegen.overlapped import overlapped
-from autopar.codegen.printer import Printer, axes_text
+from autopar.codegen.printer import Printer
 from autopar.ir.assume import ASSUME
 from autopar.ir.collective import Step
 from autopar.ir.functions import called
@@ -32,9 +32,12 @@ RESERVED = (
     "functions",
     "p",
     "batch",
+    "outputs",
     "i",
     "names",
+    "received",
     "stored",
+    "together",
     "Piece",
     "checkpoint",
     "keep_products",
@@ -98,9 +101,7 @@ class Scope:
 
     def fresh(self, wish: str) -> str:
         """A variable name like `wish` that is not taken."""
-        wish = re.sub(r"\W", "_", wish)
-        if not wish.isidentifier() or keyword.iskeyword(wish):
-            wish = f"v_{wish}"
+        wish = identifier(wish)
         name, count = wish, 1
         while name in self._names:
             count += 1
@@ -116,10 +117,10 @@ class Scope:
     def line(self, code: str, note: str = "") -> None:
         """One statement with its comment: beside it if it fits, else above."""
         if note and len(code) + len(note) + 8 <= WIDTH:
-            self.lines.append(f"{code:<56}  # {note}")
+            self.lines.append(f"{code:<56}  {comment(note)}")
             return
         if note:
-            self.lines.append(f"# {note}")
+            self.lines.append(comment(note))
         if len(code) + 4 > WIDTH and code.endswith(")"):
             call, _, arguments = code.partition("(")
             self.lines += [f"{call}(", f"    {arguments[:-1]}", ")"]
@@ -166,7 +167,7 @@ class Scope:
     ) -> None:
         """Write `target = steps(variable)`, one line a step."""
         for step in steps:
-            axes = axes_text(step.axes)
+            axes = names_text(step.axes)
             places = "".join(
                 f", {key}={at}"
                 for key, at in (("dim", step.dim), ("to_dim", step.to_dim))
@@ -238,7 +239,7 @@ class Scope:
             return
         variable = self.fresh(self.wish(node))
         if (step := self._packing(node, layouts[0])) is not None:
-            code = f"mesh.rotary_all_to_all({', '.join(operands)}, axis={axes_text(step.axes)})"
+            code = f"mesh.rotary_all_to_all({', '.join(operands)}, axis={names_text(step.axes)})"
             note = self.printer.step_note(step, node.type)
             layouts = (step.dst,)
         self.hold(node.name, variable, layouts[0])
@@ -342,7 +343,7 @@ class Scope:
         """Dropout and attention that drops, whose masks must not depend on the mesh."""
         if node.op == "aten.dropout" and node.args[2] is True:
             text = layouts[0].format(node.type.shape)
-            return f'mesh.dropout({operands[0]}, {node.args[1]!r}, "{text}")'
+            return f"mesh.dropout({operands[0]}, {node.args[1]!r}, {quoted(text)})"
         if node.op != "aten.scaled_dot_product_attention":
             return None
         args = dict(enumerate(node.args))
@@ -355,7 +356,7 @@ class Scope:
             "p": repr(args[4]),
             "is_causal": "True" if args.get(5) else None,
             "scale": None if node.keyword("scale") is None else repr(node.keyword("scale")),
-            "layout": f'"{layout.format((*query[:-1], keys[-2]))}"',
+            "layout": quoted(layout.format((*query[:-1], keys[-2]))),
         }
         more = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
         return f"mesh.attention({', '.join(operands[:3])}, {more})"
@@ -385,7 +386,8 @@ class Scope:
         """Write the user's line, where it is another than the one before."""
         place = (source.file, source.line)
         if source.file and place != (self._source.file, self._source.line):
-            self.lines.append(f"# {source.file}:{source.line}  {source.text}"[: WIDTH - 4].rstrip())
+            said = f"{source.file}:{source.line}  {source.text}"
+            self.lines.append(comment(said)[: WIDTH - 4].rstrip())
         self._source = source
 
 

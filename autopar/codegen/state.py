@@ -82,11 +82,26 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """What a program calls it: its name, with a piece's range: "qkv.weight[:, 0:768]"."""
+        """What a program calls it; see `key_of`."""
         if self.piece is None:
-            return self.name
+            return key_of(self.name)
         stop = self.piece.start + self.piece.length
-        return f"{self.name}[{':, ' * self.piece.dim}{self.piece.start}:{stop}]"
+        return key_of(self.name, (self.piece.dim, self.piece.start, stop))
+
+
+def key_of(name: str, piece: tuple[int, int, int] | None = None) -> str:
+    """What a program calls a tensor: its name, or "qkv.weight[:, 0:768]" for a piece of it.
+
+    No two have one key: a name that ends like a piece's, as users may write, is followed by "[:]".
+
+    Args:
+        name: in the model's state_dict.
+        piece: dimension, start and stop; None for all of it.
+    """
+    if piece is None:
+        return f"{name}[:]" if name.endswith("]") else name
+    dim, start, stop = piece
+    return f"{name}[{':, ' * dim}{start}:{stop}]"
 
 
 def precision_of(program: ModuleType) -> Precision:

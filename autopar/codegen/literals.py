@@ -1,0 +1,62 @@
+"""Text from outside in generated Python: as a literal, in a comment, in a docstring, in a name.
+
+Names of classes, parameters and files, the user's lines and all that a plan says get into source
+through these functions only. None of them can end a line or the literal that it stands in.
+Characters that are not to be seen, or turn the order in which a line is read, are escaped.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable
+
+
+def quoted(text: str) -> str:
+    """A literal in double quotes that reads back as `text`."""
+    return f'"{printable(_escaped(text))}"'
+
+
+def formatted(before: str, variable: str, after: str) -> str:
+    """A literal that puts the value of a variable between two texts."""
+    parts = (part.replace("{", "{{").replace("}", "}}") for part in map(_escaped, (before, after)))
+    return "f" + '"{}"'.format(printable(f"{{{variable}}}".join(parts)))
+
+
+def names_text(names: tuple[str, ...]) -> str:
+    """One name as a literal, several as a tuple of literals."""
+    return quoted(names[0]) if len(names) == 1 else f"({', '.join(map(quoted, names))})"
+
+
+def comment(text: str) -> str:
+    """A comment of one line."""
+    return f"# {printable(text)}".rstrip()
+
+
+def docstring(lines: Iterable[str]) -> str:
+    """A literal in three quotes, the closing ones on a line of their own behind several lines."""
+    safe = [printable(_escaped(line)) for line in lines]
+    return '"""' + "\n".join(safe) + ("\n" if len(safe) > 1 else "") + '"""'
+
+
+def identifier(wish: str) -> str:
+    """A name like `wish` that Python takes and that reads in one way only: letters of ASCII."""
+    name = re.sub(r"\W", "_", wish, flags=re.ASCII)[:_LONGEST]
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f"v_{name}"
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes in place of what is not printed."""
+    return "".join(sign if sign.isprintable() else _code(sign) for sign in text)
+
+
+_LONGEST = 60
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _code(sign: str) -> str:
+    """The escape of one character in a literal."""
+    return sign.encode("unicode_escape").decode("ascii")
