@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.codegen import torch_private
 from autopar.codegen.collectives import Communicator
 from autopar.errors import StateError
 from autopar.ir.interpret import TORCH_DTYPES
@@ -142,9 +143,11 @@ Squares = Callable[[Sequence[Tensor]], Tensor]
 def squares_of(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements, f64[]."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    for tensor in tensors:
-        exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        total += torch.linalg.vector_norm(tensor, dtype=exact).double() ** 2
+    exact = [tensor for tensor in tensors if tensor.dtype == torch.float64]
+    others = [tensor for tensor in tensors if tensor.dtype != torch.float64]
+    for alike, dtype in ((exact, torch.float64), (others, torch.float32)):
+        if alike:
+            total += torch_private.norms(alike, dtype).double().square().sum()
     return total
 
 

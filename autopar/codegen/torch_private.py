@@ -73,6 +73,11 @@ def group_timeout() -> timedelta:
     return timeout
 
 
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The L2 norm of each of some tensors, made in `dtype`, in few launches."""
+    return torch.stack(list(torch._foreach_norm(tensors, 2, dtype)))
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others of their shapes, in few launches."""
     torch._foreach_copy_(targets, sources)
