@@ -105,7 +105,8 @@ class Builder:
             prices, self.resharder, table, slowdown, lambda name: self.options[self.position[name]],
         )  # fmt: skip
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
-        for value, share in self._held_after_blocks().items():
+        self.held_as = self._held_after_blocks()
+        for value, share in self.held_as.items():
             self.left_by.setdefault(share, []).append(value)
 
     def add(self, node: Node) -> None:
@@ -293,7 +294,6 @@ class Builder:
         returns it in that layout from every block. So the value enters once, is resharded at the
         end of each block, and whoever reads it after the last one finds it in that layout.
         """
-        held = self._held_after_blocks()
         leaving = {
             (entry, name): (leaves, repeat.count)
             for repeat in self.graph.repeats
@@ -305,7 +305,7 @@ class Builder:
             if node.op == "param":
                 continue
             for index, value in enumerate(node.inputs):
-                source = held.get(value, self.graph.template[value])
+                source = self._source(value)
                 if self.position[source] == self.position[node.name]:
                     continue
                 enters = (value, node.name) in leaving
@@ -321,6 +321,10 @@ class Builder:
                 found.append(self._edge(source, 1, node, index))
                 found.append(self._edge(*leaving[value, node.name], node, index))
         return tuple(found)
+
+    def _source(self, value: str) -> str:
+        """The node of the folded graph in whose layout a value is held."""
+        return self.held_as.get(value, self.graph.template[value])
 
     def _held_after_blocks(self) -> dict[str, str]:
         """Value that leaves the last block of a run -> the share in whose layout it is held.
@@ -361,7 +365,7 @@ class Builder:
         a, b = self.position[source], self.position[node.name]
         root = self.graph[source]
         while root.op in TRANSPOSES:
-            root = self.graph[root.inputs[0]]
+            root = self.graph[self._source(root.inputs[0])]
         has_gradient = self.lies is not None and root.requires_grad
         if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # Where a gradient is reduced is said; so it is not reduced behind the share.

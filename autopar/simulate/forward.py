@@ -129,7 +129,7 @@ class Forward:
 
     def _call(self, line: Call, frame: dict[str, Value]) -> None:
         repeat, function = self.graph.repeats[line.run], self.blocks[line.run]
-        outside = [frame[variable] for variable in line.outside]
+        outside = [self._read(frame, {}, variable) for variable in line.outside]
         how, (first, end) = self.recomputed[line.run], self.stowing[line.run]
         for number, block in enumerate(repeat.iterations):
             names = dict(zip(repeat.iterations[0], block, strict=True))
@@ -151,7 +151,7 @@ class Forward:
     ) -> list[Value]:
         """What a function returns, held."""
         frame = self._run(function, arguments, names)
-        results = [frame[variable] for variable in function.results]
+        results = [self._read(frame, names, variable) for variable in function.results]
         for value in results:
             self.recorder.hold(value.buffer)
         self._leave(frame)

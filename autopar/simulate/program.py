@@ -200,14 +200,13 @@ class _Writer:
         (_, into), (_, out) = planned.operands[0], planned.results[0]
         if self.graph[value].op == "param" and self._use(node, self.graph[value]):
             return
-        before = self.look_up(value).variable
         variable = self.operand(value, into)
         steps = self._steps(value, into, out)
         if steps:
             named = not variable.startswith(LEAF)
             target = self._target(variable) if named else self.fresh()
             self._reshard(value, variable, target, steps)
-        elif variable == before or not variable.startswith(LEAF):
+        elif not variable.startswith(LEAF):
             target = variable
         else:
             target = self.fresh()
