@@ -44,8 +44,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         `forward(mesh, p, batch)`, where `p` holds the local parameters and buffers by
         `Parameter.key` and `batch` the whole inputs by name. `forward` returns the graph's outputs
         by name in the layouts of OUTPUTS. A stage of a pipeline also defines
-        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there. One
-        that draws random numbers also defines `draw(mesh)`.
+        RECEIVED, what it has from other stages; `batch` holds that in the layouts told there. A
+        stage, or a program of microbatches, that draws random numbers also defines `draw(mesh)`.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -72,7 +72,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     random = any(draws_random_numbers(node) for node in graph.folded)
     table = _parameters(printer, blocks)
     functions = [block.source for block in blocks] + [body]
-    functions += [draw_function(graph)] if random and _is_stage(graph) else []
+    ahead = random and (_is_stage(graph) or plan.microbatches > 1)
+    functions += [draw_function(graph)] if ahead else []
     code = "\n\n\n".join([table, *functions])
     used = names_in(code)
     imports, own = _imports(used | ({"received"} if received else set()))

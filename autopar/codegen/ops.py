@@ -54,6 +54,9 @@ def expression(node: Node, operands: Sequence[str]) -> str:
             `torch`, `F`, `aten`, `kernels`, `functions` (the user's own) and `mesh` (which knows
             the device) must be bound beside them.
     """
+    if draws_random_numbers(node) and not node.op.split(".")[1].endswith("_"):
+        # Numbers go along memory, which a collective may have left in another order.
+        operands = [f"{name}.contiguous()" for name in operands]
     names = iter(operands)
     args = [_text(arg, names) for arg in node.args]
     keywords = {key: _text(value, names) for key, value in node.kwargs}

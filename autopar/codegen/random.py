@@ -89,7 +89,7 @@ class Random:
         if p == 0.0:
             return x
         if x.device.type == "cpu":
-            return x * self._mask(p, held, x.dtype, _memory_order(x))
+            return x * self._mask(p, held, x.dtype)
         with self.of_shard(x.device, held.layout):
             return F.dropout(x, p)
 
@@ -158,7 +158,7 @@ class Random:
             if grouped:
                 k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
             exact = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-            drop = self._mask(p, held, exact, tuple(range(q.dim())))
+            drop = self._mask(p, held, exact)
             mask = self._causal(held, mask, q) if is_causal else mask
             y = _attend(q.to(exact), k.to(exact), v.to(exact), mask, drop, scale)
             return y.to(q.dtype)
@@ -167,10 +167,9 @@ class Random:
                 q, k, v, mask, p, is_causal, scale=scale, enable_gqa=grouped
             )
 
-    def _mask(self, p: float, held: _Held, dtype: torch.dtype, order: tuple[int, ...]) -> Tensor:
-        """This rank's part of a CPU mask of zeros and 1/(1-p), drawn along `order`."""
-        whole = F.dropout(torch.ones([held.shape[d] for d in order], dtype=dtype), p)
-        whole = whole.permute([order.index(d) for d in range(len(order))])
+    def _mask(self, p: float, held: _Held, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a CPU mask of zeros and 1/(1-p), drawn along the dimensions."""
+        whole = F.dropout(torch.ones(held.shape, dtype=dtype), p)
         return self.comm.shard(whole, Layout(held.layout.dims))
 
     def _causal(self, held: _Held, mask: Tensor | None, q: Tensor) -> Tensor:
@@ -203,12 +202,6 @@ class Random:
         with torch.random.fork_rng(devices, device_type=device.type):
             torch.manual_seed(seed)
             yield
-
-
-def _memory_order(x: Tensor) -> tuple[int, ...]:
-    """Dimensions from outermost to innermost in memory: torch draws a mask in this order."""
-    strides = torch.empty_like(x, device="meta").stride()
-    return tuple(sorted(range(x.dim()), key=lambda d: -strides[d]))
 
 
 def _attend(

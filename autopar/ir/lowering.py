@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from autopar.ir.advice import unsupported
 from autopar.ir.carried import call_of, is_carried
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
-from autopar.ir.traced import dtype_of, source_of, tensors_of, type_of
+from autopar.ir.traced import drawn_along, dtype_of, source_of, tensors_of, type_of
 from autopar.ir.watch import taken_out
 
 _CHECKS = re.compile(
@@ -185,7 +186,7 @@ class Lowering:
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
             op = writes.functional_name(op)
         self._with_grad[node] = grad
-        self._set(node, self._add(node, node.name, op, args, kwargs, grad=grad))
+        self._set(node, self._result(node, node.name, op, args, kwargs, grad, node.meta["val"]))
 
     def _annotate(self, node: fx.Node, grad: bool) -> None:
         """An annotation stays whole; AnnotationError if nobody reads its result."""
@@ -280,12 +281,35 @@ class Lowering:
         except (AttributeError, RuntimeError):
             raise _no_place(op) from None
         op, name = writes.functional_name(op), writes.functional_name(node.name)
-        made = self._add(node, name, op, args, kwargs, grad=grad, value=result)
+        made = self._result(node, name, op, args, kwargs, grad, result)
         if DTYPE_NAMES[result.dtype] == kind.dtype:
             return made
         cast = (made, Name(kind.dtype))  # `x += y` keeps the dtype of x
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         return self._add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=value)
+
+    def _result(
+        self,
+        node: fx.Node,
+        name: str,
+        op: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        grad: bool,
+        value: Tensor,
+    ) -> Ref:
+        """The result of an operator; numbers are drawn along dimensions, not along memory.
+
+        How a part lies in memory depends on what was sent before.
+        """
+        add = partial(self._add, node, grad=grad)
+        if not (order := drawn_along(node, op)):
+            return add(name, op, args, kwargs, value=value)
+        given = node.args[0].meta["val"].permute(order)  # type: ignore[union-attr]
+        along = add(f"{name}_along", "aten.permute", (args[0], order), value=given)
+        drawn = add(name, op, (along, *args[1:]), kwargs, value=value.permute(order))
+        back = (drawn, tuple(map(order.index, range(len(order)))))
+        return add(f"{name}_back", "aten.permute", back, value=value)
 
     def _copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
         """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""

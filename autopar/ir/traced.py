@@ -14,6 +14,10 @@ from autopar.ir.graph import Source
 from autopar.ir.interpret import DTYPE_NAMES, tensor_type
 from autopar.ir.tensor import TensorType
 
+# These draw random numbers in the order of their operand's memory, others in that of dimensions.
+_DRAWN = re.compile(
+    r"aten\.((alpha_)?dropout|rand(int)?_like|uniform|exponential|geometric|cauchy|log_normal)_?\b"
+)
 _TORCH = os.path.dirname(torch.__file__)
 
 
@@ -30,6 +34,18 @@ def source_of(node: fx.Node) -> Source:
         ):
             return Source(module, os.path.basename(file), int(line), text.strip())
     return Source(module)
+
+
+def drawn_along(node: fx.Node, op: str) -> tuple[int, ...]:
+    """Dimensions, outermost first, in whose order an operator draws; () where that is theirs."""
+    if not _DRAWN.match(op):
+        return ()
+    value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    strides = torch.empty_like(value, device="meta").stride()
+    several = [dim for dim, size in enumerate(value.shape) if size > 1]
+    order = iter(sorted(several, key=lambda dim: -strides[dim]))
+    found = tuple(next(order) if dim in several else dim for dim in range(value.dim()))
+    return () if list(found) == sorted(found) else found
 
 
 def tensors_of(value: Any) -> list[Tensor]:
