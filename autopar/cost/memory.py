@@ -8,6 +8,7 @@ several steps its temporaries are counted here, after torch's tools/autograd/der
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -91,7 +92,11 @@ def kept(node: Node, accelerator: bool = False) -> tuple[int, ...]:
     """
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         return tuple(place for place in _KERNELS[node.op][0] if place < len(node.inputs))
-    return tuple(-1 if name == node.name else node.inputs.index(name) for name in node.saved)
+    places = (
+        [-1] if name == node.name else [at for at, read in enumerate(node.inputs) if read == name]
+        for name in node.saved
+    )
+    return tuple(itertools.chain.from_iterable(places))
 
 
 def hands_on(node: Node, place: int, operand: Node) -> Literal["new", "same", "none"]:

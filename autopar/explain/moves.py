@@ -183,7 +183,9 @@ def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
             src = given(node.inputs[0], node.name, int(str(node.args[1])))
             yield node.name, node.name, node.type, src, own.results[0][1], times
             continue
-        for value, (_, into) in zip(node.inputs, own.operands, strict=True):
+        # An operator that reads a value twice in one layout has it sent once.
+        read = dict.fromkeys(zip(node.inputs, (into for _, into in own.operands), strict=True))
+        for value, into in read:
             source, tensor = graph.template[value], graph[value].type
             entering = enters.get((value, node.name))
             src = given(value, node.name)

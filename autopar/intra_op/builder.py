@@ -356,6 +356,10 @@ class Builder:
         if again:
             price += again * self.resharder.costs(tensor, *sides, False)
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
+        # An operator that reads a value twice in one layout has it sent once.
+        twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
+        sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
+        matrix = np.where(sent, 0.0, matrix)
         return Edge(a, b, self._gathered_once(source, node, index, matrix))
 
     def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:

@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from autopar.errors import RuleError
 from autopar.intra_op.case import (
     Case,
     Device,
     Failure,
     own_randomness,
+    read_call,
     read_example,
     read_node,
 )
@@ -30,6 +34,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.strategy import strategies
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import TensorType
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,37 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "
     with own_randomness(device):
         cases = [read_example(rule, text, device) for text in rule.examples]
         return _report(rule, cases, mesh_sizes)
+
+
+def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
+    """The same with one value in the place of all operands of a type; nothing is run without any.
+
+    Raises:
+        RuleError: an example cannot be read or run, or the rule does not fit it.
+    """
+    with own_randomness("cpu"):
+        cases = [aliased(read_example(rule, text)) for text in rule.examples]
+        return _report(rule, [case for case in cases if case is not None], mesh_sizes)
+
+
+def aliased(case: Case) -> Case | None:
+    """An operator that reads one value as several operands, each of them in a layout of its own.
+
+    Returns:
+        None where no two operands are alike, or torch refuses such a call.
+    """
+    first: dict[tuple[TensorType, bool], Tensor] = {}
+    operands = [
+        first.setdefault((kind, value.requires_grad), value)
+        for kind, value in zip(case.types, case.operands, strict=True)
+    ]
+    if len(first) == len(operands):
+        return None
+    try:
+        copies = [value.detach().clone().requires_grad_(value.requires_grad) for value in operands]
+        return read_call(case.rule, case.node, copies)
+    except RuleError:
+        return None
 
 
 def prove_node(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from autopar.errors import RuleError
-from autopar.intra_op.prove import prove, prove_node
-from autopar.intra_op.rule import OpRule, Signature, rule
+from autopar.intra_op.case import read_example
+from autopar.intra_op.prove import aliased, prove, prove_aliased, prove_node
+from autopar.intra_op.rule import OpRule, Signature, resolve, rule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import Strategy, strategies
 from autopar.ir.capture import capture
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.localise import localise
 from autopar.ir.mesh import Mesh
 from autopar.ir.passes import prepare
+from autopar.ir.tensor import TensorType
 from tests.models import MODELS, conv_net
 
 RULES = rules()
@@ -25,6 +30,45 @@ RULES = rules()
 def test_every_rule_is_proved_on_its_examples(op: str) -> None:
     report = prove(RULES[op])
     assert report.proved, str(report)
+
+
+ALIASED = ("aten.linear", "aten.bmm", "aten.mul.Tensor", "aten.cat", "aten.where.self")
+
+
+def check_aliases(op: str) -> None:
+    """A rule is as right where one value is several operands, and does not look at their names."""
+    report = prove_aliased(RULES[op])
+    assert not report.failures, str(report)
+    mesh = Mesh.parse("cpu: x=2")
+    for case in map(partial(read_example, RULES[op]), RULES[op].examples):
+        if (same := aliased(case)) is None:
+            continue
+        first: dict[TensorType, str] = {}
+        names = {
+            name: first.setdefault(kind, name)
+            for name, kind in zip(same.node.inputs, same.types, strict=True)
+        }
+        node = renamed(same.node, names)
+        assert resolve(RULES[op], node, same.types, node.types) == same.signature
+        for way in strategies(same.signature, mesh):
+            given = same.types, way.operands, way.results, lambda size, axes: size // 2
+            steps = (renamed(step, names) for step in localise(same.node, *given))
+            assert localise(node, *given) == tuple(steps)
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    return node.map_refs(lambda name: Ref(names.get(name, name)))
+
+
+@pytest.mark.parametrize("op", ALIASED)
+def test_a_rule_holds_where_operands_are_one_value(op: str) -> None:
+    check_aliases(op)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", sorted(RULES))
+def test_every_rule_holds_where_operands_are_one_value(op: str) -> None:
+    check_aliases(op)
 
 
 IN_PLACE = rule("aten.add_.Tensor", "a, a -> a", examples=("i64[4], i64[4]",))
