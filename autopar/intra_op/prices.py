@@ -147,6 +147,7 @@ def _kind(graph: Graph, node: Node) -> Hashable:
         node.form,
         node.types,
         node.requires_grad,
+        tuple(map(place.get, node.inputs)),
         None if node.alias is None else place.get(node.alias),
         tuple(place.get(name) for name in node.saved),
         node.saved_types,
