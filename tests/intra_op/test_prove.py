@@ -32,7 +32,15 @@ def test_every_rule_is_proved_on_its_examples(op: str) -> None:
     assert report.proved, str(report)
 
 
-ALIASED = ("aten.linear", "aten.bmm", "aten.mul.Tensor", "aten.cat", "aten.where.self")
+ALIASED = (
+    "aten.linear",
+    "aten.mm",
+    "aten.bmm",
+    "aten.outer",
+    "aten.mul.Tensor",
+    "aten.cat",
+    "aten.where.self",
+)
 
 
 def check_aliases(op: str) -> None:
@@ -63,6 +71,7 @@ def renamed(node: Node, names: Mapping[str, str]) -> Node:
 @pytest.mark.parametrize("op", ALIASED)
 def test_a_rule_holds_where_operands_are_one_value(op: str) -> None:
     check_aliases(op)
+    assert prove_aliased(RULES[op]).strategies
 
 
 @pytest.mark.slow

@@ -17,6 +17,18 @@ def _matmul(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"{', '.join(terms)} -> {' '.join(out)}"
 
 
+def _linear(node: Node, types: tuple[TensorType, ...]) -> str:
+    """Also with a weight that is a vector, and with a bias that broadcasts otherwise than a row."""
+    x, weight, *bias = types
+    if len(weight.shape) == 2 and all(added.shape == weight.shape[:1] for added in bias):
+        return "... k, n k, +n -> ... n"
+    rows, columns = [f"m{i}" for i in range(len(x.shape) - 1)], ["n"] * (len(weight.shape) - 1)
+    out = [*rows, *columns]
+    terms = [" ".join([*rows, "k"]), " ".join([*columns, "k"])]
+    terms += [f"+{broadcast(out, added)}" for added in bias]
+    return f"{', '.join(terms)} -> {' '.join(out)}"
+
+
 def _addmm(node: Node, types: tuple[TensorType, ...]) -> str:
     return f"+{broadcast(['m', 'n'], types[0])}, m k, k n -> m n"
 
@@ -80,11 +92,23 @@ def _einsum_flops(node: Node, types: tuple[TensorType, ...]) -> str:
 RULES = (
     rule(
         "aten.linear",
-        "... k, n k, +n -> ... n",
+        _linear,
         flops="2 out k",
-        examples=("f64[4, 6, 8], f64[12, 8], f64[12]", "f64[4, 6], f64[8, 6]"),
+        examples=(
+            "f64[4, 6, 8], f64[12, 8], f64[12]",
+            "f64[4, 6], f64[8, 6]",
+            "f64[6, 6], f64[6, 6]",
+            "f64[4, 6], f64[8, 6], f64[4, 8]",
+            "f64[4, 6], f64[8, 6], f64[]",
+            "f64[4, 6, 8], f64[8]",
+        ),
     ),
-    rule("aten.mm", "m k, k n -> m n", flops="2 out k", examples=("f64[4, 6], f64[6, 8]",)),
+    rule(
+        "aten.mm",
+        "m k, k n -> m n",
+        flops="2 out k",
+        examples=("f64[4, 6], f64[6, 8]", "f64[6, 6], f64[6, 6]"),
+    ),
     rule("aten.mv", "m k, k -> m", flops="2 out k", examples=("f64[4, 6], f64[6]",)),
     rule("aten.dot", "k, k ->", flops="2 out k", examples=("f64[6], f64[6]",)),
     rule(
@@ -97,7 +121,7 @@ RULES = (
         "aten.bmm",
         "b m k, b k n -> b m n",
         flops="2 out k",
-        examples=("f64[4, 4, 6], f64[4, 6, 2]",),
+        examples=("f64[4, 4, 6], f64[4, 6, 2]", "f64[4, 6, 6], f64[4, 6, 6]"),
     ),
     rule(
         "aten.baddbmm",
@@ -113,6 +137,7 @@ RULES = (
             "f64[4, 2, 6], f64[6, 8]",
             "f64[2, 4, 2, 6], f64[4, 6, 2]",
             "f64[4, 1, 2, 6], f64[2, 6, 4]",
+            "f64[6, 6], f64[6, 6]",
             "f64[4, 6], f64[6]",
             "f64[6], f64[4, 6, 8]",
             "f64[6], f64[6]",
@@ -150,7 +175,7 @@ RULES = (
             "f64[4, 2, 6], f64[4, 2, 2], f64[8, 6, 2]",
         ),
     ),
-    rule("aten.outer", "m, n -> m n", examples=("f64[4], f64[6]",)),
+    rule("aten.outer", "m, n -> m n", examples=("f64[4], f64[6]", "f64[6], f64[6]")),
     rule(
         "aten.einsum",
         _einsum,
