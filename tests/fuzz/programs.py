@@ -66,7 +66,7 @@ INDEXED = (
     "torch.take_along_dim({a}, {a}.argsort({d}), {d})",
     "F.cross_entropy({a}, ids.flatten()[:{a}.shape[0]] % {a}.shape[1])",
     "{a}.index_add(0, ids[0, :1] % {a}.shape[0], {b}[:1])", "F.one_hot(ids % 4, 4).double() @ {a}",
-    "torch.scatter({a}, {d}, {a}.argsort({d}), {b})",
+    "torch.scatter({a}, {d}, {a}.argsort({d}), {b}.expand_as({a}))",
 )  # fmt: skip
 GROUPS = ((UNARY, 4), (REDUCTIONS, 2), (SHAPES, 4), (BINARY, 6), (PRODUCTS, 7), (INDEXED, 2))
 
