@@ -41,6 +41,9 @@ _PLACEMENT = ("device", "layout", "pin_memory")
 _LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
 _MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b")
 
+# An operator, its arguments and its keywords.
+_Call = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
+
 
 class Lowering:
     """Writes nodes, leaves first, in the order in which their traced nodes are given.
@@ -186,7 +189,7 @@ class Lowering:
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
             op = writes.functional_name(op)
         self._with_grad[node] = grad
-        self._set(node, self._result(node, node.name, op, args, kwargs, grad, node.meta["val"]))
+        self._set(node, self._result(node, node.name, (op, args, kwargs), grad, node.meta["val"]))
 
     def _annotate(self, node: fx.Node, grad: bool) -> None:
         """An annotation stays whole; AnnotationError if nobody reads its result."""
@@ -281,28 +284,19 @@ class Lowering:
         except (AttributeError, RuntimeError):
             raise _no_place(op) from None
         op, name = writes.functional_name(op), writes.functional_name(node.name)
-        made = self._result(node, name, op, args, kwargs, grad, result)
+        made = self._result(node, name, (op, args, kwargs), grad, result)
         if DTYPE_NAMES[result.dtype] == kind.dtype:
             return made
         cast = (made, Name(kind.dtype))  # `x += y` keeps the dtype of x
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         return self._add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=value)
 
-    def _result(
-        self,
-        node: fx.Node,
-        name: str,
-        op: str,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        grad: bool,
-        value: Tensor,
-    ) -> Ref:
+    def _result(self, node: fx.Node, name: str, call: _Call, grad: bool, value: Tensor) -> Ref:
         """The result of an operator; numbers are drawn along dimensions, not along memory.
 
         How a part lies in memory depends on what was sent before.
         """
-        add = partial(self._add, node, grad=grad)
+        add, (op, args, kwargs) = partial(self._add, node, grad=grad), call
         if not (order := drawn_along(node, op)):
             return add(name, op, args, kwargs, value=value)
         given = node.args[0].meta["val"].permute(order)  # type: ignore[union-attr]
@@ -328,9 +322,7 @@ class Lowering:
             )
         return source
 
-    def _call(
-        self, node: fx.Node, grad: bool
-    ) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    def _call(self, node: fx.Node, grad: bool) -> _Call:
         """The operator's name in a Graph, its arguments and keywords."""
         op = "getitem" if node.target is operator.getitem else str(node.target)
         given = list(node.args)
