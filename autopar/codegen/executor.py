@@ -28,9 +28,10 @@ from autopar.codegen.state import (
     widened_of,
 )
 from autopar.codegen.step_check import Seen
+from autopar.codegen.trainable import check_trainable
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
-from autopar.errors import ProgramError, StateError
+from autopar.errors import StateError
 
 
 class Executor:
@@ -133,14 +134,10 @@ class Executor:
             BatchError: the batch is not like the captured one, or not the same on every rank.
             NonFiniteError: loss or gradients are not finite; nothing is updated.
             RanksDifferError: other ranks make another call, or with other options.
-            ProgramError: the program has no loss.
+            ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
-        if self.program.LOSS is None:
-            raise ProgramError(
-                "the program has no loss to train on",
-                todo="return a scalar loss from the model, or pass loss_fn",
-            )
+        check_trainable(self.program.LOSS is not None)
         with self.watch:
             with part(PHASE, "batch"):
                 options = self.update.options()

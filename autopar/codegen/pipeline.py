@@ -36,8 +36,9 @@ from autopar.codegen.state import (
     widened_of,
 )
 from autopar.codegen.step_check import Seen
+from autopar.codegen.trainable import check_trainable
 from autopar.codegen.update import Training, Update
-from autopar.errors import ProgramError, StateError
+from autopar.errors import StateError
 from autopar.ir.action import Action
 from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.mesh import Mesh
@@ -165,14 +166,10 @@ class Pipeline(PipelineState):
             BatchError: the batch is not like the captured one, or not the same on every rank.
             NonFiniteError: loss or gradients are not finite; nothing is updated.
             RanksDifferError: other ranks make another call, or with other options.
-            ProgramError: the program has no loss.
+            ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
-        if all(module.LOSS is None for module in self.modules):
-            raise ProgramError(
-                "the program has no loss to train on",
-                todo="return a scalar loss from the model, or pass loss_fn",
-            )
+        check_trainable(any(module.LOSS is not None for module in self.modules))
         with self.watch:
             with part(PHASE, "batch"):
                 options = self.update.options()

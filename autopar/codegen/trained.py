@@ -12,7 +12,7 @@ from autopar.codegen.executor import Executor
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.scaler import Scaler
 from autopar.codegen.update import Training
-from autopar.errors import ProgramError
+from autopar.errors import ProgramError, StateError
 from autopar.ir.capture import Captured
 
 
@@ -83,4 +83,11 @@ class Trained(ABC):
         # Constants are no part of a state_dict; they stay as they are.
         names = set(self._model.state_dict())
         constants = {k: v for k, v in captured.buffers.items() if k not in names}
+        lacking = [k for k, v in constants.items() if v.is_meta and k not in values]
+        if lacking:
+            raise StateError(
+                f"the program has no value of {', '.join(lacking)}",
+                why="a state_dict leaves it out, and on the meta device the model has none",
+                todo="pass it with the others, or give its module a reset_buffers() that sets it",
+            )
         executor.load_state_dict({**constants, **values})

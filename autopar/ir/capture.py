@@ -23,7 +23,9 @@ from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.lowering import Lowering
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.structure import Inputs, Structure
+from autopar.ir.unsaved import computed
 from autopar.ir.watch import State, Watch, changed, refuse_hooks
+from autopar.ir.wrapped import refuse_wrapped
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def capture(
         BatchError: model and loss_fn together do not take the batch.
         PrecisionError: the model has nothing to compute in the precision.
     """
+    refuse_wrapped(model)
     with computing_in(model, precision):
         wrapped = partial(_Flat, model, loss_fn, dtype=TORCH_DTYPES.get(precision.compute))
         return _captured(model, args, kwargs or {}, loss_fn, name, known, wrapped)
@@ -117,6 +120,7 @@ def _captured(
         outputs.get(seen.loss or ""),
     )
     parameters = model.named_parameters(remove_duplicate=False)
+    buffers = computed(model, buffers)
     return Captured(tie(graph), buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
 
 

@@ -113,7 +113,7 @@ class Lowering:
         value: Any = node.meta.get("val")
         op, first = str(node.target), self._first(node)
         if any(item.op == "get_attr" for item in node.all_input_nodes):
-            self._region(node, op)  # an operator over a graph of its own
+            self._region(node, op, grad)  # an operator over a graph of its own
         elif node.target is operator.getitem and first in self._regions:
             self._same[node] = self._regions[first][node.args[1]]  # type: ignore[index]
         elif not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
@@ -148,10 +148,10 @@ class Lowering:
         else:
             self._compute(node, grad)
 
-    def _region(self, node: fx.Node, op: str) -> None:
+    def _region(self, node: fx.Node, op: str, grad: bool) -> None:
         """Inline a region that runs with gradients on or off, or with autocast off."""
         args: Any = node.args
-        grad, autocast = True, False
+        autocast = False
         if "wrap_with_set_grad_enabled" in op:
             grad, body, *operands = args
         elif "wrap_with_autocast" in op:

@@ -66,6 +66,12 @@ class Structure:
                     why="the model was captured with a tensor",
                     todo="pass a tensor, or compile again",
                 )
+            if value.is_nested:
+                raise BatchError(
+                    f"{self.name} is a nested tensor",
+                    why="its rows have sizes of their own, a program is for one size",
+                    todo="pass torch.nested.to_padded_tensor(...) and a mask",
+                )
             return {self.name: value}
         if self.kind is None:
             if self.fixed and not _equal(value, self.constant):

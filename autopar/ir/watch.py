@@ -111,6 +111,11 @@ _INFERENCE = _Lost(
     "a trace does not show it",
     "write `with torch.no_grad():`",
 )
+_SWITCHED = _Lost(
+    "gradients are switched off or on inside of an autocast block",
+    "torch.export leaves that out of its trace",
+    "put the autocast block inside of torch.no_grad(), or write .detach()",
+)
 _GENERATOR = _Lost(
     "random numbers are drawn from a generator of the model's own",
     "its state is no tensor that a program could hold",
@@ -193,6 +198,8 @@ def _accessed(func: Any) -> str:
 def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Lost | None:
     if torch.is_inference_mode_enabled():
         return _INFERENCE
+    if name == "_set_grad_enabled" and _in_autocast() and args[0] != torch.is_grad_enabled():
+        return _SWITCHED
     if isinstance(kwargs.get("generator"), torch.Generator):
         return _GENERATOR
     if func is torch.autograd.grad:
@@ -204,6 +211,13 @@ def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return _FROZEN
     found = _LOST.get(name)
     return None if found is _PRINTED and _within_torch() else found
+
+
+def _in_autocast() -> bool:
+    """Whether a block of autocast is open, one that switches it off included."""
+    depth = torch.autocast_increment_nesting() - 1  # nothing tells without counting
+    torch.autocast_decrement_nesting()
+    return depth > 0
 
 
 def _within_torch() -> bool:

@@ -1,0 +1,61 @@
+"""Buffers that no state_dict holds, of models on the meta device: computed as the model would.
+
+`register_buffer(..., persistent=False)` is for what follows from the configuration: the frequencies
+of a rotary embedding, a causal mask. A model on the meta device has no values of them, and loading
+weights brings none. Those that a method of the model sets anew are computed by it here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def computed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`buffers` with values of those that lie on the meta device and are in no state_dict.
+
+    A module is asked by its `reset_buffers` or `reset_parameters`, the model by its
+    `_init_weights(module)`, on a copy. What they leave as it was, or set to random numbers, stays
+    without values.
+    """
+    saved = set(model.state_dict())
+    found = dict(buffers)
+    for name, buffer in buffers.items():
+        if buffer.is_meta and name not in saved:
+            path, _, key = name.rpartition(".")
+            module = model.get_submodule(path)
+            values = (_value(module, key, method) for method in _methods(model, module))
+            found[name] = next((value for value in values if value is not None), buffer)
+    return found
+
+
+def _methods(model: nn.Module, module: nn.Module) -> Iterator[Callable[[nn.Module], object]]:
+    """What may set a module's buffers."""
+    for name in ("reset_buffers", "reset_parameters"):
+        if callable(getattr(type(module), name, None)):
+            yield lambda made, name=name: getattr(made, name)()  # type: ignore[misc]
+    method: Any = getattr(model, "_init_weights", None)
+    if callable(method):
+        yield method
+
+
+def _value(module: nn.Module, key: str, method: Callable[[nn.Module], object]) -> Tensor | None:
+    """The buffer as a method sets it, whatever it was before; None if the method does not."""
+    values = []
+    for filled in (0, 1):
+        made = copy.deepcopy(module).to_empty(device="cpu")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(filled)
+            for tensor in (*made.parameters(), *made.buffers()):
+                tensor.fill_(filled)
+            try:
+                method(made)
+            except Exception:  # the user's code, on a module that was not made for it
+                return None
+        values.append(made.get_buffer(key).detach())
+    same = values[0].device.type == "cpu" and torch.equal(*values)
+    return values[0] if same else None
