@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.harness import write
+from benchmarks.harness import read, write
 from tests.features.feature import Case
 from tests.features.sharded import Outcome, assert_right, judged
 from tests.features.table import combinations, drawn, further
@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, help="so many of the cases, at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--further", action="store_true", help="the second table's features")
+    parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     options = parser.parse_args()
     cases: list[Case] = []
     for model in options.models:
@@ -57,6 +58,9 @@ def main() -> int:
             cases += further(model, 5) if options.further else combinations(model, options.count)
     left_out = set(options.without)
     cases = [case for case in cases if not left_out or not left_out <= set(case.features)]
+    if options.missing:
+        there = {(each["model"], each["features"]) for each in read("features")}
+        cases = [c for c in cases if (c.recipe.model, " + ".join(c.features)) not in there]
     rows = []
     for case, ranks in judged(cases):
         rows.append(row(case, ranks))

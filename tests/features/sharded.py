@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
 from autopar.codegen.checkpoint import index as folder
@@ -27,6 +27,7 @@ from autopar.codegen.checkpoint.values import DTYPES
 from autopar.codegen.processes import from_first_rank
 from autopar.errors import AutoparError
 from autopar.ir.capture import Captured
+from autopar.ir.text import fingerprint
 from tests.features.feature import Case
 from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 from tests.features.oracle import SEED, STEPS, Trained, train
@@ -76,7 +77,7 @@ def assert_right(case: Case, ranks: Sequence[Outcome]) -> None:
                 assert re.search(pattern, outcome.plan), f"{case}: no {pattern}"
 
 
-def judged(cases: Sequence[Case], at_once: int = 12) -> Iterator[tuple[Case, list[Outcome]]]:
+def judged(cases: Sequence[Case], at_once: int = 40) -> Iterator[tuple[Case, list[Outcome]]]:
     """Every case with its outcome on every rank.
 
     What follows a failure on the same ranks says little, so they are started anew behind one.
@@ -96,7 +97,7 @@ def outcomes(cases: Sequence[Case], place: str) -> list[Outcome]:
     """The outcomes of this rank, up to the first case that fails; the folder has the oracles."""
     found = []
     oracles: list[Trained] = torch.load(Path(place) / "oracles.pt", weights_only=False)
-    with captured_once() as key:
+    with made_once() as key:
         for number, (case, oracle) in enumerate(zip(cases, oracles, strict=True)):
             r = case.recipe
             key[:] = [r.model, r.tied, r.dropout, r.frozen, r.uneven, r.second, r.compute]
@@ -114,27 +115,40 @@ def outcomes(cases: Sequence[Case], place: str) -> list[Outcome]:
 
 
 @contextmanager
-def captured_once() -> Iterator[list[Any]]:
-    """Inside the first rank captures for all, and once what has the same key, which is yielded."""
-    modules = [importlib.import_module(f"autopar.{name}") for name in ("program", "pipelined")]
-    capture: Callable[..., Captured] = modules[0].capture_graph  # type: ignore[attr-defined]
-    known: dict[str, Captured] = {}
+def made_once() -> Iterator[list[Any]]:
+    """Inside the first rank captures for all, and what is alike is captured and planned once.
+
+    Models are alike that have one key, which is yielded and to be filled.
+    """
+    program, pipelined = map(importlib.import_module, ("autopar.program", "autopar.pipelined"))
+    capture, plan, cut = program.capture_graph, program.make_plan, pipelined.plan_evenly
+    known: dict[str, Any] = {}
     key: list[Any] = []
 
-    def once(
-        model: nn.Module, args: Any, kwargs: Any, options: Any, trace: Any, *passes: Any
-    ) -> Captured:
-        sizes = sorted((name, tuple(value.shape)) for name, value in kwargs.items())
-        said = (options.fuse, str(options.precision), options.elementwise, len(passes))
-        name = repr((key, sizes, said))
-        if name not in known:
-            known[name] = from_first_rank(
-                lambda: capture(model, args, kwargs, options, trace, *passes)
-            )
-        return known[name]
+    def once(what: object, make: Callable[[], Any]) -> Any:
+        if repr(what) not in known:
+            known[repr(what)] = make()
+        return known[repr(what)]
 
-    replaced = [patch.object(module, "capture_graph", once) for module in modules]
-    with replaced[0], replaced[1]:
+    def captured(model: Any, args: Any, batch: Any, options: Any, *more: Any) -> Captured:
+        sizes = {name: value.shape for name, value in batch.items()}
+        what = (key, sizes, replace(options, table={}), len(more))
+        return once(
+            what, lambda: from_first_rank(lambda: capture(model, args, batch, options, *more))
+        )
+
+    def planned(graph: Any, mesh: Any, options: Any, trace: Any, state: Any) -> Any:
+        what = (fingerprint(graph), mesh, replace(options, table={}), state)
+        return once(what, lambda: plan(graph, mesh, options, trace, state))
+
+    def in_stages(found: Any, mesh: Any, request: Any, options: Any, *more: Any) -> Any:
+        what = (fingerprint(found.graph), mesh, request, replace(options, table={}), more[1])
+        return once(what, lambda: cut(found, mesh, request, options, *more))
+
+    with (
+        patch.multiple(program, capture_graph=captured, make_plan=planned),
+        patch.multiple(pipelined, capture_graph=captured, plan_evenly=in_stages),
+    ):
         yield key
 
 
