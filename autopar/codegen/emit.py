@@ -131,8 +131,9 @@ def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
         "from torch.utils.checkpoint import checkpoint": ("checkpoint",),
     }
     runtime = [name for name in ("received", "stored", "together") if name in {*used, "stored"}]
+    again = [name for name in ("keep_products", "repeatable") if name in used]
     own = {
-        "from autopar.codegen.recompute import keep_products": ("keep_products",),
+        f"from autopar.codegen.recompute import {', '.join(again)}": again,
         f"from autopar.codegen.runtime import {', '.join(runtime)}": used,
         "from autopar.codegen.state import Piece": ("Piece",),
         "from autopar.ir import kernels": ("kernels",),
@@ -240,7 +241,14 @@ def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
     text = docstring([f"One of {repeat.count} equal blocks.", "", *notes]).split("\n")
     lines = [*text, *scope.lines, f"return {', '.join(results)}"]
     source = "\n".join([head, *_indented(lines)])
-    return Block(repeat, function, keys, outside, source)
+    written = {name for node in graph.nodes for name in writes(node)}
+    leaves = (
+        keys.read(name) if name in inside else _read(graph[name])
+        for name in reads
+        if name in written
+    )
+    changing = tuple(leaf.removeprefix("p[").removesuffix("]") for leaf in leaves)
+    return Block(repeat, function, keys, outside, source, changing)
 
 
 def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:

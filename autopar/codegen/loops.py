@@ -21,6 +21,7 @@ class Block:
         keys: names of a block's parameters.
         outside: values that it takes beside those that are carried.
         source: of the function.
+        changing: expressions of the names of buffers that it uses and that a step writes.
     """
 
     repeat: Repeat
@@ -28,6 +29,7 @@ class Block:
     keys: Keys
     outside: tuple[str, ...]
     source: str
+    changing: tuple[str, ...] = ()
 
 
 def call(
@@ -58,10 +60,15 @@ def call(
         if begin == end:
             continue
         called = f"{block.function}({', '.join(arguments)})"
-        if how is not None and end <= split:
-            called = _checkpointed(block.function, arguments, how)
         away = split <= begin < kept
         lines = ["with mesh.stowed():"] if away else []
+        if how is not None and end <= split:
+            function = block.function
+            if block.changing:
+                function = scope.fresh("block")
+                names = (f"    {name}," for name in block.changing)
+                lines += [f"{function} = repeatable({block.function}, p, [", *names, "])"]
+            called = _checkpointed(function, arguments, how)
         lines.append(f"{'    ' if away else ''}{', '.join(targets)} = {called}")
         scope.line(_head(block, begin, end))
         for line in lines:

@@ -1,15 +1,17 @@
-"""What a block keeps whose activations are computed again in the backward.
+"""Blocks whose activations are computed again in the backward: what they keep, what they write.
 
 hidden = checkpoint(h_block, mesh, p, i, hidden, use_reentrant=False, context_fn=keep_products)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -26,6 +28,30 @@ PRODUCTS = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
+
+
+def repeatable(
+    block: Callable[..., Any], p: Mapping[str, Tensor], names: Sequence[str]
+) -> Callable[..., Any]:
+    """A block that computes the same and writes nothing when it is run again.
+
+    A block may read or write buffers that a step changes, such as a batch norm's running
+    statistics. The repetition gets copies of what its first run found.
+
+    Args:
+        block: takes the mesh, the parameters and buffers by name, and more.
+        p: parameters and buffers as they are before the first run.
+        names: the buffers that change.
+    """
+    before = {name: p[name].clone() for name in names}
+    repetitions = itertools.count()
+
+    def run(mesh: Any, p: Mapping[str, Tensor], *arguments: Any) -> Any:
+        if next(repetitions):
+            p = {**p, **{name: value.clone() for name, value in before.items()}}
+        return block(mesh, p, *arguments)
+
+    return run
 
 
 class _OfProducts(TorchDispatchMode):

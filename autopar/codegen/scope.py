@@ -41,6 +41,7 @@ RESERVED = (
     "Piece",
     "checkpoint",
     "keep_products",
+    "repeatable",
 )
 # What stands for a layout of its own and computes nothing.
 IDENTITIES = ("autopar.share", "autopar.shard")
