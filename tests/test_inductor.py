@@ -82,6 +82,20 @@ def test_what_is_kept_for_the_backward_may_be_elsewhere(how: dict[str, str]) -> 
     assert stepped("aot_eager", **how)[0] == pytest.approx(stepped("eager", **how)[0], rel=1e-12)
 
 
+def test_microbatches_and_stages_are_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    how = {"microbatches": 2, "schedule": "gpipe"}
+    losses, _ = stepped("aot_eager", **how)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert losses == pytest.approx(stepped("eager", **how)[0], rel=1e-12)
+
+
+def test_a_backward_in_halves_is_not_compiled() -> None:
+    with pytest.raises(ProgramError, match="'zb_h1' are not compiled"):
+        stepped("aot_eager", microbatches=2, schedule="zb_h1")
+
+
 def test_without_a_compiler_the_step_says_so() -> None:
     torch._dynamo.reset()
     missing = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
