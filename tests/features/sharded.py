@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.codegen.checkpoint import index as folder
+from autopar.codegen.checkpoint import publish
 from autopar.codegen.checkpoint.boxes import Box
-from autopar.codegen.checkpoint.checkpoints import read_alone
+from autopar.codegen.checkpoint.dcp import read_parts
 from autopar.codegen.checkpoint.plans import Part
+from autopar.codegen.checkpoint.storage import Reader
 from autopar.codegen.checkpoint.values import DTYPES
 from autopar.codegen.processes import from_first_rank
 from autopar.errors import AutoparError
@@ -204,7 +205,7 @@ def _train(case: Case, place: Path) -> tuple[Any, Trained]:
 
 def _moments(path: Path) -> dict[str, Tensor]:
     """The optimizer's state in a checkpoint."""
-    where, index = folder.read(path)
+    index = publish.read(path)
     found = {
         f"{name} {key}": (f"optimizer.{name}.{key}", torch.empty(s.shape, dtype=DTYPES[s.dtype]))
         for name, states in index.optimizer_state().items()
@@ -215,5 +216,5 @@ def _moments(path: Path) -> dict[str, Tensor]:
         Part(key, value, Box.whole(tuple(value.shape)), tuple(value.shape))
         for key, value in found.values()
     ]
-    read_alone(where, index, parts)
+    read_parts(Reader(path, index), lambda: parts, None)
     return {name: value for name, (_, value) in found.items()}

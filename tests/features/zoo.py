@@ -209,6 +209,6 @@ OTHERS = {
         images,
         frozen=("*stem*", "*blocks.*.2.weight"),
         groups={**_NO_DECAY, "*head*": {"lr": 3e-2}},
-        lacks=frozenset({"tied", "megatron"}),
+        lacks=frozenset({"tied", "megatron", "fuse"}),
     ),
 }
