@@ -133,7 +133,7 @@ def t5(recipe: Recipe, plain: bool) -> nn.Module:
         d_model=WIDTH,
         d_kv=8,
         d_ff=64,
-        num_layers=LAYERS // 2,
+        num_layers=LAYERS - 1,  # the first one is unlike the others
         num_heads=4,
         dropout_rate=recipe.dropout,
         decoder_start_token_id=0,
