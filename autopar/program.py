@@ -35,6 +35,7 @@ from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import fingerprint, format_graph
+from autopar.modes import Modes
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
@@ -77,6 +78,7 @@ class Program(Trained, Checkpointed):
         self._captured: Captured | None = None
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
+        self._modes: Modes | None = None
         self._source = ""
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
@@ -85,6 +87,7 @@ class Program(Trained, Checkpointed):
         """Capture, plan, emit and load for batches like this one; the first step does it too."""
         if self._executor is not None:
             return
+        self._modes = Modes(self._model)
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self._options.trace if first else None)
         if isinstance(self._plan, PipelinePlan) or self._request != WHOLE:
@@ -168,18 +171,28 @@ class Program(Trained, Checkpointed):
             NonFiniteError: the loss or gradients are NaN or infinite; nothing is updated.
             RanksDifferError: other ranks make another call, or have other options of the optimizer.
             RankFailedError: another rank failed.
-            ProgramError: the profile cannot be written.
+            ProgramError: the profile cannot be written, or the model was switched to another mode
+                or parameters of it frozen since it was captured.
         """
-        self.prepare(args, kwargs)
-        captured, executor = self._ready()
+        captured, executor = self._running(args, kwargs)
         with profiled(profile):
             return executor.step(captured.inputs.flatten(args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
+        captured, executor = self._running(args, kwargs)
+        return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
+
+    def _running(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Captured, Executor | Pipeline]:
+        """The program for a batch like this one, for a model in the state that was captured."""
         self.prepare(args, kwargs)
         captured, executor = self._ready()
-        return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
+        assert self._modes is not None
+        with executor.watch:
+            self._modes.check()
+        return captured, executor
 
     def _ready(self) -> tuple[Captured, Executor | Pipeline]:
         if self._captured is None or self._executor is None:

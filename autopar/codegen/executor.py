@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import ModuleType
 
 import torch
@@ -31,6 +32,7 @@ from autopar.codegen.step_check import Seen
 from autopar.codegen.trainable import check_trainable
 from autopar.codegen.update import Training, Update
 from autopar.codegen.weights import Weights
+from autopar.codegen.writes import Writes
 from autopar.errors import StateError
 
 
@@ -76,6 +78,7 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
+        self.writes = Writes(self.named)
         self.weights = Weights(
             runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
         )
@@ -153,12 +156,14 @@ class Executor:
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.drop()  # those of a step that failed
         self.update.check.keep(self._written)
+        self.writes.drop()
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
             loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
         with part(PHASE, "backward"):
             torch.autograd.backward(loss, torch.ones_like(loss) * self.update.scale)
             self.runtime.fetch.drop()
             self.gradients.collect()
+            self.writes.settle()
         with part(PHASE, "optimizer"):
             gradients = self.weights.gradients
             everyone = self._everyone
@@ -196,18 +201,19 @@ class Executor:
             self.update.check.settle(self._intake.differences)
             outputs = self._forward(inputs)
             held = {name: typed(text) for name, text in self.program.OUTPUTS.items()}
-            return {
-                name: self.runtime.unshard(value, held[name][2], held[name][1])
+            whole = {
+                name: self.writes.apart(self.runtime.unshard(value, held[name][2], held[name][1]))
                 for name, value in outputs.items()
             }
+            self.writes.settle()
+            return whole
 
     def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
         """The loss, and all other `outputs`; without these, those that cost nothing more."""
         less = {} if outputs or not getattr(self.program, "ASIDE", False) else {"outputs": False}
-        given = self.runtime.given(self.named)
-        if not self.program.RANDOM:
-            return dict(self.program.forward(self.runtime, given, batch, **less))
-        with synchronised(self.runtime):
+        given = self.runtime.given(self.writes.given)
+        random = synchronised(self.runtime) if self.program.RANDOM else nullcontext()
+        with self.runtime.writing(self.writes), random:
             return dict(self.program.forward(self.runtime, given, batch, **less))
 
     def _prepare(

@@ -229,7 +229,13 @@ class Pipeline(PipelineState):
                 for name, letter in sends:
                     post.send(letter, made[name])
         post.finish()
+        self._settle()
         return losses
+
+    def _settle(self) -> None:
+        """Give the buffers what the last microbatch left in them."""
+        for stage in self.stages.values():
+            stage.writes.settle()
 
     def _coming(self, rows: Sequence[Row]) -> Queues:
         """What comes to this rank in one run over `rows`."""
@@ -360,8 +366,9 @@ class Pipeline(PipelineState):
                         if not name.startswith("%"):
                             _, shape, layout = typed(stage.module.OUTPUTS[name])
                             whole_value = stage.runtime.unshard(value, layout, shape)
-                            found[name, action.microbatch] = whole_value
+                            found[name, action.microbatch] = stage.writes.apart(whole_value)
             post.finish()
+            self._settle()
             return self._everywhere(found)
 
     def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:

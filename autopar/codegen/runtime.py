@@ -20,6 +20,7 @@ from autopar.codegen.refetch import Refetch, unpack
 from autopar.codegen.state import Parameter, Piece
 from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weights
+from autopar.codegen.writes import Writes
 from autopar.ir.assume import assume
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
@@ -55,6 +56,7 @@ class Runtime(Communicator):
         self.fetch = Fetch(self)
         self.random = Random(self, seed)
         self.stow = Stow(device)
+        self._writes: Writes | None = None  # of the program whose forward runs
 
     def given(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The local parameters as a program takes them.
@@ -70,6 +72,23 @@ class Runtime(Communicator):
             if weight is not None and not weight.storage.moves:
                 given[key] = self.use(tensor, weight)
         return given
+
+    @contextmanager
+    def writing(self, writes: Writes) -> Iterator[None]:
+        """Inside is a forward, whose writes go there."""
+        self._writes = writes
+        try:
+            yield
+        finally:
+            self._writes = None
+
+    def write(self, key: str, value: Tensor) -> None:
+        """Leave a value in a buffer, for when the step is over.
+
+        A block that is computed again in the backward has left it before.
+        """
+        if self._writes is not None:
+            self._writes.put(key, value)
 
     @contextmanager
     def stowed(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from autopar.ir.assume import ASSUME
 from autopar.ir.collective import Step
 from autopar.ir.functions import called
 from autopar.ir.fusion.packed import PACK, packing, reader
-from autopar.ir.graph import PREFIX, Node, Source
+from autopar.ir.graph import PREFIX, WRITE, Node, Source
 from autopar.ir.localise import localise
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import NodePlan
@@ -222,6 +222,11 @@ class Scope:
             return
         planned = self.printer.planned(node.name)
         self.cite(node.source)
+        if node.op == WRITE:
+            key = self.leaf(node.inputs[0])[len("p[") : -1]
+            value = self.operand(node.inputs[1], planned.operands[1][1])
+            self.line(f"mesh.write({key}, {value})")
+            return
         parts = self._parts(node)
         wanted = (layout for _, layout in planned.operands)
         operands = self.operands(zip(node.inputs, wanted, strict=True))

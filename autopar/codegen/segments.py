@@ -16,10 +16,12 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 _MESH = "mesh"
 # What functions are given as tables, from which they read by name.
 _TABLES = ("p", "batch")
+_Statement = ast.Assign | ast.Expr
 
 
 def segmented(source: str) -> tuple[ast.Module, tuple[str, ...]]:
@@ -50,8 +52,8 @@ def _cut(function: ast.FunctionDef) -> list[ast.FunctionDef]:
     body: list[ast.stmt] = []
     rest = list(function.body)
     while rest:
-        straight: list[ast.Assign] = []
-        while rest and isinstance(rest[0], ast.Assign):
+        straight: list[_Statement] = []
+        while rest and (isinstance(rest[0], ast.Assign) or _is_call(rest[0])):
             straight.append(rest[0])
             del rest[0]
         wanted = {name for line in rest for name in _names(line, ast.Load)}
@@ -64,9 +66,9 @@ def _cut(function: ast.FunctionDef) -> list[ast.FunctionDef]:
 
 @dataclass(frozen=True)
 class _Line:
-    """One assignment: the local names that it reads and writes, and whether it stays outside."""
+    """One statement: the local names that it reads and writes, and whether it stays outside."""
 
-    node: ast.Assign
+    node: _Statement
     reads: frozenset[str]
     writes: tuple[str, ...]
     outside: bool
@@ -84,7 +86,7 @@ class _Cutter:
         self._name = function.name
         self._local = {*_arguments(function), *_names(function, ast.Store)} - {_MESH, *_TABLES}
 
-    def cut(self, nodes: Sequence[ast.Assign], wanted: Collection[str]) -> Iterator[ast.stmt]:
+    def cut(self, nodes: Sequence[_Statement], wanted: Collection[str]) -> Iterator[ast.stmt]:
         """The lines with calls of segments in their place; `wanted` is what is read behind them."""
         before, renamed = self._renamed(list(self._lifted(nodes)))
         yield from before
@@ -110,7 +112,7 @@ class _Cutter:
             elif results:
                 yield self._call(segment, results)
 
-    def _lifted(self, nodes: Sequence[ast.Assign]) -> Iterator[ast.Assign]:
+    def _lifted(self, nodes: Sequence[_Statement]) -> Iterator[_Statement]:
         """The lines, and lines that read from tables what segments take."""
         for node in nodes:
             if not _outside(node):
@@ -119,7 +121,7 @@ class _Cutter:
                 yield from (ast.copy_location(line, node) for line in lifter.lines)
             yield node
 
-    def _renamed(self, nodes: list[ast.Assign]) -> tuple[list[ast.Assign], list[ast.Assign]]:
+    def _renamed(self, nodes: list[_Statement]) -> tuple[list[ast.Assign], list[_Statement]]:
         """Lines that give values their names for good, and `nodes`, each writing its own names.
 
         The last value of a name keeps it; what it was before them has another from the beginning.
@@ -134,7 +136,7 @@ class _Cutter:
                     alias = f"{now[read.id]} = {read.id}"
                     before.append(ast.copy_location(_assignment(alias), node))
                 read.id = now.get(read.id, read.id)
-            for target in node.targets:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
                 for write in (n for n in ast.walk(target) if isinstance(n, ast.Name)):
                     left[write.id] -= 1
                     now[write.id] = self._fresh(write.id) if left[write.id] else write.id
@@ -148,7 +150,7 @@ class _Cutter:
         self._local.add(wish)
         return wish
 
-    def _line(self, node: ast.Assign) -> _Line:
+    def _line(self, node: _Statement) -> _Line:
         reads = frozenset(_names(node, ast.Load) & self._local)
         return _Line(node, reads, tuple(sorted(_names(node, ast.Store))), _outside(node))
 
@@ -212,7 +214,12 @@ def _is_entry(node: ast.AST) -> bool:
     return isinstance(table, ast.Name) and table.id in _TABLES
 
 
-def _outside(node: ast.Assign) -> bool:
+def _is_call(node: ast.stmt) -> TypeGuard[ast.Expr]:
+    """Whether it is a call of the mesh for what it does: `mesh.write("b", b)`."""
+    return isinstance(node, ast.Expr) and _MESH in _names(node, ast.Load)
+
+
+def _outside(node: _Statement) -> bool:
     # Aliases too: the runtime knows parameters by the tensors that are held.
     return (
         isinstance(node.value, ast.Name)

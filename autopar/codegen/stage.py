@@ -13,6 +13,7 @@ from autopar.codegen.runtime import Received, Runtime
 from autopar.codegen.split import Later, backward_input
 from autopar.codegen.state import State
 from autopar.codegen.weights import Weights
+from autopar.codegen.writes import Writes
 
 Tensors = dict[str, Tensor]
 Share = float | Tensor
@@ -46,6 +47,7 @@ class Stage:
         self.weights = Weights(runtime, (), ())
         self.updated: Tensors = {}
         self.named: Tensors = {}
+        self.writes = Writes({})
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Later] = {}
 
@@ -59,6 +61,7 @@ class Stage:
         ]
         keys = [parameter.key for parameter in self.state.parameters]
         self.named = dict(zip(keys, self.tensors, strict=True))
+        self.writes = Writes(self.named)
         self.weights = Weights(
             self.runtime, self.state.parameters, self.tensors, getattr(self.module, "BUCKET", 1)
         )
@@ -93,11 +96,12 @@ class Stage:
                 inputs[name] = leaves[name].view_as(leaves[name])
             else:
                 inputs[name] = value
-        with self.runtime.saving(self.weights, inputs.values()):
+        saving = self.runtime.saving(self.weights, inputs.values())
+        with saving, self.runtime.writing(self.writes):
             # Outputs that nothing else needs are for those who ask for them.
             aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
             less = {"outputs": False} if aside else {}
-            given = self.runtime.given(self.named)
+            given = self.runtime.given(self.writes.given)
             results: Tensors = dict(self.module.forward(self.runtime, given, inputs, **less))
         if torch.is_grad_enabled():
             with_gradient = {
@@ -167,3 +171,4 @@ class Stage:
         """Drop what a step that failed has left."""
         self._kept.clear()
         self._later.clear()
+        self.writes.drop()

@@ -21,7 +21,7 @@ from autopar.intra_op.local import Layouts, Local
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.across import CHUNK
-from autopar.ir.graph import PREFIX, Graph, Node
+from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.mixture import MIXTURE
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
@@ -70,7 +70,7 @@ def node_work(
     local = Local(graph, node, operands, results, signature, mesh)
     if node.op == MIXTURE and signature is not None:
         return _mixture(local, signature)
-    if node.alias is not None or node.op.startswith("autopar."):
+    if node.alias is not None or (node.op.startswith("autopar.") and node.op != WRITE):
         return NodeWork((), _view_gradient(local) if node.requires_grad else ())
     if node.op.startswith(PREFIX):
         return _kernel(local, node.op.removeprefix(PREFIX))

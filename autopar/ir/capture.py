@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,9 +98,6 @@ def _captured(
     refuse_hooks(model)
     wrapper = wrapped(inputs)
     program = _export(wrapper, examples)
-    if wrapper.seen.assigned:  # what reads such a buffer must read it as it was
-        wrapper.copied = wrapper.seen.assigned
-        program = _export(wrapper, examples)
     lowering = Lowering(known)
     first: dict[int, str] = {}
     names = {k: first.setdefault(id(v), k) for k, v in _tensors(model).items()}
@@ -110,9 +107,11 @@ def _captured(
         raise changed(model.get_submodule(path), attribute)
     lowering.run(program.graph)
     seen = wrapper.seen
-    results = program.graph.output_node().args[0]
-    values = [lowering.read(node).name for node in results]
+    results: Any = program.graph.output_node().args[0]
+    values = [lowering.read(node).name for node in results[: len(seen.labels)]]
     outputs = dict(zip(seen.labels, values, strict=True))
+    assigned = zip(seen.assigned, results[len(values) :], strict=True)
+    lowering.finish({names[name]: node for name, node in assigned})
     graph = Graph(
         name or type(model).__name__,
         tuple(sorted(lowering.nodes, key=lambda node: not node.is_leaf)),
@@ -225,7 +224,7 @@ class _Seen:
     output: Structure
     labels: tuple[str, ...] = ()
     loss: str | None = None
-    assigned: frozenset[str] = frozenset()
+    assigned: tuple[str, ...] = ()
     replaced: frozenset[str] = frozenset()
 
 
@@ -252,20 +251,20 @@ class _Flat(nn.Module):
         self.all_for_loss = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
         self.seen = _Seen(Structure(None))
-        self.copied: frozenset[str] = frozenset()
         self.watch = Watch()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         batch = dict(zip(self.inputs.names, tensors, strict=True))
-        state, buffers = State(self.model), _Buffers(self.model, self.copied)
+        state, buffers = State(self.model), _Buffers(self.model)
         try:
             with self.watch, carried():
                 named = self._call(batch)
-            self.seen.assigned, self.seen.replaced = buffers.write(), state.replaced()
+            assigned = buffers.assigned()
+            self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()
         finally:
             state.restore()
         _refuse_own_gradients(named.values())
-        return tuple(named.values())
+        return (*named.values(), *assigned.values())
 
     def _cast(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch in the dtype of the parameters."""
@@ -295,40 +294,34 @@ class _Flat(nn.Module):
 
 
 class _Buffers:
-    """A model's buffers during a call, in which some may be set: self.n = self.n + 1.
+    """A model's buffers before a call, in which some may be set: self.n = self.n + 1."""
 
-    The tensors that they were outlive the call; what they are set to is written into them.
-    """
-
-    def __init__(self, model: nn.Module, copied: Collection[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.held: dict[str, tuple[nn.Module, str, Tensor]] = {}
-        self.given: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    name = f"{path}.{key}".lstrip(".")
-                    self.held[name] = module, key, buffer
-                    self.given[name] = buffer.clone() if name in copied else buffer
-                    module._buffers[key] = self.given[name]
+                    self.held[f"{path}.{key}".lstrip(".")] = module, key, buffer
 
-    def write(self) -> frozenset[str]:
-        """Write what was set; the names of those buffers.
+    def assigned(self) -> dict[str, Tensor]:
+        """What buffers were set to, by name; the modules have again the tensors that they had.
 
         Raises:
-            CaptureError: one was set to something of another type.
+            CaptureError: one was set to something of another type, or is another's buffer, too.
         """
-        found = set()
+        found: dict[str, Tensor] = {}
         for name, (module, key, buffer) in self.held.items():
             value = module._buffers.get(key)
             module._buffers[key] = buffer
-            if value is self.given[name]:
+            if value is buffer:
                 continue
-            if value is None or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            others = (b for n, (*_, b) in self.held.items() if n != name)
+            if value is None or any(other is buffer for other in others):
                 raise changed(module, key)
-            with torch.no_grad():
-                buffer.copy_(value)
-            found.add(name)
-        return frozenset(found)
+            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+                raise changed(module, key)
+            found[name] = value
+        return found
 
 
 # Functions that torch makes for operators of other libraries, which stay, and for branches, which

@@ -8,8 +8,9 @@ their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.
 overload "default" is left out), `getitem` for operators with several results, `autopar.share`
 (the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
 annotation.py), `autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu",
-see functions.py), and the kernels that stand for several operators ("kernels.rms_norm", see
-fusion/).
+see functions.py), the kernels that stand for several operators ("kernels.rms_norm", see fusion/),
+and `autopar.write(buffer, value)`: the buffer has this value when the step is over. Nothing else is
+written. Whoever reads a buffer has what it was before the forward, wherever the read stands.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.errors import GraphError
 from autopar.ir.tensor import TensorType
 
 LEAVES = ("input", "param", "buffer", "received")
+WRITE = "autopar.write"
 PREFIX = "kernels."  # of operators that are functions of `autopar.ir.kernels`
 # Kernels in whose place outputs of the graph are computed again, should somebody ask for them.
 RECOMPUTED = ("kernels.linear_cross_entropy",)
@@ -253,7 +255,7 @@ class Graph:
         """
         if self.loss is None or not any(node.op in RECOMPUTED for node in self.nodes):
             return frozenset()
-        wanted = {self.loss}
+        wanted = {self.loss} | {node.name for node in self.nodes if node.op == WRITE}
         for node in reversed(self.nodes):
             wanted.update(node.inputs if node.name in wanted else ())
         wanted.update(name for repeat in self.repeats for it in repeat.iterations for name in it)

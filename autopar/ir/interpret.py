@@ -18,7 +18,7 @@ from autopar.errors import GraphError
 from autopar.ir.across import Across
 from autopar.ir.assume import ASSUME, assume
 from autopar.ir.functions import called, find
-from autopar.ir.graph import PREFIX, Arg, Graph, Name, Node, Ref
+from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
 from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import TensorType
 
@@ -41,20 +41,25 @@ def run(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         graph: any graph, folded or not; every node is run.
-        values: a tensor for the target of every leaf; buffers are updated in place.
+        values: a tensor for the target of every leaf; buffers have their new ones afterwards.
 
     Raises:
         GraphError: a leaf has no value, or torch has no such operator.
     """
     device = next((value.device for value in values.values()), torch.device("cpu"))
     results: dict[str, Any] = {}
+    writes = [node for node in graph.nodes if node.op == WRITE]
+    written = {graph[node.inputs[0]].target: node.name for node in writes}
     for node in graph.nodes:
         if node.is_leaf:
             if node.target not in values:
                 raise GraphError(f"no value for {node.op} {node.target!r}", where=f"%{node.name}")
-            results[node.name] = _piece(node, values[node.target])
+            value = _piece(node, values[node.target])
+            results[node.name] = value.clone() if node.target in written else value
         else:
             results[node.name] = execute(node, results, device)
+    for target, name in written.items():
+        values[target].copy_(results[name])
     return {name: results[node] for name, node in graph.outputs}
 
 
@@ -229,6 +234,8 @@ def execute(
         return args[0].detach()
     if node.op == ASSUME:
         return assume(*args)
+    if node.op == WRITE:
+        return args[1].clone()
     if node.op == MIXTURE:
         return mixture(*args, **kwargs)
     if (function := called(node)) is not None:

@@ -3,18 +3,17 @@
 A traced program may write into tensors that other tensors are views of. A Graph has values only: a
 write makes a new value, which is put back into the tensors that the written one is a view of
 (`y[0].fill_(1)` is select, fill, select_scatter), and whatever else shares their storage is
-computed again when it is next read. Only buffers, which outlive a step, are written in place, and
-always directly.
+computed again when it is next read. So is a write into a buffer, which outlives the step: reads
+before it have the buffer, reads behind it the new value, and one `autopar.write` says what the
+buffer is to be when the step is over. To read a buffer is to read what it was before the forward.
 """
 
 from __future__ import annotations
 
-import keyword
 import operator
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +25,10 @@ from autopar.errors import AnnotationError, AutoparError, CaptureError
 from autopar.ir import composite, writes
 from autopar.ir.advice import unsupported
 from autopar.ir.carried import call_of, is_carried
-from autopar.ir.graph import Arg, Name, Node, Ref
-from autopar.ir.interpret import DTYPE_NAMES, tensor_type
-from autopar.ir.traced import drawn_along, dtype_of, source_of, tensors_of, type_of
+from autopar.ir.draft import Call, Draft
+from autopar.ir.graph import WRITE, Arg, Name, Node, Ref
+from autopar.ir.interpret import DTYPE_NAMES
+from autopar.ir.traced import dtype_of, source_of, tensors_of
 from autopar.ir.watch import taken_out
 
 _CHECKS = re.compile(
@@ -36,49 +36,40 @@ _CHECKS = re.compile(
 )
 # Where a tensor is placed is decided by the plan.
 _PLACEMENT = ("device", "layout", "pin_memory")
-# These look at the type of their second operand alone, and no gradient flows into it; or of every
-# operand.
-_LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
-_MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b")
 
-# An operator, its arguments and its keywords.
-_Call = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
-
-
-class Lowering:
+class Lowering(Draft):
     """Writes nodes, leaves first, in the order in which their traced nodes are given.
 
     Args:
         known: operators that stay as they are. Of others, those that torch defines by other
             operators are taken apart into these; with None, nothing is.
-
-    Attributes:
-        nodes: what is written so far.
     """
 
     def __init__(self, known: Container[str] | None = None) -> None:
+        super().__init__()
         self.known = known
-        self.nodes: list[Node] = []
-        self._by_name: dict[str, Node] = {}
         self._by_target: dict[str, Node] = {}
-        self._detached: dict[str, Ref] = {}
         self._leaves: dict[fx.Node, Node] = {}
         # The value that a traced node has now, and whether it is computed with gradients on.
         self._values: dict[fx.Node, Ref] = {}
         self._with_grad: dict[fx.Node, bool] = {}
         # A traced node that is the very same tensor as another; the results of a region.
         self._same: dict[fx.Node, fx.Node] = {}
-        self._regions: dict[fx.Node, Sequence[fx.Node]] = {}
+        self._regions: dict[fx.Node, Sequence[fx.Node | Ref]] = {}
+        # Leaves that are written, each with its traced tensor and the last operator that wrote it.
+        self._dirty: dict[str, tuple[fx.Node, fx.Node]] = {}
+        # Tensors that were written where gradients do not see it, with what wrote them.
+        self._lost: dict[fx.Node, fx.Node] = {}
         # The fake tensors of the trace share storage exactly where the model's own tensors do.
         self._sharing: dict[UntypedStorage, dict[fx.Node, None]] = {}
 
     def leaf(self, node: fx.Node, kind: str, target: str, requires_grad: bool = False) -> None:
         """Place an input, parameter or buffer; two placeholders of one target are one leaf."""
         if target not in self._by_target:
-            made = self._add(node, target, kind, (target,))
+            made = self.add(node, target, kind, (target,))
             leaf = replace(self.nodes.pop(), requires_grad=requires_grad)
             self.nodes.append(leaf)
-            self._by_target[target] = self._by_name[made.name] = leaf
+            self._by_target[target] = self.by_name[made.name] = leaf
         self._leaves[node] = self._by_target[target]
         self._set(node, Ref(self._leaves[node].name))
 
@@ -103,6 +94,8 @@ class Lowering:
             CaptureError: it is a number that depends on values.
         """
         node = self._same.get(node, node)
+        if node in self._lost:
+            raise _ungraded(self._lost[node])
         if node not in self._values:
             if node not in self._with_grad:
                 raise taken_out(str(source_of(node)))
@@ -115,10 +108,12 @@ class Lowering:
         if any(item.op == "get_attr" for item in node.all_input_nodes):
             self._region(node, op, grad)  # an operator over a graph of its own
         elif node.target is operator.getitem and first in self._regions:
-            self._same[node] = self._regions[first][node.args[1]]  # type: ignore[index]
+            self._return(node, [self._regions[first][node.args[1]]])  # type: ignore[index]
         elif not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             functions = "functorch" in getattr(node.target, "__module__", "")
             raise unsupported("vmap") if functions else _no_place(op)
+        elif writes.is_write(node):
+            self._write(node, grad)
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
         elif not tensors_of(value):
@@ -134,16 +129,11 @@ class Lowering:
             self._sharing[value.untyped_storage()] = shared
         elif op == "autopar.shard.default":
             self._annotate(node, grad)
-        elif writes.writes_out(node):
-            made, copy = writes.without_out(node)
-            self._step(made, grad)
-            self._step(copy, grad)
-            self._same[node] = self._same[copy]
-        elif writes.is_write(node):
-            self._write(node, grad)
-        elif self.known is not None and composite.is_composite(node, self.known):
+        elif writes.is_composed(node) or (
+            self.known is not None and composite.is_composite(node, self.known)
+        ):
             inputs = node.all_input_nodes
-            flows = [grad and self._by_name[self.read(i).name].requires_grad for i in inputs]
+            flows = [grad and self.by_name[self.read(i).name].requires_grad for i in inputs]
             self._inline(node, composite.parts(node, flows), inputs, grad)
         else:
             self._compute(node, grad)
@@ -187,9 +177,11 @@ class Lowering:
     def _compute(self, node: fx.Node, grad: bool) -> None:
         op, args, kwargs = self._call(node, grad)
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
-            op = writes.functional_name(op)
+            first = self._first(node)
+            assert first is not None
+            op = writes.view_name(node, self._leaves[first].target if first in self._leaves else "")
         self._with_grad[node] = grad
-        self._set(node, self._result(node, node.name, (op, args, kwargs), grad, node.meta["val"]))
+        self._set(node, self.result(node, node.name, (op, args, kwargs), grad, node.meta["val"]))
 
     def _annotate(self, node: fx.Node, grad: bool) -> None:
         """An annotation stays whole; AnnotationError if nobody reads its result."""
@@ -212,51 +204,115 @@ class Lowering:
         return self._same.get(first, first) if isinstance(first, fx.Node) else None
 
     def _write(self, node: fx.Node, grad: bool) -> None:
-        """An operator that writes into its first argument."""
-        writes.complete(node)
-        written, *owners = chain = self._owners(node)
-        leaf = self._leaves.get(chain[-1])
-        flows = self._by_name[self.read(written).name].requires_grad
-        if (leaf is not None and leaf.op == "param") or (flows and not grad):
-            raise CaptureError(
-                f"{node.target} changes a value that gradients flow through, without gradients",
-                todo="write into a copy, x.detach().clone()",
-            )
-        op, args, kwargs = self._call(node, grad)
-        self._same[node] = written
-        stays = leaf is not None and leaf.op == "buffer"
-        if stays and not owners:
-            self._add(node, node.name, op, args, kwargs)
+        """An operator that writes: what it leaves takes the place of what it writes."""
+        first = self._first(node)
+        if first is not None and str(node.target) == "aten.copy_.default":
+            made = {first: self._copy(node, self._arg(node.args[1], grad), grad)}
+            self._same[node] = first
         else:
-            self._values[written] = self._functional(node, op, args, kwargs, grad)
+            made = self._functional(node, writes.functional(node), grad)
+        for written, value in made.items():
+            self._overwrite(node, written, value, grad)
+
+    def _functional(self, node: fx.Node, call: writes.Functional, grad: bool) -> dict[fx.Node, Ref]:
+        """Write the twin of an operator that writes; the traced tensors with their new values."""
+        op, args, kwargs = self._called(call.target, call.args, call.kwargs, grad)
+        name, values = writes.functional_name(node.name), tensors_of(call.value)
+        single = isinstance(call.value, Tensor)
+        whole = self.add(
+            node, name if single else f"{name}_all", op, args, kwargs, grad=grad, value=call.value
+        )
+
+        def result(at: int, name: str, flows: bool) -> Ref:
+            if single:
+                return whole
+            return self.add(node, name, "getitem", (whole, at), grad=flows, value=values[at])
+
+        made: dict[fx.Node, Ref] = {}
+        returned = [result(r, name, grad) if isinstance(r, int) else r for r in call.returned]
+        for item, at in call.written:
+            # To autograd, running figures are no function of the batch.
+            new = result(at, f"{name}_{at}", grad and call.target is not writes.NORM)
+            old = item.meta["val"]
+            if values[at].dtype != old.dtype:  # `x += y` keeps the dtype of x
+                cast = (new, Name(DTYPE_NAMES[old.dtype]))
+                new = self.add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=old)
+            made[self._same.get(item, item)] = new
+        self._return(node, returned)
+        return made
+
+    def _copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
+        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
+        assert isinstance(source, Ref)
+        target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+        if value.dtype != target.dtype:
+            value = value.to(target.dtype)
+            cast = (source, Name(DTYPE_NAMES[value.dtype]))
+            name = f"{node.name}_cast"
+            source = self.add(node, name, "aten.to.dtype", cast, grad=grad, value=value)
+        if value.shape != target.shape:
+            wide = (source, tuple(map(int, target.shape)))
+            name = f"{node.name}_wide"
+            source = self.add(node, name, "aten.expand", wide, grad=grad, value=target)
+        return source
+
+    def _return(self, node: fx.Node, results: Sequence[fx.Node | Ref]) -> None:
+        """Say what a traced operator returns."""
+        if not isinstance(node.meta.get("val"), Tensor):
+            self._regions[node] = results
+            return
+        (result,) = results
+        if isinstance(result, Ref):
+            self._set(node, result)
+        else:
+            self._same[node] = self._same.get(result, result)
+
+    def _overwrite(self, node: fx.Node, written: fx.Node, value: Ref, grad: bool) -> None:
+        """Give a tensor a new value, and with it all that shares its storage."""
+        chain = self._owners(node, written)
+        leaf = self._leaves.get(chain[-1])
+        trained = leaf is not None and leaf.op == "param" and leaf.requires_grad
+        if trained or (self._flows(written) and not grad):
+            raise _ungraded(node)
+        self._values[written] = value
+        new = {written}
         for view, owner in pairwise(chain):
-            value = owner.meta["val"]
-            call = writes.put_back(view, value, self.read(owner), self._values[view])
+            if str(view.target) == "aten.detach.default" or not self._with_grad.get(view, True):
+                if self._flows(owner):  # its value changes, and its gradient does not
+                    self._lost.update(dict.fromkeys(chain[chain.index(owner) :], node))
+                    break
+                self._values[view] = self.detach(node, self._values[view])
+            old = owner.meta["val"]
+            call = writes.put_back(view, old, self.read(owner), self._values[view])
             name = f"{owner.name}_new"
-            self._values[owner] = self._add(node, name, *call, grad=grad, value=value)
-        if leaf is not None and stays and owners:
-            both = (Ref(leaf.name), self._values[chain[-1]])
-            self._add(node, f"{leaf.name}_write", "aten.copy_", both, value=chain[-1].meta["val"])
-            self._values[chain[-1]] = Ref(leaf.name)
+            self._values[owner] = self.add(node, name, *call, grad=grad, value=old)
+            new.add(owner)
+        if leaf is not None and leaf.op in ("buffer", "param"):
+            self._dirty[leaf.name] = chain[-1], node
         for other in self._sharing[written.meta["val"].untyped_storage()]:
             if other in self._leaves and self._leaves[other] is not leaf:
                 raise CaptureError(
                     f"{node.target} changes {self._leaves[other].target!r} under another name",
                     todo="give every parameter and buffer storage of its own",
                 )
-            if other not in chain and other not in self._leaves:
+            if other in self._leaves and chain[-1] in self._values:
+                self._values[other] = self._values[chain[-1]]
+            elif other not in new:
                 self._values.pop(other, None)
 
-    def _owners(self, node: fx.Node) -> list[fx.Node]:
+    def _flows(self, node: fx.Node) -> bool:
+        """Whether a gradient flows into the value that a traced tensor has now."""
+        return self.by_name[self.read(node).name].requires_grad
+
+    def _owners(self, node: fx.Node, written: fx.Node) -> list[fx.Node]:
         """What `node` writes into, then what that is a view of, up to the owner of the storage."""
-        first = self._first(node)
-        assert first is not None  # `is_write` makes sure of it
-        sharing = self._sharing[first.meta["val"].untyped_storage()]
-        chain = [first]
+        sharing = self._sharing[written.meta["val"].untyped_storage()]
+        chain, first = [written], written
         while first not in self._leaves:
-            first = self._first(first)
-            if first not in sharing:
+            before = self._first(first)
+            if before is None or before not in sharing:
                 break
+            first = before
             if isinstance(first.meta["val"], Tensor):  # else an operator with several results
                 chain.append(first)
         owner = next(member for member in sharing if isinstance(member.meta["val"], Tensor))
@@ -267,79 +323,62 @@ class Lowering:
             )
         return chain
 
-    def _functional(
-        self,
-        node: fx.Node,
-        op: str,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        grad: bool,
-    ) -> Ref:
-        """The value that an in-place operator leaves in what it writes."""
-        kind = tensor_type(node.args[0].meta["val"])  # type: ignore[union-attr]
-        if op == "aten.copy_":
-            return self._copy(node, args[1], grad)
-        try:
-            result = writes.functional_result(node)
-        except (AttributeError, RuntimeError):
-            raise _no_place(op) from None
-        op, name = writes.functional_name(op), writes.functional_name(node.name)
-        made = self._result(node, name, (op, args, kwargs), grad, result)
-        if DTYPE_NAMES[result.dtype] == kind.dtype:
-            return made
-        cast = (made, Name(kind.dtype))  # `x += y` keeps the dtype of x
-        value = node.args[0].meta["val"]  # type: ignore[union-attr]
-        return self._add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=value)
+    def finish(self, assigned: Mapping[str, fx.Node]) -> None:
+        """Write what buffers are at the end of the forward, each once, behind its value.
 
-    def _result(self, node: fx.Node, name: str, call: _Call, grad: bool, value: Tensor) -> Ref:
-        """The result of an operator; numbers are drawn along dimensions, not along memory.
+        Args:
+            assigned: buffers that are set to another tensor, `self.n = self.n + 1`.
 
-        How a part lies in memory depends on what was sent before.
+        Raises:
+            CaptureError: such a tensor is another buffer or a parameter, too.
         """
-        add, (op, args, kwargs) = partial(self._add, node, grad=grad), call
-        if not (order := drawn_along(node, op)):
-            return add(name, op, args, kwargs, value=value)
-        given = node.args[0].meta["val"].permute(order)  # type: ignore[union-attr]
-        along = add(f"{name}_along", "aten.permute", (args[0], order), value=given)
-        drawn = add(name, op, (along, *args[1:]), kwargs, value=value.permute(order))
-        back = (drawn, tuple(map(order.index, range(len(order)))))
-        return add(f"{name}_back", "aten.permute", back, value=value)
+        last = {name: tensor for name, (tensor, _) in self._dirty.items()}
+        for target, tensor in assigned.items():
+            self._refuse_aliases(target, self._same.get(tensor, tensor))
+            last[self._by_target[target].name] = tensor
+        size = len(self.nodes)
+        for name, tensor in last.items():
+            source = self._dirty[name][1] if name in self._dirty else tensor
+            new = self.detach(source, self.read(tensor))
+            self.add(source, f"{name}_write", WRITE, (Ref(name), new), value=tensor.meta["val"])
+            # A parameter that only forwards change is a buffer to a program.
+            self.by_name[name] = replace(self.by_name[name], op="buffer")
+        self.move_forward(size)
 
-    def _copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
-        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
-        assert isinstance(source, Ref)
-        target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
-        if value.dtype != target.dtype:
-            value = value.to(target.dtype)
-            cast = (source, Name(DTYPE_NAMES[value.dtype]))
-            source = self._add(
-                node, f"{node.name}_cast", "aten.to.dtype", cast, grad=grad, value=value
-            )
-        if value.shape != target.shape:
-            wide = (source, tuple(map(int, target.shape)))
-            source = self._add(
-                node, f"{node.name}_wide", "aten.expand", wide, grad=grad, value=target
-            )
-        return source
+    def _refuse_aliases(self, target: str, tensor: fx.Node) -> None:
+        """CaptureError if a buffer is set to what is another buffer, or a parameter, too."""
+        own = self._by_target[target]
+        for other in self._sharing.get(tensor.meta["val"].untyped_storage(), ()):
+            leaf = self._leaves.get(other, own)
+            if leaf is not own and (leaf.requires_grad or leaf.name in self._dirty):
+                raise CaptureError(
+                    f"the buffer {target!r} is set to the memory of {leaf.target!r}",
+                    where=str(source_of(tensor)),
+                    why="it would follow what is written there",
+                    todo=f"set it to a copy, clone() what is assigned to {target!r}",
+                )
 
-    def _call(self, node: fx.Node, grad: bool) -> _Call:
+    def _call(self, node: fx.Node, grad: bool) -> Call:
         """The operator's name in a Graph, its arguments and keywords."""
-        op = "getitem" if node.target is operator.getitem else str(node.target)
-        given = list(node.args)
+        return self._called(node.target, node.args, node.kwargs, grad)
+
+    def _called(
+        self, target: Any, given: Sequence[Any], keywords: Mapping[str, Any], grad: bool
+    ) -> Call:
+        op = "getitem" if target is operator.getitem else str(target)
         if is_carried(op):
             op, given = call_of(*given)
         op = op.removesuffix(".default")
         if op == "aten.to.device":
-            op = "aten.to.dtype"
-            del given[1]
-        kwargs = ((k, v) for k, v in node.kwargs.items() if k not in _PLACEMENT)
+            op, given = "aten.to.dtype", (*given[:1], *given[2:])
+        kwargs = ((k, v) for k, v in keywords.items() if k not in _PLACEMENT)
         args = tuple(self._arg(arg, grad) for arg in given)
         return op, args, tuple((key, self._arg(value, grad)) for key, value in kwargs)
 
     def _arg(self, arg: Any, grad: bool) -> Arg:
         if isinstance(arg, fx.Node):
             ref = self.read(arg)
-            return ref if grad else self._detach(arg, ref)
+            return ref if grad else self.detach(arg, ref)
         if isinstance(arg, torch.dtype):
             return Name(dtype_of(arg))
         if isinstance(arg, torch.memory_format):
@@ -350,42 +389,13 @@ class Lowering:
             return arg
         raise CaptureError(f"the argument {arg!r} has no place in a graph")
 
-    def _detach(self, node: fx.Node, ref: Ref) -> Ref:
-        """The value without its gradient, for operators that run with gradients off."""
-        if not self._by_name[ref.name].requires_grad:
-            return ref
-        if ref.name not in self._detached:
-            name = f"{ref.name}_detached"
-            self._detached[ref.name] = self._add(node, name, "autopar.detach", (ref,))
-        return self._detached[ref.name]
 
-    def _add(
-        self,
-        node: fx.Node,
-        name: str,
-        op: str,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...] = (),
-        *,
-        grad: bool = False,
-        value: Tensor | None = None,
-    ) -> Ref:
-        """A node with the source of the traced `node`, typed like it or like `value`."""
-        name = re.sub(r"\W", "_", name, flags=re.ASCII)
-        stem = f"v_{name}" if keyword.iskeyword(name) or not name.isidentifier() else name
-        name, count = stem, 0
-        while name in self._by_name:
-            count += 1
-            name = f"{stem}_{count}"
-        types = tuple(map(type_of, tensors_of(node.meta["val"] if value is None else value)))
-        made = Node(name, op, args, kwargs, types, source_of(node))
-        if grad and op != "aten.detach" and not _MADE.match(op) and any(k.floating for k in types):
-            read = made.inputs[:1] if op in _LIKE else made.inputs
-            flows = any(self._by_name[name].requires_grad for name in read)
-            made = replace(made, requires_grad=flows)
-        self._by_name[name] = made
-        self.nodes.append(made)
-        return Ref(name)
+def _ungraded(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"{node.target} changes a value that gradients flow through, without gradients",
+        where=str(source_of(node)),
+        todo="write into a copy, x.detach().clone()",
+    )
 
 
 def _no_place(op: str) -> CaptureError:

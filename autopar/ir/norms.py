@@ -1,4 +1,8 @@
-"""A pass that writes batch norms in training as sums over the batch, which may then be split."""
+"""A pass that writes batch norms in training as sums over the batch, which may then be split.
+
+One without running figures is an `aten.batch_norm`; one with them has the new ones among its
+results, see `writes.NORM`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.rewrite import Editor, argument, rewrite
 from autopar.ir.tensor import TensorType
 
+_TRACKING = "aten._native_batch_norm_legit_functional"
 _HALF = ("f16", "bf16")
 
 
@@ -20,11 +25,20 @@ def lower_batch_norms(graph: Graph) -> Graph:
     would have them. Autograd keeps one tensor of the input's size, the centred input.
     """
 
+    tracking: dict[str, dict[int, Node]] = {}
+
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
-        trains = argument(node, 5, "training") is True
-        if node.op != "aten.batch_norm" or not trains or node.type.numel == 0:
+        if node.op == "getitem" and node.inputs[0] in tracking:
+            # Under the name that it has among the results.
+            return replace(tracking[node.inputs[0]][int(str(node.args[1]))], name=node.name)
+        if node.types[0].numel == 0:
             return None
-        return _BatchNorm(node, editor).result()
+        if node.op == _TRACKING:
+            norm = _BatchNorm(node, editor)
+            tracking[node.name] = {0: norm.result(), 3: norm.running(3), 4: norm.running(4)}
+        elif node.op == "aten.batch_norm" and argument(node, 5, "training") is True:
+            return _BatchNorm(node, editor).result()
+        return None
 
     return rewrite(graph, lower)
 
@@ -40,58 +54,56 @@ class _BatchNorm:
         self.count = node.type.numel // shape[1]
         # Half precision would lose the statistics: torch takes them in float32 too.
         self.dtype = "f32" if node.type.dtype in _HALF else node.type.dtype
+        x, eps = self._exact(node.args[0]), node.args[7]
+        self.momentum = node.args[6]
+        self.mean = self._mean(x, "mean")
+        self.centred = self._new("centred", "aten.sub.Tensor", (x, self.mean), shape)
+        power = self._new("power", "aten.pow.Tensor_Scalar", (self.centred, 2), shape)
+        self.variance = self._mean(power, "variance")
+        shifted = self._new("shifted", "aten.add.Tensor", (self.variance, eps), self.each)
+        self.scale = self._new("scale", "aten.rsqrt", (shifted,), self.each)
 
     def result(self) -> Node:
         """The normalised input, under the name of the norm."""
-        node = self.node
-        x, momentum, eps = self._exact(node.args[0]), node.args[6], node.args[7]
-        mean = self._mean(x, "mean")
-        centred = self._new("centred", "aten.sub.Tensor", (x, mean), node.type.shape)
-        power = self._new("power", "aten.pow.Tensor_Scalar", (centred, 2), node.type.shape)
-        variance = self._mean(power, "variance")
-        self._track(argument(node, 3, "running_mean"), mean, momentum, 1.0)
-        # The running variance is the unbiased one.
-        correction = self.count / max(self.count - 1, 1)
-        self._track(argument(node, 4, "running_var"), variance, momentum, correction)
-        shifted = self._new("shifted", "aten.add.Tensor", (variance, eps), self.each)
-        scale = self._new("scale", "aten.rsqrt", (shifted,), self.each)
+        node, scale = self.node, self.scale
         weight, bias = (self._affine(argument(node, i, name)) for i, name in _AFFINE)
         if weight is not None:
             scale = self._new("scale", "aten.mul.Tensor", (scale, weight), self.each)
-        args: tuple[Arg, ...] = (centred, scale) if bias is None else (bias, centred, scale)
+        args: tuple[Arg, ...] = (self.centred, scale)
+        args = args if bias is None else (bias, *args)
         op = "aten.mul.Tensor" if bias is None else "aten.addcmul"
+        made = replace(node, types=node.types[:1])
         if self.dtype == node.type.dtype:
-            return replace(node, op=op, args=args, kwargs=())
+            return replace(made, op=op, args=args, kwargs=())
         exact = self._new("normal", op, args, node.type.shape)
-        return replace(node, op="aten.to.dtype", args=(exact, Name(node.type.dtype)), kwargs=())
+        return replace(made, op="aten.to.dtype", args=(exact, Name(node.type.dtype)), kwargs=())
+
+    def running(self, place: int) -> Node:
+        """(1 - momentum) running + momentum new, of the mean (3) or the variance (4)."""
+        running, momentum = self.node.args[place], self.momentum
+        assert isinstance(running, Ref)
+        assert isinstance(momentum, float)
+        # The running variance is the unbiased one.
+        correction = 1.0 if place == 3 else self.count / max(self.count - 1, 1)
+        value = self.mean if place == 3 else self.variance
+        kind = self.editor[running.name].type
+        if self.editor[value.name].requires_grad:
+            value = self._new("seen", "autopar.detach", (value,), self.each, grad=False)
+        seen = self._new("seen", "aten.reshape", (value, kind.shape), kind.shape)
+        if kind.dtype != self.dtype:
+            cast = (seen, Name(kind.dtype))
+            seen = self._new("seen", "aten.to.dtype", cast, kind.shape, kind.dtype)
+        terms = []
+        for term, factor in ((running, 1.0 - momentum), (seen, momentum * correction)):
+            args = (term, factor)
+            terms.append(self._new("part", "aten.mul.Tensor", args, kind.shape, kind.dtype))
+        return Node("", "aten.add.Tensor", tuple(terms), (), (kind,), self.node.source)
 
     def _mean(self, value: Ref, name: str) -> Ref:
         total = self._new(
             f"{name}_sum", "aten.sum.dim_IntList", (value, self.dims, True), self.each
         )
         return self._new(name, "aten.div.Tensor", (total, self.count), self.each)
-
-    def _track(self, running: Arg, value: Ref, momentum: Arg, correction: float) -> None:
-        """running = (1 - momentum) running + momentum correction value, in place."""
-        if not isinstance(running, Ref) or not isinstance(momentum, float):
-            return
-        kind = self.editor[running.name].type
-        if self.editor[value.name].requires_grad:
-            value = self._new("seen", "autopar.detach", (value,), self.each, grad=False)
-        flat = self._new("seen", "aten.reshape", (value, kind.shape), kind.shape)
-        if kind.dtype != self.dtype:
-            flat = self._new(
-                "seen", "aten.to.dtype", (flat, Name(kind.dtype)), kind.shape, kind.dtype
-            )
-        self._write("aten.mul_.Tensor", (running, 1.0 - momentum), kind)
-        new = self._new(
-            "news", "aten.mul.Tensor", (flat, momentum * correction), kind.shape, kind.dtype
-        )
-        self._write("aten.add_.Tensor", (running, new), kind)
-
-    def _write(self, op: str, args: tuple[Arg, ...], kind: TensorType) -> None:
-        name = self.editor.fresh("tracked")
-        self.editor.put(Node(name, op, args, (), (kind,), self.node.source))
 
     def _affine(self, value: Arg) -> Ref | None:
         """A weight or bias, aligned with the channels."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlanError, PlanMismatchError
-from autopar.ir.graph import Graph, Repeat
+from autopar.ir.graph import WRITE, Graph, Repeat
 
 KINDS = ("selective", "full")
 # What "selective" keeps the results of; `codegen/recompute.py` says the same of torch's kernels.
@@ -77,7 +77,9 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
     # What it keeps of its operands is there before it runs.
     runs = bool(last.saved_types) or last.name in last.saved
     reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
-    return Again(reached - kept - (frozenset() if runs else {last.name}), reached, kept, last.name)
+    once = kept | {node.name for node in nodes if node.op == WRITE}
+    once |= frozenset() if runs else {last.name}
+    return Again(reached - once, reached, kept, last.name)
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.graph import WRITE, Arg, Graph, Node, Ref
 from autopar.ir.tensor import TensorType
 
 
@@ -58,9 +58,6 @@ class Names:
         return name
 
 
-# (input, weight, bias, running_mean, running_var, training or use_input_stats, ...)
-_NORMS = {"aten.batch_norm", "aten.native_batch_norm", "aten.instance_norm"}
-
 Rule = Callable[[Node, Editor], Node | Ref | None]
 
 
@@ -90,7 +87,7 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
 
 
 def eliminate_dead(graph: Graph) -> Graph:
-    """`graph` without operators that reach no output; leaves and writes in place stay.
+    """`graph` without operators that reach no output; leaves and writes of buffers stay.
 
     Unread parameters and buffers stay because they belong to the model's state, unread inputs
     because they belong to its signature.
@@ -107,15 +104,8 @@ def eliminate_dead(graph: Graph) -> Graph:
 
 
 def writes(node: Node) -> tuple[str, ...]:
-    """The values that an operator writes in place: `aten.add_`, a batch norm's running figures."""
-    if node.op in _NORMS and argument(node, 5, "training") is True:
-        places = (argument(node, 3, "running_mean"), argument(node, 4, "running_var"))
-        return tuple(value.name for value in places if isinstance(value, Ref))
-    base = node.op.split(".")[1] if "." in node.op else ""
-    # aten.__and__ and its kin are operators of Python, not writes.
-    if base.endswith("_") and not base.endswith("__"):
-        return node.inputs[:1]
-    return ()
+    """The buffer that an operator writes, none for all but `autopar.write`."""
+    return node.inputs[:1] if node.op == WRITE else ()
 
 
 def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:

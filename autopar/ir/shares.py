@@ -51,8 +51,8 @@ def insert_shares(graph: Graph, runs: Sequence[Run] = ()) -> Graph:
     A parameter that is read at all has one share, any other value if two operators or more read it.
     Each block of a run reads a carried value by one share of its own, which begins the block. What
     is read inside its own block is shared there, what all blocks read before the run. Outputs stay
-    the values themselves. A buffer that is written in place has no share, so that the order of
-    reads and writes is what it was.
+    the values themselves. A buffer that is written has no share: an `autopar.write` names the
+    buffer itself.
     """
     return _Sharing(graph, runs).result()
 

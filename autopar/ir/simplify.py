@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref
-from autopar.ir.rewrite import Editor, argument, dimension, number, rewrite, writes
+from autopar.ir.rewrite import Editor, argument, dimension, number, rewrite
 
 _RESHAPES = {
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.view_as", "aten.reshape_as",
@@ -19,7 +19,6 @@ _TRANSPOSES = {"aten.transpose.int", "aten.swapaxes", "aten.swapdims", "aten.t",
 _CASTS = {"aten._to_copy", "aten.type_as"}
 _SAME = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.contiguous", "aten.clone",
          "autopar.share"}  # fmt: skip
-_COPIES = {"aten.lift_fresh_copy", "aten.clone", "aten.contiguous", "aten._to_copy"}
 _DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout",
              "aten.feature_alpha_dropout"}  # fmt: skip
 # Of the operand only dtype and shape are read: it need not be there, let alone in one piece.
@@ -27,6 +26,7 @@ _FILLS = {
     "aten.new_zeros": "aten.zeros", "aten.zeros_like": "aten.zeros",
     "aten.new_ones": "aten.ones", "aten.ones_like": "aten.ones",
     "aten.new_full": "aten.full", "aten.full_like": "aten.full",
+    "aten.zero": "aten.zeros", "aten.fill.Scalar": "aten.full",
 }  # fmt: skip
 # Operator -> the number that changes nothing on its right.
 _NEUTRAL = {
@@ -49,24 +49,15 @@ def drop_identities(graph: Graph) -> Graph:
     What goes: copies, contiguous, casts to the same dtype, views to the same shape, dropout that
     drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of what has no gradient,
     the tensor that a constant one is to be like, and shares, which are put in again at the end.
-    A copy of a buffer that is written in place stays. What stays is spelled with all sizes known:
+    What stays is spelled with all sizes known:
     `aten.reshape`, which is legal on any strides, `aten.expand`, `aten.transpose.int`,
     `aten.slice.Tensor(x, dim, start, end)`, and casts are `aten.to.dtype(x, dtype)`.
     """
-    written = {name for node in graph.nodes for name in writes(node)}
-    roots: dict[str, str] = {}
 
     def simplify(node: Node, editor: Editor) -> Node | Ref | None:
         first = node.args[0] if node.args else None
         if node.is_leaf or not isinstance(first, (Ref, tuple)) or len(node.types) != 1:
             return None
-        if isinstance(first, Ref):
-            # Conservative: arithmetic has storage of its own, but is never copied for safety.
-            roots[node.name] = roots.get(first.name, first.name)
-            copies = node.op in _COPIES and editor[first.name].types == node.types
-            if copies and roots[node.name] in written:
-                plain = node.op == "aten.contiguous"  # which copies at times, as before
-                return None if plain else replace(node, op="aten.clone", args=(first,), kwargs=())
         return _simplified(node, editor)
 
     return rewrite(graph, simplify)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autopar.errors import GraphError
-from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.graph import WRITE, Graph, Node, Repeat
 
 Fault = tuple[Node | None, str]
 
@@ -59,6 +59,20 @@ def references_are_defined(graph: Graph) -> Iterator[Fault]:
             if name not in seen:
                 yield node, f"%{name} is read before it is defined"
         seen.add(node.name)
+
+
+def writes_name_buffers(graph: Graph) -> Iterator[Fault]:
+    """A buffer is written at most once, by a value of its type."""
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.op != WRITE:
+            continue
+        buffer, value = node.inputs
+        if graph[buffer].op != "buffer" or graph[buffer].types != graph[value].types:
+            yield node, f"it writes {graph[value].types} into %{buffer} ({graph[buffer].op})"
+        if buffer in seen:
+            yield node, f"%{buffer} is written twice"
+        seen.add(buffer)
 
 
 def results_exist(graph: Graph) -> Iterator[Fault]:
@@ -193,6 +207,7 @@ CHECKS: tuple[Callable[[Graph], Iterator[Fault]], ...] = (
     names_are_unique,
     leaves_come_first,
     references_are_defined,
+    writes_name_buffers,
     results_exist,
     loss_is_a_scalar,
     storage_is_known,

@@ -162,6 +162,8 @@ class Watch(TorchFunctionMode):
         lost = _lost(func, name, args, kwargs)
         if lost is not None:
             raise CaptureError(lost.what, where=current(), why=lost.why, todo=lost.todo)
+        if name == "__get__" and _accessed(func) == "data":
+            func = Tensor.detach  # which is the same to values, and can be traced
         if name in ("requires_grad_", "__get__") and _accessed(func) in ("", "data"):
             self.opaque = current()
         truth = assumed(name, args, sys._getframe(1), current())

@@ -1,10 +1,16 @@
-"""In-place writes of a traced program: what they write, as new values, and back through views."""
+"""In-place writes of a traced program: what they leave, as values, and back through views.
+
+Of torch's operators that write, nearly all have a functional twin: one that takes the same and
+returns what the other leaves in what it writes. It is found by the schemas of both, so that an
+operator needs no line here to be understood; one without a twin is refused.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
-from functools import reduce
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,115 +18,201 @@ from torch import Tensor, fx
 
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Ref
+from autopar.ir.traced import tensors_of
 
 # Views whose elements stand in the order of the elements they look at.
 _RESHAPES = re.compile(
     r"aten\.(_unsafe_view|view|view_as|reshape|reshape_as|flatten|unflatten|squeeze|unsqueeze)_?\b"
 )
 _PIECES = re.compile(r"aten\.(unsafe_)?(split|split_with_sizes|chunk|tensor_split|unbind)\b")
-# In-place operators whose functional twins have names of their own.
-_TWINS = {
-    "aten.transpose_": "aten.transpose.int",
-    "aten.normal_": "aten.normal_functional",
-    "aten.bernoulli_.float": "aten.bernoulli.p",
-}
 _TRANSPOSES = re.compile(r"aten\.(transpose|t|swapaxes|swapdims|mT|numpy_T)_?\b")
+# These write into running figures, which their schemas keep to themselves.
+_NORMS = ("aten.batch_norm.default", "aten.native_batch_norm.default")
+NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_RUNNING = (3, 4)  # among the arguments of a norm, and among the results of its twin
+
+
+@dataclass(frozen=True)
+class Functional:
+    """An operator that returns what a traced one leaves in the tensors that it writes.
+
+    Attributes:
+        target: the operator.
+        args, kwargs: what it is called with, as traced.
+        value: a fake value like what it returns.
+        written: the traced tensors, each with the number of the result that is left in it.
+        returned: for every result of the traced operator the tensor that is written, or the number
+            of a result.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+    written: tuple[tuple[fx.Node, int], ...]
+    returned: tuple[fx.Node | int, ...]
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a traced operator changes elements of a tensor, which must be its first argument.
+    """Whether a traced operator changes elements of a tensor.
 
-    Operators that change shapes and strides only (`unsqueeze_`) are views. A batch norm's running
-    figures do not count: torch declares them as plain arguments.
-
-    Raises:
-        CaptureError: it writes into something else than its first argument.
+    Operators that change shapes and strides only (`unsqueeze_`) are views.
     """
+    if str(node.target) in _NORMS:
+        return node.args[5] is True and all(node.args[at] is not None for at in _RUNNING)
     # Private but old; only a schema tells what an operator of another library writes.
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
-        return False
-    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-    if written.index(True) != 0 or sum(written) != 1 or not isinstance(node.args[0], fx.Node):
-        raise CaptureError(
-            f"{node.target} writes its results into given tensors",
-            todo="use the operation without out= or _foreach_",
-        )
-    return True
+    return (
+        schema is not None and schema.is_mutable and torch.Tag.inplace_view not in node.target.tags  # type: ignore[union-attr]
+    )
 
 
-def complete(node: fx.Node) -> None:
-    """Give an operator whose functional twin has other defaults all its positional arguments."""
-    if str(node.target).removesuffix(".default") in _TWINS:
-        arguments = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-        defaults = (argument.default_value for argument in arguments if not argument.kwarg_only)
-        node.args = (*node.args, *defaults)
+def is_composed(node: fx.Node) -> bool:
+    """Whether a traced operator writes by others that torch makes it of."""
+    tracks = str(node.target) == "aten.instance_norm.default" and node.args[5] is True
+    return tracks and any(node.args[at] is not None for at in _RUNNING)
 
 
-def functional_name(op: str) -> str:
-    """ "aten.add_.Tensor" -> "aten.add.Tensor"."""
-    if op.removesuffix(".default") in _TWINS:
-        return _TWINS[op.removesuffix(".default")]
-    return re.sub(r"_(?=\.|$)", "", op, count=1)
-
-
-def functional_result(node: fx.Node) -> Tensor:
-    """A fake tensor like the one that the functional twin of an in-place operator returns.
+def functional(node: fx.Node) -> Functional:
+    """What stands for a traced operator that writes.
 
     Raises:
-        AttributeError: there is no such operator.
+        CaptureError: torch has no operator that returns what it writes, or it would give a tensor
+            another shape.
     """
-    name = functional_name(str(node.target))
-    twin: Any = reduce(getattr, name.split("."), torch.ops)
-    operands, keywords = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
-    result: Tensor = twin(*operands, **keywords)
-    return result
-
-
-def writes_out(node: fx.Node) -> bool:
-    """Whether a traced operator only writes its one result into a tensor that is given as `out`."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or "out" not in node.kwargs:
-        return False
-    written = [
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return written == ["out"] and _returning(node) is not None
-
-
-def _returning(node: fx.Node) -> Any:
-    """The overload that takes what an overload with `out` takes, and returns the result."""
+    if str(node.target) in _NORMS:
+        return _norm(node)
     target: Any = node.target
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
-    packet = target.overloadpacket
-    for overload in (getattr(packet, name) for name in packet.overloads()):
-        schema = overload._schema
-        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
-            return overload
+    schema = target._schema
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    found = _twin(target)
+    if found is None:
+        raise CaptureError(
+            f"nothing stands for {target}, which writes into a tensor",
+            why="torch has no operator that returns what it leaves there",
+            todo="write it with other operators of torch",
+        )
+    twin, names = found
+    args, kwargs = _arguments(target, twin, names, given)
+    written: list[fx.Node] = []
+    for argument in filter(_is_written, schema.arguments):
+        value = given.get(argument.name)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        written += [item for item in items if isinstance(item, fx.Node)]
+    operands, keywords = fx.node.map_arg((args, kwargs), lambda item: item.meta["val"])
+    value = twin(*operands, **keywords)
+    own = sum(not _is_alias(result) for result in schema.returns)
+    results = tensors_of(value)
+    if len(results) != own + len(written):
+        raise CaptureError(
+            f"{target} writes into several lists of tensors",
+            todo="write into one tensor, or one list, after the other",
+        )
+    left = tuple(zip(written, range(own, len(results)), strict=True))
+    for item, at in left:
+        if results[at].shape != item.meta["val"].shape:
+            raise CaptureError(
+                f"{target} resizes the tensor that it writes into",
+                todo="use the operation without out=, or make a new tensor",
+            )
+    aliases, others = iter(written), iter(range(own))
+    returned = tuple(next(aliases) if _is_alias(r) else next(others) for r in schema.returns)
+    return Functional(twin, args, kwargs, value, left, returned)
+
+
+def _norm(node: fx.Node) -> Functional:
+    """Of a batch norm in training: what it returns, and its running figures."""
+    args = (*node.args[:5], True, *node.args[6:8])
+    operands = fx.node.map_arg(args, lambda item: item.meta["val"])
+    written = tuple((node.args[at], at) for at in _RUNNING)
+    count = len(tensors_of(node.meta["val"]))
+    return Functional(NORM, args, {}, NORM(*operands), written, tuple(range(count)))  # type: ignore[arg-type]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _is_alias(result: Any) -> bool:
+    return result.alias_info is not None
+
+
+def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
+    """The functional twin, and for each of its arguments the name of the other's."""
+    schema = target._schema
+    own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    results = sum(not _is_alias(r) for r in schema.returns)
+    results += sum(map(_is_written, schema.arguments))
+    for twin in _candidates(target):
+        theirs = [(a.name, str(a.type)) for a in twin._schema.arguments]
+        if twin._schema.is_mutable or len(twin._schema.returns) != results:
+            continue
+        if sorted(own) == sorted(theirs):
+            return twin, {name: name for name, _ in own}
+        if [kind for _, kind in own] == [kind for _, kind in theirs]:
+            return twin, {new: old for (old, _), (new, _) in zip(own, theirs, strict=True)}
     return None
 
 
-def without_out(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The operator that returns what `node` writes into `out`, and a copy into it.
+def _candidates(target: Any) -> Iterator[Any]:
+    """Operators that may do what `target` does: those of its name, first of its own overload."""
+    packet = target.overloadpacket
+    name, library = packet.__name__, getattr(torch.ops, target.namespace)
+    plain = re.sub(r"^__i(\w+)__$", r"__\1__", name)  # __iand__
+    plain = plain if plain != name else name.removesuffix("_")
+    for wish in dict.fromkeys((plain, f"{plain}_functional", name, f"{name}_functional")):
+        if not hasattr(library, wish):
+            continue
+        found = getattr(library, wish)
+        overloads = sorted(found.overloads(), key=lambda each: each != target._overloadname)
+        yield from (getattr(found, overload) for overload in overloads)
+
+
+def _arguments(
+    target: Any, twin: Any, names: dict[str, str], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the twin is called with: what is given, and defaults that it does not have itself."""
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    gap = False
+    for argument in twin._schema.arguments:
+        name = names[argument.name]
+        same = argument.has_default_value() and argument.default_value == defaults.get(name)
+        if name not in given and same:
+            gap = True
+        elif argument.kwarg_only or gap:
+            kwargs[argument.name] = given.get(name, defaults.get(name))
+        else:
+            args.append(given.get(name, defaults.get(name)))
+    return tuple(args), kwargs
+
+
+def view_name(node: fx.Node, leaf: str) -> str:
+    """The view that an operator takes which changes a tensor's shape: of `unsqueeze_`, `unsqueeze`.
 
     Raises:
-        CaptureError: `out` has another shape, and would be resized.
+        CaptureError: it does more than that, or the tensor is the `leaf` and outlives the forward.
     """
-    kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
-    target, out = _returning(node), node.kwargs["out"]
-    assert isinstance(out, fx.Node)
-    operands, keywords = fx.node.map_arg((node.args, kwargs), lambda item: item.meta["val"])
-    value = target(*operands, **keywords)
-    if value.shape != out.meta["val"].shape:
+    found = _twin(node.target)
+    if found is None or not any(map(_is_alias, found[0]._schema.returns)):
         raise CaptureError(
-            f"{node.target} resizes the tensor that it writes into",
-            todo="use the operation without out=",
+            f"{node.target} gives a tensor other memory",
+            todo="make a new tensor, or copy_ into this one",
         )
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, node.args, kwargs)
-        copy = node.graph.call_function(torch.ops.aten.copy_.default, (out, made))
-    made.meta, copy.meta = {**node.meta, "val": value}, dict(node.meta)
-    return made, copy
+    name = str(found[0]).removesuffix(".default")
+    if leaf and name != "aten.detach":
+        raise CaptureError(
+            f"{node.target} changes the shape of {leaf!r}",
+            why="it would have another one in the next step",
+            todo=f"use {name.split('.')[1]}, which makes a view",
+        )
+    return name
+
+
+def functional_name(op: str) -> str:
+    """ "aten.unsqueeze_" -> "aten.unsqueeze"."""
+    return re.sub(r"_(?=\.|$)", "", op, count=1)
 
 
 def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:

@@ -13,7 +13,7 @@ from autopar.cost.model import NodeWork
 from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
 from autopar.ir.exchange import exchanged
-from autopar.ir.graph import Graph, Node, Repeat
+from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.plan import Plan
@@ -87,6 +87,7 @@ class Forward:
         self.recomputed = of_runs(graph, plan.recompute)
         self.stowing = offloaded_runs(graph, plan.offload, plan.recompute)
         self.stow = Stow(recorder, accelerator)
+        self.written: list[Buffer] = []  # what buffers are to be when the step is over
         self.twice: _Twice | None = None  # the block that is being played, if it is played twice
 
     def play(self, made: Program) -> tuple[list[Value], list[Entry]]:
@@ -268,6 +269,8 @@ class Forward:
             self.tape.append(Ran(name, operator, operands, value, saved))
         if twice is not None:
             twice.played(node.name)
+        if node.op == WRITE and not skipped:
+            self.written.append(recorder.hold(value.buffer))
         return value
 
     def _saved(self, read: Buffer) -> Buffer:

@@ -120,8 +120,8 @@ class _Step:
             if value not in ends:
                 self.recorder.drop(value.buffer)
         backward(tape, ends, self.recorder, self.weights)
-        for value in ends:
-            self.recorder.drop(value.buffer)
+        for buffer in (*(value.buffer for value in ends), *forward.written):
+            self.recorder.drop(buffer)
         trained = [
             self.updated[node.name]
             for node in self.graph.leaves("param")

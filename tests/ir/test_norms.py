@@ -28,32 +28,48 @@ graph 'g'
 %v = buffer('v') : f64[6]
 """
 CALLS = {
-    "all": "%x, %w, %b, %m, %v, True, 0.1, 1e-05, True",
-    "no affine": "%x, None, None, %m, %v, True, 0.25, 0.001, True",
-    "no tracking": "%x, %w, %b, None, None, True, 0.1, 1e-05, True",
-    "no bias": "%x, %w, None, %m, %v, True, 0.1, 1e-05, True",
+    "all": "%x, %w, %b, %m, %v, True, 0.1, 1e-05",
+    "no affine": "%x, None, None, %m, %v, True, 0.25, 0.001",
+    "no bias": "%x, %w, None, %m, %v, True, 0.1, 1e-05",
 }
+TRACKING = """
+%all = aten._native_batch_norm_legit_functional({}) : {}, f64[6], f64[6], f64[6], f64[6] grad
+%y = getitem(%all, 0) : {} grad
+%mean = getitem(%all, 3) : f64[6]
+%variance = getitem(%all, 4) : f64[6]
+%m_write = autopar.write(%m, %mean) : f64[6]
+%v_write = autopar.write(%v, %variance) : f64[6]
+output 'y' = %y
+"""
+X = "f64[4, 6, 5]"
+PLAIN = f"""{LEAVES}
+%y = aten.batch_norm(%x, %w, %b, {{}}, 0.1, 1e-05, True) : {X} grad
+output 'y' = %y
+"""
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_it_computes_the_same_and_tracks_the_same(call: str) -> None:
-    text = f"{LEAVES}%y = aten.batch_norm({call}) : f64[4, 6, 5] grad\noutput 'y' = %y\n"
-    before = parse_graph(text)
+    before = parse_graph(LEAVES + TRACKING.format(call, X, X))
+    after = verify(lower_batch_norms(verify(before)))
+    assert not any("norm" in node.op for node in after.nodes)
+    assert_equal_runs(before, after, leaf_values(before, 0))
+
+
+def test_one_that_tracks_nothing_computes_the_same() -> None:
+    before = parse_graph(PLAIN.format("None, None, True"))
     after = verify(lower_batch_norms(verify(before)))
     assert "aten.batch_norm" not in {node.op for node in after.nodes}
     assert_equal_runs(before, after, leaf_values(before, 0))
 
 
 def test_in_evaluation_it_stays() -> None:
-    call = CALLS["all"].replace("True, 0.1", "False, 0.1")
-    text = f"{LEAVES}%y = aten.batch_norm({call}) : f64[4, 6, 5] grad\noutput 'y' = %y\n"
-    graph = parse_graph(text)
+    graph = parse_graph(PLAIN.format("%m, %v, False"))
     assert lower_batch_norms(graph) == graph
 
 
 def test_half_precision_takes_its_statistics_in_float32() -> None:
-    text = f"{LEAVES}%y = aten.batch_norm({CALLS['all']}) : f64[4, 6, 5] grad\noutput 'y' = %y\n"
-    before = parse_graph(text.replace("f64", "bf16"))
+    before = parse_graph(PLAIN.format("None, None, True").replace("f64", "bf16"))
     after = verify(lower_batch_norms(before))
     values = {k: v.to(torch.bfloat16) for k, v in leaf_values(before, 0).items()}
     expected, found = (
@@ -82,5 +98,5 @@ def test_sync_batch_norm_of_torch_is_the_same() -> None:
     torch.manual_seed(0)
     model = nn.SyncBatchNorm(6).double()
     graph, values = captured_double(model, {"input": torch.randn(4, 6, 5)})
-    assert "aten.batch_norm" in {node.op for node in graph.nodes}
+    assert "aten._native_batch_norm_legit_functional" in {node.op for node in graph.nodes}
     assert_equal_runs(graph, prepare(graph), values)

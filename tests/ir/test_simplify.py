@@ -59,7 +59,8 @@ graph 'g'
 %odd = aten.slice.Tensor(%cut, 1, 0, 3, 2) : f32[4, 2] grad
 %off = autopar.detach(%odd) : f32[4, 2]
 %old = aten.clone(%b) : f64[4]
-%new = aten.add_.Tensor(%b, 1) : f64[4]
+%new = aten.add.Tensor(%b, 1) : f64[4]
+%left = autopar.write(%b, %new) : f64[4]
 %kept = aten.mul.Tensor(%old, 1) : f64[4]
 output 'off' = %off
 output 'odd' = %odd
@@ -69,7 +70,7 @@ output 'new' = %new
     before = parse_graph(text.replace(", memory_format=channels_last", ""))
     after = verify(drop_identities(parse_graph(text)))
     assert [node.name for node in after.nodes if not node.is_leaf] == [
-        "t", "p", "drop", "half", "last", "cut", "odd", "off", "old", "new"
+        "t", "p", "drop", "half", "last", "cut", "odd", "off", "new", "left"
     ]  # fmt: skip
     assert after["cut"].args[1:] == (1, 1, 4)
     plain = verify(drop_identities(before))

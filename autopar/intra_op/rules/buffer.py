@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from autopar.intra_op.rule import all_whole, rule
+from autopar.ir.graph import WRITE
 
-RULES = (
-    *(
-        rule(f"aten.{op}", all_whole, examples=("i64[4, 6], i64[6]",))
-        for op in ("add_.Tensor", "copy_", "mul_.Tensor", "sub_.Tensor")
-    ),
-    *(rule(f"aten.{op}", all_whole, examples=("i64[4, 6]",)) for op in ("detach_", "zero_")),
-)
+RULES = (rule(WRITE, all_whole, examples=("i64[4, 6], i64[4, 6]",)),)
