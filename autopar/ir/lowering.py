@@ -210,7 +210,14 @@ class Lowering(Draft):
             made = {first: self._copy(node, self._arg(node.args[1], grad), grad)}
             self._same[node] = first
         else:
-            made = self._functional(node, writes.functional(node), grad)
+            call = writes.functional(node)
+            if (
+                grad
+                and any(map(self._flows, node.all_input_nodes))
+                and not writes.has_gradient(call)
+            ):
+                raise _ungraded(node)
+            made = self._functional(node, call, grad)
         for written, value in made.items():
             self._overwrite(node, written, value, grad)
 

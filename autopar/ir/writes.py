@@ -188,6 +188,20 @@ def _arguments(
     return tuple(args), kwargs
 
 
+def has_gradient(call: Functional) -> bool:
+    """Whether torch can differentiate a twin; a few are for values only."""
+
+    def flowing(item: fx.Node) -> Any:
+        value = item.meta["val"]
+        whole = not isinstance(value, Tensor) or not value.is_floating_point()
+        return value if whole else value.detach().requires_grad_()
+
+    with torch.enable_grad():
+        args, kwargs = fx.node.map_arg((call.args, call.kwargs), flowing)
+        results = tensors_of(call.target(*args, **kwargs))
+    return not any("NotImplemented" in str(result.grad_fn) for result in results)
+
+
 def view_name(node: fx.Node, leaf: str) -> str:
     """The view that an operator takes which changes a tensor's shape: of `unsqueeze_`, `unsqueeze`.
 

@@ -41,7 +41,7 @@ Placements = tuple[Placement, ...]
 MESH = Mesh.parse("cpu: x=2")
 MOST = 700  # combinations of one example; recurrent layers have more, and are left out
 # No operators of torch, so that DTensor has none of them.
-OURS = ("getitem", "autopar.detach", "autopar.share")
+OURS = ("getitem", "autopar.detach", "autopar.share", "autopar.write")
 
 
 @dataclass(frozen=True)
