@@ -10,13 +10,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import Arg, Node, Ref
+from autopar.ir.graph import Arg, Name, Node, Ref
+from autopar.ir.interpret import DTYPE_NAMES
 from autopar.ir.traced import drawn_along, source_of, tensors_of, type_of
 
 # These look at the type of their second operand alone, and no gradient flows into it; or of every
 # operand.
 _LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
-_MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b")
+_MADE = re.compile(
+    r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b|aten\.(zero|fill\.Scalar)$"
+)
 
 # An operator, its arguments and its keywords.
 Call = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
@@ -85,6 +88,21 @@ class Draft:
         drawn = add(name, op, (along, *args[1:]), kwargs, value=value.permute(order))
         back = (drawn, tuple(map(order.index, range(len(order)))))
         return add(f"{name}_back", "aten.permute", back, value=value)
+
+    def copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
+        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
+        assert isinstance(source, Ref)
+        target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+        if value.dtype != target.dtype:
+            value = value.to(target.dtype)
+            cast = (source, Name(DTYPE_NAMES[value.dtype]))
+            name = f"{node.name}_cast"
+            source = self.add(node, name, "aten.to.dtype", cast, grad=grad, value=value)
+        if value.shape != target.shape:
+            wide = (source, tuple(map(int, target.shape)))
+            name = f"{node.name}_wide"
+            source = self.add(node, name, "aten.expand", wide, grad=grad, value=target)
+        return source
 
     def move_forward(self, start: int) -> None:
         """Put every node from the place `start` on right behind the last value that it reads."""

@@ -37,6 +37,7 @@ _CHECKS = re.compile(
 # Where a tensor is placed is decided by the plan.
 _PLACEMENT = ("device", "layout", "pin_memory")
 
+
 class Lowering(Draft):
     """Writes nodes, leaves first, in the order in which their traced nodes are given.
 
@@ -207,7 +208,7 @@ class Lowering(Draft):
         """An operator that writes: what it leaves takes the place of what it writes."""
         first = self._first(node)
         if first is not None and str(node.target) == "aten.copy_.default":
-            made = {first: self._copy(node, self._arg(node.args[1], grad), grad)}
+            made = {first: self.copy(node, self._arg(node.args[1], grad), grad)}
             self._same[node] = first
         else:
             call = writes.functional(node)
@@ -226,9 +227,8 @@ class Lowering(Draft):
         op, args, kwargs = self._called(call.target, call.args, call.kwargs, grad)
         name, values = writes.functional_name(node.name), tensors_of(call.value)
         single = isinstance(call.value, Tensor)
-        whole = self.add(
-            node, name if single else f"{name}_all", op, args, kwargs, grad=grad, value=call.value
-        )
+        title = name if single else f"{name}_all"
+        whole = self.result(node, title, (op, args, kwargs), grad, call.value)
 
         def result(at: int, name: str, flows: bool) -> Ref:
             if single:
@@ -247,21 +247,6 @@ class Lowering(Draft):
             made[self._same.get(item, item)] = new
         self._return(node, returned)
         return made
-
-    def _copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
-        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
-        assert isinstance(source, Ref)
-        target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
-        if value.dtype != target.dtype:
-            value = value.to(target.dtype)
-            cast = (source, Name(DTYPE_NAMES[value.dtype]))
-            name = f"{node.name}_cast"
-            source = self.add(node, name, "aten.to.dtype", cast, grad=grad, value=value)
-        if value.shape != target.shape:
-            wide = (source, tuple(map(int, target.shape)))
-            name = f"{node.name}_wide"
-            source = self.add(node, name, "aten.expand", wide, grad=grad, value=target)
-        return source
 
     def _return(self, node: fx.Node, results: Sequence[fx.Node | Ref]) -> None:
         """Say what a traced operator returns."""

@@ -115,6 +115,10 @@ _SWITCHED = _Lost(
     "gradients are switched off or on inside of an autocast block",
     "torch.export leaves that out of its trace",
     "put the autocast block inside of torch.no_grad(), or write .detach()",
+_HIDDEN = _Lost(
+    "an operator switches gradients off by itself",
+    "a trace does not show it",
+    "write `with torch.no_grad():` around the operator without _no_grad_ in its name",
 )
 _GENERATOR = _Lost(
     "random numbers are drawn from a generator of the model's own",
@@ -202,6 +206,8 @@ def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return _INFERENCE
     if name == "_set_grad_enabled" and _in_autocast() and args[0] != torch.is_grad_enabled():
         return _SWITCHED
+    if name.startswith("_no_grad_"):
+        return _HIDDEN
     if isinstance(kwargs.get("generator"), torch.Generator):
         return _GENERATOR
     if func is torch.autograd.grad:
