@@ -115,6 +115,7 @@ _SWITCHED = _Lost(
     "gradients are switched off or on inside of an autocast block",
     "torch.export leaves that out of its trace",
     "put the autocast block inside of torch.no_grad(), or write .detach()",
+)
 _HIDDEN = _Lost(
     "an operator switches gradients off by itself",
     "a trace does not show it",
