@@ -8,25 +8,26 @@ above the lines stands the user's own. The steps printed are those that the plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from autopar.codegen.allowed import check_source, names_in
+from autopar.codegen.body import WIDTH, Body, Loop
 from autopar.codegen.draws import draw_function
-from autopar.codegen.keys import block_keys, leaf_key
-from autopar.codegen.literals import docstring, identifier, quoted
-from autopar.codegen.loops import Block, call
+from autopar.codegen.keys import Keys, block_keys, leaf_key
+from autopar.codegen.literals import docstring, quoted
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
-from autopar.codegen.scope import WIDTH, Scope
-from autopar.ir.collective import Collective, Resharder
+from autopar.ir.collective import Collective
 from autopar.ir.functions import called
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
-from autopar.ir.recompute import common_module, of_runs
+from autopar.ir.recompute import of_runs
 from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.lower.lines import Bound, Function, Lowered
+from autopar.lower.program import lower, output_layout
 from autopar.plan import Plan
 
 
@@ -51,14 +52,15 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    resharder = Resharder(plan.mesh, price, plan.precision.widened)
-    printer = Printer(graph, plan, resharder, price)
-    blocks: list[Block] = []
-    for repeat in graph.repeats:
-        blocks.append(_block(printer, repeat, {block.function for block in blocks}))
-    body = _forward(printer, blocks)
+    printer = Printer(graph, plan, price)
+    lowered = lower(graph, plan, price)
+    loops = _loops(printer, lowered.blocks)
+    blocks = [
+        _block(printer, function, loop, repeat)
+        for function, loop, repeat in zip(lowered.blocks, loops, graph.repeats, strict=True)
+    ]
     outputs = "".join(
-        f"    {quoted(name)}: {_typed(graph[node].type, _output_layout(printer, node))},\n"
+        f"    {quoted(name)}: {_typed(graph[node].type, output_layout(printer, node))},\n"
         for name, node in graph.outputs
     )
     inputs = "".join(
@@ -70,8 +72,8 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     )
     loss = next((name for name, node in graph.outputs if node == graph.loss), None)
     random = any(draws_random_numbers(node) for node in graph.folded)
-    table = _parameters(printer, blocks)
-    functions = [block.source for block in blocks] + [body]
+    table = _parameters(printer, loops)
+    functions = [*blocks, _forward(printer, lowered, loops)]
     ahead = random and (_is_stage(graph) or plan.microbatches > 1)
     functions += [draw_function(graph)] if ahead else []
     code = "\n\n\n".join([table, *functions])
@@ -163,183 +165,117 @@ def _header(graph: Graph, plan: Plan) -> str:
     )
 
 
-def _output_layout(printer: Printer, node: str) -> Layout:
-    """The loss ends whole on every device, other outputs stay as they are."""
-    tensor = printer.graph[node].type
-    if node == printer.graph.loss:
-        return Layout.replicated(len(tensor.shape))
-    carried = _leaving(printer.graph).get(node)
-    return printer.result(node) if carried is None else printer.planned(carried).operands[0][1]
-
-
-def _leaving(graph: Graph) -> dict[str, str]:
-    """Value of the last block of a run that leaves it -> the share in whose layout it is held."""
-    found = {}
-    for repeat in graph.repeats:
-        last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
-        for entry, leaving in repeat.carried:
-            inside = set(repeat.iterations[0])
-            found[last[leaving]] = next(n for n in graph.users[entry] if n in inside)
-    return found
-
-
 def _read(node: Node) -> str:
     """The expression for a leaf outside of blocks."""
+    if node.op in ("input", "received"):
+        return f"batch[{quoted(node.target)}]"
     return f"p[{quoted(leaf_key(node))}]"
 
 
-def _block(printer: Printer, repeat: Repeat, taken: Collection[str]) -> Block:
-    """The function of one run of blocks, not called as any of `taken`.
-
-    It takes the carried values, and returns them for the next block.
-    """
-    graph, first = printer.graph, repeat.iterations[0]
-    inside = set(first)
-    nodes = [graph[name] for name in first if not graph[name].is_leaf]
-    entries = [entry for entry, _ in repeat.carried]
-    leaving = [leaves for _, leaves in repeat.carried]
-    shares = {e: next(n for n in graph.users[e] if n in inside) for e in entries}
-    reads = dict.fromkeys(name for node in nodes for name in node.inputs)
-    outside = tuple(
-        name
-        for name in reads
-        if name not in inside and name not in entries and graph[name].op not in ("param", "buffer")
-    )
-    module = common_module(graph, repeat)
-    function = wish = identifier(f"{module[-1] if module else 'repeated'}_block")
-    for number in itertools.count(2):
-        if function not in taken:
-            break
-        function = f"{wish}_{number}"
-    keys = block_keys(graph, repeat, function)
-    scope = Scope(
+def _block(printer: Printer, function: Function, loop: Loop, repeat: Repeat) -> str:
+    """The function of one run of blocks."""
+    inside = set(repeat.iterations[0])
+    body = Body(
         printer,
-        nodes,
-        lambda name: keys.read(name) if name in inside else _read(graph[name]),
-        leaving,
+        lambda name: loop.keys.read(name) if name in inside else _read(printer.graph[name]),
     )
-    arguments = []
-    for name in entries:
-        variable = scope.fresh("hidden")
-        scope.hold(name, variable, printer.planned(shares[name]).operands[0][1])
-        arguments.append(variable)
-    for name in outside:
-        variable = scope.fresh(scope.wish(graph[name]))
-        scope.hold(name, variable, printer.result(name))
-        arguments.append(variable)
-    for node in nodes:
-        scope.add(node)
-    results = scope.operands(
-        (leaves, printer.planned(shares[entry]).operands[0][1]) for entry, leaves in repeat.carried
-    )
-    notes = [
-        f"{argument}: {_noted(printer, name, shares)}"
-        for argument, name in zip(arguments, [*entries, *outside], strict=True)
-    ]
-    index = "names" if keys.table else "i"
-    head = f"def {function}(mesh, p, {index}, {', '.join(arguments)}):"
+    body.print(function.lines)
+    notes = [f"{bound.variable}: {_bound(printer, bound)}" for bound in function.arguments]
+    index = "names" if loop.keys.table else "i"
+    arguments = ["mesh", "p", index, *(bound.variable for bound in function.arguments)]
     text = docstring([f"One of {repeat.count} equal blocks.", "", *notes]).split("\n")
-    lines = [*text, *scope.lines, f"return {', '.join(results)}"]
-    source = "\n".join([head, *_indented(lines)])
+    results = ", ".join(body.read(bound.variable) for bound in function.results)
+    lines = _indented([*text, *body.lines, f"return {results}"])
+    return "\n".join([f"def {function.name}({', '.join(arguments)}):", *lines])
+
+
+def _bound(printer: Printer, bound: Bound) -> str:
+    """The dtype and layout of an argument."""
+    tensor = printer.graph[bound.value].type
+    return f"{tensor.dtype}{bound.layout.format(tensor.shape)}"
+
+
+def _loops(printer: Printer, functions: Sequence[Function]) -> list[Loop]:
+    """How `forward` calls each run of blocks."""
+    graph, plan = printer.graph, printer.plan
+    runs = zip(
+        functions,
+        graph.repeats,
+        of_runs(graph, plan.recompute),
+        offloaded_runs(graph, plan.offload, plan.recompute),
+        strict=True,
+    )
+    loops = []
+    for function, repeat, how, stowed in runs:
+        keys = block_keys(graph, repeat, function.name)
+        changing = _changing(graph, repeat, keys)
+        loops.append(Loop(function.name, keys, repeat.count, how, stowed, changing))
+    return loops
+
+
+def _changing(graph: Graph, repeat: Repeat, keys: Keys) -> tuple[str, ...]:
+    """The names of buffers that a block uses and that a step writes, as expressions."""
+    inside = set(repeat.iterations[0])
+    nodes = (graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf)
+    reads = dict.fromkeys(name for node in nodes for name in node.inputs)
     written = {name for node in graph.nodes for name in writes(node)}
     leaves = (
         keys.read(name) if name in inside else _read(graph[name])
         for name in reads
-        if name in written
+        if name in written and graph[name].is_leaf
     )
-    changing = tuple(leaf.removeprefix("p[").removesuffix("]") for leaf in leaves)
-    return Block(repeat, function, keys, outside, source, changing)
+    return tuple(leaf.removeprefix("p[").removesuffix("]") for leaf in leaves)
 
 
-def _noted(printer: Printer, name: str, shares: dict[str, str]) -> str:
-    layout = (
-        printer.planned(shares[name]).operands[0][1] if name in shares else printer.result(name)
-    )
-    tensor = printer.graph[name].type
-    return f"{tensor.dtype}{layout.format(tensor.shape)}"
-
-
-def _forward(printer: Printer, blocks: list[Block]) -> str:
+def _forward(printer: Printer, lowered: Lowered, loops: Sequence[Loop]) -> str:
     """The function that computes the outputs from the batch."""
     graph = printer.graph
-    inside = {name: block for block in blocks for it in block.repeat.iterations for name in it}
-    nodes = [node for node in graph.nodes if node.name not in inside and not node.is_leaf]
-    used = [name for block in blocks for name in block.outside]
-    used += [entry for block in blocks for entry, _ in block.repeat.carried]
-    used += [node for _, node in graph.outputs]
-    scope = Scope(printer, nodes, lambda name: _read(graph[name]), used)
-    for made in blocks:
-        scope.fresh(made.function)  # no variable may hide it
-    wanted = {name for node in nodes for name in node.inputs} | set(used)
-    for leaf in (*graph.leaves("input"), *graph.leaves("received")):
-        if leaf.name in wanted:
-            wish = leaf.name if leaf.op == "received" else leaf.target.replace(".", "_")
-            variable = scope.fresh(wish)
-            scope.hold(leaf.name, variable, printer.result(leaf.name))
-            note = f"{leaf.type.dtype}{printer.result(leaf.name).format(leaf.type.shape)}"
-            scope.line(f"{variable} = batch[{quoted(leaf.target)}]", note)
-    called: set[str] = set()
-    recomputed = of_runs(graph, printer.plan.recompute)
-    stowed = offloaded_runs(graph, printer.plan.offload, printer.plan.recompute)
-    ways = {b.function: (a, s) for b, a, s in zip(blocks, recomputed, stowed, strict=True)}
-    for node in graph.nodes:
-        if node.is_leaf or node.name in graph.aside:
-            continue
-        block = inside.get(node.name)
-        if block is None:
-            scope.add(node)
-        elif block.function not in called:
-            called.add(block.function)
-            call(printer, scope, block, *ways[block.function])
-    results: dict[str, str] = {}
+    body = Body(printer, lambda name: _read(graph[name]), loops)
 
-    def returned(aside: bool) -> str:
-        """Of the outputs so far."""
-        ready = [(n, node) for n, node in graph.outputs if (node in graph.aside) == aside]
-        reads = ((node, _output_layout(printer, node)) for _, node in ready)
-        results.update(zip((n for n, _ in ready), scope.operands(reads), strict=True))
-        scope.keep(results.values())
-        texts = (f"{quoted(n)}: {results[n]}" for n, _ in graph.outputs if n in results)
+    def returned(*functions: Function) -> str:
+        """The statement that returns the outputs of these functions by name."""
+        results = {b.value: body.read(b.variable) for f in functions for b in f.results}
+        texts = (f"{quoted(n)}: {results[node]}" for n, node in graph.outputs if node in results)
         return f"return {{{', '.join(texts)}}}"
 
-    last, more = returned(aside=False), ""
-    if graph.aside:
-        scope.lines += ["if not outputs:", f"    {last}"]
-        for name in (node.name for node in graph.nodes if node.name in graph.aside):
-            scope.add(graph[name])
-        last, more = returned(aside=True), ", outputs=True"
-    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *scope.lines, last]
+    body.print(lowered.forward.lines)
+    last, more = returned(lowered.forward), ""
+    if lowered.aside is not None:
+        body.lines += ["if not outputs:", f"    {last}"]
+        body.print(lowered.aside.lines)
+        last, more = returned(lowered.forward, lowered.aside), ", outputs=True"
+    lines = ['"""Loss and outputs of one batch, in the layouts of OUTPUTS."""', *body.lines, last]
     return "\n".join([f"def forward(mesh, p, batch{more}):", *_indented(lines)])
 
 
-def _parameters(printer: Printer, blocks: list[Block]) -> str:
+def _parameters(printer: Printer, loops: Sequence[Loop]) -> str:
     """The table of stored parameters and buffers."""
     graph = printer.graph
-    inside = {name for block in blocks for it in block.repeat.iterations for name in it}
+    inside = {name for repeat in graph.repeats for it in repeat.iterations for name in it}
     lines = ['"""How this mesh stores each parameter and buffer."""', "table = ["]
     for node in graph.nodes:
         if node.op in ("param", "buffer") and node.name not in inside:
             lines += _stored(printer, node, quoted(node.target), "    ")
     lines.append("]")
-    for block in blocks:
-        iterations = [[graph[n] for n in it if graph[n].is_leaf] for it in block.repeat.iterations]
+    for loop, repeat in zip(loops, graph.repeats, strict=True):
+        iterations = [[graph[n] for n in it if graph[n].is_leaf] for it in repeat.iterations]
         leaves = iterations[0]
         if not leaves:
             continue
-        if block.keys.table:
+        if loop.keys.table:
             for nodes in iterations:
                 entries = (_stored(printer, node, quoted(node.target), "    ") for node in nodes)
                 flat = itertools.chain.from_iterable(entries)
                 lines += ["table += together([", *flat, "])"]
             continue
-        start, stop = block.keys.start, block.keys.start + block.repeat.count
+        start, stop = loop.keys.start, loop.keys.start + loop.count
         lines.append(f"for i in range({f'{start}, {stop}' if start else stop}):")
         lines.append("    table += together([")
         for node in leaves:
-            lines += _stored(printer, node, block.keys.names[node.name], "        ")
+            lines += _stored(printer, node, loop.keys.names[node.name], "        ")
         lines.append("    ])")
     source = "\n".join(["def parameters():", *_indented([*lines, "return table"])])
-    tables = [block.keys.table for block in blocks if block.keys.table]
+    tables = [loop.keys.table for loop in loops if loop.keys.table]
     return "\n\n\n".join([*tables, source])
 
 

@@ -1,4 +1,4 @@
-"""Text from outside in generated Python: as a literal, in a comment, in a docstring, in a name.
+"""Text from outside in generated Python: as a literal, in a comment, in a docstring.
 
 Names of classes, parameters and files, the user's lines and all that a plan says get into source
 through these functions only. None of them can end a line or the literal that it stands in.
@@ -7,8 +7,6 @@ Characters that are not to be seen, or turn the order in which a line is read, a
 
 from __future__ import annotations
 
-import keyword
-import re
 from collections.abc import Iterable
 
 
@@ -39,18 +37,9 @@ def docstring(lines: Iterable[str]) -> str:
     return '"""' + "\n".join(safe) + ("\n" if len(safe) > 1 else "") + '"""'
 
 
-def identifier(wish: str) -> str:
-    """A name like `wish` that Python takes and that reads in one way only: letters of ASCII."""
-    name = re.sub(r"\W", "_", wish, flags=re.ASCII)[:_LONGEST]
-    return name if name.isidentifier() and not keyword.iskeyword(name) else f"v_{name}"
-
-
 def printable(text: str) -> str:
     """The text on one line, with escapes in place of what is not printed."""
     return "".join(sign if sign.isprintable() else _code(sign) for sign in text)
-
-
-_LONGEST = 60
 
 
 def _escaped(text: str) -> str:

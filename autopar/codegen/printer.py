@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.codegen.literals import names_text
@@ -12,15 +11,13 @@ from autopar.ir.graph import Name, Node
 from autopar.ir.storage import EACH, Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.placed import Placed
-from autopar.plan import NodePlan
+from autopar.lower.lines import Compute
+from autopar.lower.placed import Placed
 
 
 @dataclass(frozen=True)
 class Printer(Placed):
-    """What all scopes of a program share: the graph in the layouts of the plan, and the prices."""
-
-    price: Callable[[Collective], float]
+    """What all functions of a program share: the graph in the layouts of the plan, and prices."""
 
     def extent(self, size: int, axes: tuple[str, ...]) -> int | Name:
         """Elements of a dimension that a device holds: a number, or code where that differs."""
@@ -81,11 +78,10 @@ class Printer(Placed):
                 note += f"  once {said}"
         return note
 
-    def exchange_note(self, node: Node, planned: NodePlan) -> str:
+    def exchange_note(self, line: Compute) -> str:
         """What an operator itself sends in each direction, "" for nearly all."""
-        types = tuple(self.graph[name].type for name in node.inputs)
-        layouts = tuple(layout for _, layout in planned.operands)
-        forward, backward = exchanged(node, types, layouts, self.plan.mesh)
+        types = tuple(self.graph[name].type for name in line.node.inputs)
+        forward, backward = exchanged(line.node, types, line.into, self.plan.mesh)
         notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
         notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
         return "".join(f"  {note}" for note in notes)

@@ -69,7 +69,7 @@ def format_node(node: Node) -> str:
         text += f" saved({_references(node.saved, ', ')})"
     if node.saved_types:
         text += f" keeps({', '.join(map(str, node.saved_types))})"
-    return text if node.source == Source() else f"{text}  # {_format_source(node.source)}"
+    return text if node.source == Source() else f"{text}  # {format_source(node.source)}"
 
 
 def _references(names: tuple[str, ...], separator: str) -> str:
@@ -87,15 +87,16 @@ def _format_arg(arg: Arg) -> str:
     return str(arg) if isinstance(arg, Ref | Name) else repr(arg)
 
 
-def _format_source(source: Source) -> str:
-    """The readable form where it reads back exactly, else a tuple of literals."""
+def format_source(source: Source) -> str:
+    """A source as text: the readable form where it reads back exactly, else a tuple of literals."""
     text = str(source)
-    if text.isprintable() and text == text.strip() and _parse_source(text) == source:
+    if text.isprintable() and text == text.strip() and parse_source(text) == source:
         return text
     return repr((source.module, source.file, source.line, source.text))
 
 
-def _parse_source(text: str) -> Source:
+def parse_source(text: str) -> Source:
+    """Read what `format_source` writes."""
     if text.startswith("("):
         try:
             fields = ast.literal_eval(text)
@@ -267,7 +268,7 @@ def _read_node(reader: _Reader) -> Node:
         keeps = tuple(reader.type() for _ in reader.items())
     source = Source()
     if reader.accept("#"):
-        source, reader.rest = _parse_source(reader.rest), ""
+        source, reader.rest = parse_source(reader.rest), ""
     return Node(
         name, op, tuple(args), tuple(kwargs), tuple(types),
         source, requires_grad, alias, saved or (), keeps or (),

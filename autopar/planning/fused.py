@@ -22,9 +22,9 @@ from autopar.ir.mixture import MIXTURE
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import of_runs
 from autopar.ir.tensor import Layout, TensorType
+from autopar.lower.lines import Move
+from autopar.lower.program import lower
 from autopar.plan import Fused, NodePlan, Plan
-from autopar.simulate.lines import Move
-from autopar.simulate.program import program
 from autopar.simulate.update import update_works, updated_of
 
 
@@ -108,8 +108,8 @@ def fused_linears(
     """
     if ASYNC not in plan.fuse:
         return {}
-    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened)
-    made, slowdown = program(graph.trained, plan, resharder), device(plan.mesh).slowdown
+    made = lower(graph.trained, plan, prices.collective)
+    slowdown = device(plan.mesh).slowdown
     own, seconds = works(graph, plan, table), 0.0
     runs = zip(made.blocks, graph.repeats, of_runs(graph, plan.recompute), strict=True)
     functions = [(made.forward, 1, 0)]
@@ -117,7 +117,7 @@ def fused_linears(
     found = [
         (line, times, again)
         for function, times, again in functions
-        for line in function.lines
+        for line in function
         if isinstance(line, Move) and line.beside
     ]
     for line, times, again in found:

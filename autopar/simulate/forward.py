@@ -1,4 +1,4 @@
-"""The forward of a simulated step: the program's lines, block by block (`program.py`).
+"""The forward of a simulated step: the program's lines, block by block (see `autopar/lower`).
 
 What has a gradient is written on a tape, which `backward.py` plays from its end.
 """
@@ -16,9 +16,9 @@ from autopar.ir.exchange import exchanged
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
+from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Products, Ran
-from autopar.simulate.lines import LEAF, Call, Compute, Function, Move, Program, Sum, Use
 from autopar.simulate.memory import Buffer, Recorder, Value
 from autopar.simulate.stow import Stow
 from autopar.simulate.task import Cause
@@ -90,7 +90,7 @@ class Forward:
         self.written: list[Buffer] = []  # what buffers are to be when the step is over
         self.twice: _Twice | None = None  # the block that is being played, if it is played twice
 
-    def play(self, made: Program) -> tuple[list[Value], list[Entry]]:
+    def play(self, made: Lowered) -> tuple[list[Value], list[Entry]]:
         """What the program returns, held, and the tape."""
         self.blocks = made.blocks
         outputs = self._results(made.forward, [], {})
@@ -102,13 +102,17 @@ class Forward:
     ) -> dict[str, Value]:
         """Play a function; `names` are a block's own for those of the first block."""
         recorder, frame = self.recorder, dict[str, Value]()
-        for variable, value in zip(function.arguments, arguments, strict=True):
-            frame[variable] = value
+        for bound, value in zip(function.arguments, arguments, strict=True):
+            frame[bound.variable] = value
             recorder.hold(value.buffer)
-        for line in function.lines:
+        for line in function:
             if isinstance(line, Compute):
                 operands = [self._read(frame, names, o) for o in line.operands]
-                self._bind(frame, line.target, self._compute(line, operands, names))
+                value = self._compute(line, operands, names)
+                if line.target:
+                    self._bind(frame, line.target, value)
+                else:
+                    recorder.drop(recorder.hold(value.buffer))
             elif isinstance(line, Move):
                 source = self._read(frame, names, line.source)
                 self._bind(frame, line.target, self._move(line, source, names))
@@ -118,10 +122,10 @@ class Forward:
                 self._meet(line, self._read(frame, names, line.variable), names)
             elif isinstance(line, Call):
                 self._call(line, frame)
-            elif line.source:
+            elif isinstance(line, Assign):
                 self._bind(frame, line.target, self._read(frame, names, line.source))
-            else:
-                recorder.drop(frame.pop(line.target).buffer)
+            elif isinstance(line, Drop):
+                recorder.drop(frame.pop(line.variable).buffer)
         return frame
 
     def _leave(self, frame: dict[str, Value]) -> None:
@@ -152,7 +156,7 @@ class Forward:
     ) -> list[Value]:
         """What a function returns, held."""
         frame = self._run(function, arguments, names)
-        results = [self._read(frame, names, variable) for variable in function.results]
+        results = [self._read(frame, names, bound.variable) for bound in function.results]
         for value in results:
             self.recorder.hold(value.buffer)
         self._leave(frame)

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 
 from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
-from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.stages import SENT, is_trained
+from autopar.lower.lines import Lowered
+from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.simulate.backward import backward
 from autopar.simulate.forward import Forward
-from autopar.simulate.lines import Program
 from autopar.simulate.memory import Recorder, Value
-from autopar.simulate.program import program
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Task
 from autopar.simulate.update import Updated, update, updated_of
@@ -65,10 +64,9 @@ def tasks(
             f"nothing called {', '.join(sorted(settings.overlap - set(OVERLAPS)))} overlaps",
             why=f"what may overlap is {', '.join(OVERLAPS)}",
         )
-    resharder = Resharder(plan.mesh, model.collective, plan.precision.widened)
     graph = graph.trained
     step = _Step(graph, plan, works, settings)
-    return step.play(program(graph, plan, resharder))
+    return step.play(lower(graph, plan, model.collective))
 
 
 class _Step:
@@ -104,7 +102,7 @@ class _Step:
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, Updated] = {}
 
-    def play(self, made: Program) -> tuple[Task, ...]:
+    def play(self, made: Lowered) -> tuple[Task, ...]:
         self._begin()
         plan, accelerator = self.plan, self.settings.accelerator
         forward = Forward(

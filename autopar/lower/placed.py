@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.device import device
 from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
-from autopar.ir.collective import Resharder
+from autopar.ir.collective import Collective, Resharder
 from autopar.ir.fusion.overlapped import ASYNC, Beside, Overlaps
 from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import selective_runs
@@ -19,11 +20,22 @@ from autopar.plan import NodePlan, Plan
 
 @dataclass(frozen=True)
 class Placed:
-    """A graph, a plan for it, and what changes layouts."""
+    """A graph in the layouts of a plan.
+
+    Attributes:
+        graph: prepared, with its repeats.
+        plan: a layout for every node of the folded graph.
+        price: seconds of one collective.
+    """
 
     graph: Graph
     plan: Plan
-    resharder: Resharder
+    price: Callable[[Collective], float]
+
+    @cached_property
+    def resharder(self) -> Resharder:
+        """Chooses the steps of a change of layout, by price."""
+        return Resharder(self.plan.mesh, self.price, self.plan.precision.widened)
 
     def planned(self, name: str) -> NodePlan:
         """The plan's entry for a node of any block.

@@ -1,0 +1,243 @@
+"""The body of a generated function: lowered lines as Python, beside layouts and prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.codegen.keys import Keys
+from autopar.codegen.literals import comment, names_text, quoted
+from autopar.codegen.ops import expression
+from autopar.codegen.printer import Printer
+from autopar.ir.graph import WRITE
+from autopar.ir.localise import localise
+from autopar.ir.recompute import Recompute
+from autopar.lower.lines import (
+    LEAF,
+    Assign,
+    Call,
+    Cite,
+    Compute,
+    Joined,
+    Line,
+    Move,
+    Use,
+)
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The blocks of a run, which are called in a loop.
+
+    Attributes:
+        function: the name of their function.
+        keys: names of a block's parameters.
+        count: how many blocks there are.
+        recompute: how many of the first ones run again in the backward, and how.
+        stowed: those whose activations lie in host memory: the first, and the one behind the last.
+        changing: expressions of the names of buffers that a block uses and that a step writes.
+    """
+
+    function: str
+    keys: Keys
+    count: int
+    recompute: Recompute | None
+    stowed: tuple[int, int]
+    changing: tuple[str, ...] = ()
+
+
+class Body:
+    """Prints the lines of one function.
+
+    Args:
+        printer: graph, plan and prices.
+        leaf: the expression that reads a leaf, by node name.
+        loops: the blocks that the function calls, by run.
+    """
+
+    def __init__(
+        self, printer: Printer, leaf: Callable[[str], str], loops: Sequence[Loop] = ()
+    ) -> None:
+        self.printer, self.leaf, self.loops = printer, leaf, loops
+        self.lines: list[str] = []
+
+    def print(self, lines: Iterable[Line]) -> None:
+        """Print lines behind those that were printed before."""
+        for line in lines:
+            if isinstance(line, Cite):
+                source = line.source
+                text = comment(f"{source.file}:{source.line}  {source.text}")
+                self.lines.append(text[: WIDTH - 4].rstrip())
+            elif isinstance(line, Compute):
+                self._compute(line)
+            elif isinstance(line, Move):
+                self._move(line)
+            elif isinstance(line, Use):
+                call = self.printer.use(line.leaf, line.storage).format(self.read(line.source))
+                note = self.printer.use_note(line.leaf, line.storage)
+                self._statement(f"{line.target} = mesh.{call}", note)
+            elif isinstance(line, Assign):
+                self._assign(line)
+            elif isinstance(line, Joined):
+                self._joined(line)
+            elif isinstance(line, Call):
+                self._call(line)
+
+    def read(self, variable: str) -> str:
+        """A variable, or the expression that reads a leaf."""
+        return self.leaf(variable[len(LEAF) :]) if variable.startswith(LEAF) else variable
+
+    def _statement(self, code: str, note: str = "") -> None:
+        """One statement with its comment: beside it if it fits, else above."""
+        if note and len(code) + len(note) + 8 <= WIDTH:
+            self.lines.append(f"{code:<56}  {comment(note)}")
+            return
+        if note:
+            self.lines.append(comment(note))
+        if len(code) + 4 > WIDTH and code.endswith(")"):
+            call, _, arguments = code.partition("(")
+            self.lines += [f"{call}(", f"    {arguments[:-1]}", ")"]
+        else:
+            self.lines.append(code)
+
+    def _assign(self, line: Assign) -> None:
+        note = ""
+        if line.layout is not None:
+            tensor = self.printer.graph[line.value].type
+            note = f"{tensor.dtype}{line.layout.format(tensor.shape)}"
+        self._statement(f"{line.target} = {self.read(line.source)}", note)
+
+    def _move(self, line: Move) -> None:
+        step = line.step
+        places = "".join(
+            f", {key}={at}"
+            for key, at in (("dim", step.dim), ("to_dim", step.to_dim))
+            if at is not None
+        )
+        size = self.printer.gathered(step, line.tensor)
+        arguments = f"{self.read(line.source)}{places}, axis={names_text(step.axes)}{size}"
+        note = self.printer.step_note(step, line.tensor)
+        self._statement(f"{line.target} = mesh.{step.op}({arguments})", note)
+
+    def _compute(self, line: Compute) -> None:
+        node = line.node
+        operands = [*map(self.read, line.operands)]
+        if node.op == "getitem" and "," in line.operands[0]:
+            return  # the result is unpacked where it is made
+        if node.op == WRITE:
+            key = operands[0].removeprefix("p[").removesuffix("]")
+            self._statement(f"mesh.write({key}, {operands[1]})")
+            return
+        note = _layouts(line) + self.printer.exchange_note(line)
+        code = _random(self.printer, line, operands) or self._local(line, operands)
+        target = line.target.replace(",", ", ")
+        self._statement(f"{target} = {code}" if target else code, note)
+
+    def _local(self, line: Compute, operands: list[str]) -> str:
+        """The operator on local parts; borders that it needs of its neighbours come before."""
+        types = tuple(self.printer.graph[name].type for name in line.node.inputs)
+        calls = localise(line.node, types, line.into, line.out, self.printer.extent)
+        for call, variable in zip(calls[:-1], line.borders, strict=True):
+            self._statement(f"{variable} = {expression(call, operands[:1])}")
+            operands = [variable, *operands[1:]]
+        return expression(calls[-1], operands)
+
+    def _joined(self, line: Joined) -> None:
+        """Operators and a collective in one call of the mesh."""
+        move, operators = line.move, line.operators
+        note = self.printer.step_note(move.step, move.tensor)
+        axis = f"axis={names_text(move.step.axes)}"
+        if not move.beside:
+            ((operands, target),) = [(o.operands, o.target) for o in operators]
+            read = ", ".join(map(self.read, operands))
+            self._statement(f"{target} = mesh.rotary_all_to_all({read}, {axis})", note)
+        elif line.lines[0] != move:
+            ((operands, target),) = [(o.operands, o.target) for o in operators]
+            read = ", ".join(map(self.read, operands))
+            call = f"mesh.linear_reduce_scatter({read}, dim={move.step.dim}, {axis})"
+            self._statement(f"{target} = {call}", note)
+        else:
+            self.lines.append(comment(note))
+            weights = [self.read(linear.operands[1]) for linear in operators]
+            biases = [self.read((*linear.operands, "None")[2]) for linear in operators]
+            read = f"{self.read(move.source)}, [{', '.join(weights)}]"
+            read += f", [{', '.join(biases)}]" if set(biases) != {"None"} else ""
+            call = f"mesh.all_gather_linear({read}, dim={move.step.dim}, {axis})"
+            targets = ", ".join(linear.target for linear in operators)
+            targets = targets if len(operators) > 1 else f"({targets},)"
+            self._statement(f"{targets} = {call}", "; ".join(map(_layouts, operators)))
+
+    def _call(self, line: Call) -> None:
+        """The loop over the blocks of a run.
+
+        The first ones may be run again in the backward, those behind them kept in host memory for
+        it.
+        """
+        loop = self.loops[line.run]
+        index = "names" if loop.keys.table else "i"
+        arguments = ["mesh", "p", index, *line.targets, *map(self.read, line.outside)]
+        split, kept = loop.stowed
+        for begin, end in ((0, split), loop.stowed, (kept, loop.count)):
+            if begin == end:
+                continue
+            called = f"{loop.function}({', '.join(arguments)})"
+            away = split <= begin < kept
+            lines = ["with mesh.stowed():"] if away else []
+            if loop.recompute is not None and end <= split:
+                function = loop.function
+                if loop.changing:
+                    names = (f"    {name}," for name in loop.changing)
+                    lines += [f"block = repeatable({function}, p, [", *names, "])"]
+                    function = "block"
+                called = _checkpointed(function, arguments, loop.recompute)
+            lines.append(f"{'    ' if away else ''}{', '.join(line.targets)} = {called}")
+            self._statement(_head(loop, begin, end))
+            for text in lines:
+                self._statement(f"    {text}")
+
+
+def _layouts(line: Compute) -> str:
+    """The dtype and layout of each result."""
+    return "; ".join(
+        f"{tensor.dtype}{layout.format(tensor.shape)}"
+        for tensor, layout in zip(line.node.types, line.out, strict=True)
+    )
+
+
+def _random(printer: Printer, line: Compute, operands: Sequence[str]) -> str | None:
+    """Dropout and attention that drops, whose masks must not depend on the mesh."""
+    node = line.node
+    if node.op == "aten.dropout" and node.args[2] is True:
+        text = line.out[0].format(node.type.shape)
+        return f"mesh.dropout({operands[0]}, {node.args[1]!r}, {quoted(text)})"
+    args = dict(enumerate(node.args))
+    if node.op != "aten.scaled_dot_product_attention" or not args.get(4):
+        return None
+    query, keys = (printer.graph[name].type.shape for name in node.inputs[:2])
+    scores = replace(line.out[0], dims=(*line.out[0].dims[:-1], ()))
+    given = {
+        "mask": operands[3] if len(operands) > 3 else None,
+        "p": repr(args[4]),
+        "is_causal": "True" if args.get(5) else None,
+        "scale": None if node.keyword("scale") is None else repr(node.keyword("scale")),
+        "layout": quoted(scores.format((*query[:-1], keys[-2]))),
+    }
+    more = ", ".join(f"{key}={value}" for key, value in given.items() if value is not None)
+    return f"mesh.attention({', '.join(operands[:3])}, {more})"
+
+
+def _head(loop: Loop, begin: int, end: int) -> str:
+    """The loop over the blocks from `begin` to before `end`."""
+    if loop.keys.table:
+        part = f"[{begin or ''}:{end}]" if end - begin < loop.count else ""
+        return f"for names in {loop.function.upper()}_NAMES{part}:"
+    start, stop = loop.keys.start + begin, loop.keys.start + end
+    return f"for i in range({f'{start}, {stop}' if start else stop}):"
+
+
+def _checkpointed(function: str, arguments: list[str], how: Recompute) -> str:
+    """The call of a block that is run again in the backward."""
+    keep = ", context_fn=keep_products" if how.kind == "selective" else ""
+    return f"checkpoint({function}, {', '.join(arguments)}, use_reentrant=False{keep})"
