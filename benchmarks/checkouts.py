@@ -1,9 +1,10 @@
 """Two checkouts side by side: `python benchmarks/checkouts.py BEFORE AFTER [--train]`.
 
 A change of structure must alter no plan, no prediction and no loss. This script plans the families
-of models, pipelines, state shardings, fusions and offload in each of two checkouts, and prints every
-case whose plan, predicted figures or emitted program differ. With `--train` all families train on four processes, and
-losses and parameters are compared to the bit. The exit status is 1 if anything differs.
+of models, pipelines, state shardings, fusions and offload in each of two checkouts, and prints
+every case whose plan, predicted figures or emitted program differ. With `--train` all families
+train on four processes, and losses and parameters are compared to the bit. The exit status is 1 if
+anything differs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stages": {"stages": 2, "microbatches": 4, "schedule": "1f1b"},
     "zb_v": {"stages": 4, "microbatches": 4, "schedule": "zb_v"},
 }
-OVERLAPPED = {"precision": "bf16", "fuse": True}
 
 
 def cases() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
