@@ -215,7 +215,7 @@ class Lowering(Draft):
             if (
                 grad
                 and any(map(self._flows, node.all_input_nodes))
-                and not writes.has_gradient(call)
+                and not writes.has_gradient(call, self._flows)
             ):
                 raise _ungraded(node)
             made = self._functional(node, call, grad)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,13 +188,17 @@ def _arguments(
     return tuple(args), kwargs
 
 
-def has_gradient(call: Functional) -> bool:
-    """Whether torch can differentiate a twin; a few are for values only."""
+def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
+    """Tell whether torch can differentiate a twin; a few are for values only.
+
+    Args:
+        call: of the twin.
+        flows: tells of an operand whether a gradient flows through it.
+    """
 
     def flowing(item: fx.Node) -> Any:
         value = item.meta["val"]
-        whole = not isinstance(value, Tensor) or not value.is_floating_point()
-        return value if whole else value.detach().requires_grad_()
+        return value.detach().requires_grad_(flows(item)) if isinstance(value, Tensor) else value
 
     with torch.enable_grad():
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), flowing)
