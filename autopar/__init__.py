@@ -3,6 +3,7 @@
 from autopar import pins
 from autopar.codegen.checkpoint.plain import load_checkpoint
 from autopar.codegen.groups import groups
+from autopar.codegen.ranks.dumps import Dump
 from autopar.compile import compile, plan
 from autopar.intra_op.named import layout
 from autopar.intra_op.rule import OpRule, rule
@@ -14,6 +15,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 
 __all__ = [
+    "Dump",
     "Mesh",
     "OpRule",
     "PipelinePlan",

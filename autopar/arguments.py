@@ -23,7 +23,7 @@ from autopar.ir.text import format_node
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
-_OWN = ("trace",)  # the first rank's alone
+_OWN = ("trace", "dump")  # where each rank writes
 
 
 def texts_of(given: Mapping[str, Any]) -> dict[str, str]:

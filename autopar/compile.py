@@ -25,6 +25,8 @@ from autopar.codegen.processes import (
     check_processes,
     join_processes,
 )
+from autopar.codegen.ranks.dumps import Dump
+from autopar.codegen.ranks.shared import Peers
 from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import PlanMismatchError
 from autopar.intra_op.rule import OpRule
@@ -122,6 +124,7 @@ def compile(
     backend: str = "eager",
     cuda_graph: bool = False,
     on_nonfinite: str = "raise",
+    dump: str | Path | Dump | None = None,
 ) -> Program:
     """A program that trains `model` in parallel on `mesh`.
 
@@ -188,8 +191,12 @@ def compile(
             whose norm is: "raise" a NonFiniteError on every rank, "skip" it, or "continue", as
             torch does. A step that raises or is left out changes neither parameters nor optimizer,
             average or buffers. See `Program.nonfinite_steps`.
+        dump: a folder to which every rank writes what it did last where one fails, by default one
+            for temporary files that the error names, or an `autopar.Dump`, which can say a signal
+            that asks for it. `autopar doctor FOLDER` compares them.
 
     Raises:
+        DumpError: `dump` is a file, or names no signal.
         MeshError: the mesh does not fit the processes.
         RanksDifferError: the ranks are called with different arguments; names the first one.
         ScheduleError, StageError: there is no such schedule for these sizes, or no such cut.
@@ -230,6 +237,7 @@ def compile(
         offload=offload or "none",
     )
     request = Request(stages, microbatches, schedule)
+    Peers.here().dumps.configure(Dump.read(dump))
     training = Training(optimizer, clip_norm, options_of(model, groups), ema, on_nonfinite)
     program = Program(model, made, training, plan, options, request, backend, cuda_graph)
     if example_inputs is not None:

@@ -147,6 +147,10 @@ class RankFailedError(AutoparError):
     """Another rank failed in a step; carries that rank's own error."""
 
 
+class DumpError(AutoparError):
+    """A dump of what ranks did last that cannot be written or read."""
+
+
 class PrecisionError(AutoparError):
     """A precision that is none, or that the device cannot compute in."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from autopar.codegen.checkpoint.checkpoints import Checkpoints
 from autopar.codegen.checkpoint.program import Checkpointed
 from autopar.codegen.emit import emit
 from autopar.codegen.executor import Executor
+from autopar.codegen.failure import Watch
 from autopar.codegen.literals import printable
 from autopar.codegen.pipeline import Pipeline
 from autopar.codegen.processes import (
@@ -26,6 +28,8 @@ from autopar.codegen.processes import (
     local_device,
 )
 from autopar.codegen.profile import profiled
+from autopar.codegen.ranks.recorder import Recorder
+from autopar.codegen.ranks.shared import Peers
 from autopar.codegen.runtime import Runtime
 from autopar.codegen.trained import Trained
 from autopar.codegen.update import Training, state_bytes_of
@@ -79,23 +83,34 @@ class Program(Trained, Checkpointed):
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
         self._modes: Modes | None = None
+        self._closed = False
         self._source = ""
         self._sources: tuple[str, ...] = ()
         self._example: dict[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture, plan, emit and load for batches like this one; the first step does it too."""
+        self._refuse_closed()
         if self._executor is not None:
             return
+        recorder = Peers.here().recorder
+        with closing(Watch.over(range(self.mesh.size))) as watch, watch:
+            self._prepare(args, kwargs, recorder)
+        recorder.now("")
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder) -> None:
         self._modes = Modes(self._model)
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self._options.trace if first else None)
         if isinstance(self._plan, PipelinePlan) or self._request != WHOLE:
+            recorder.now("capture and planning of stages")
             self._prepare_pipeline(args, kwargs, trace)
             return
+        recorder.now("capture")
         captured = capture_graph(self._model, args, kwargs, self._options, trace)
         graph = captured.graph
         compare_ranks({"the captured graph": text_of_graph(graph)}, BatchError, pipelined.ADVICE)
+        recorder.now("planning")
         if self._plan is None:
             state = state_bytes_of(self._training)
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
@@ -110,6 +125,7 @@ class Program(Trained, Checkpointed):
         self._source = emit(graph, self._plan, self._prices.collective)
         compare_ranks({"the emitted program": text_of_program(self._source)})
         trace("program.py", lambda: self._source)
+        recorder.now("loading of the program")
         runtime = Runtime(self.mesh, local_device())
         # Its own name for every source: tracebacks look the lines up by it.
         number = zlib.crc32(self._source.encode())
@@ -194,31 +210,72 @@ class Program(Trained, Checkpointed):
             self._modes.check()
         return captured, executor
 
-    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
-        if self._captured is None or self._executor is None:
+    def close(self) -> None:
+        """Give back memory, threads, descriptors and process groups; every rank calls it.
+
+        It waits for a checkpoint that is being written. The program shows its plan, graph and
+        source from then on, and everything else raises ProgramError. What is never closed is given
+        back when Python collects it. A program is a context manager, too, that closes itself.
+
+        Raises:
+            CheckpointError: a save beside the training failed, and nobody has asked for it.
+        """
+        self._end(agreed=True)
+
+    def _end(self, agreed: bool) -> None:
+        saved, executor = self._saved, self._executor
+        self._closed, self._saved, self._executor = True, None, None
+        try:
+            if saved is not None:
+                saved.close(agreed)
+        finally:
+            if executor is not None:
+                executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._executor is not None:
+            # The others do not wait for this one then; one that exits may have come to its end.
+            self._executor.watch.tell(None if isinstance(error, SystemExit) else error)
+        self._end(agreed=error is None)
+
+    def _compiled(self) -> Captured:
+        if self._captured is None:
             raise ProgramError(
                 "the program is not there yet",
                 why="its shapes come from the first batch",
                 todo="run a step first, or pass example_inputs to compile",
             )
-        return self._captured, self._executor
+        return self._captured
+
+    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
+        self._refuse_closed()
+        captured = self._compiled()
+        assert self._executor is not None
+        return captured, self._executor
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ProgramError("the program is closed", todo="compile the model again")
 
     @property
     def plan(self) -> Plan | PipelinePlan:
         """The plan; ProgramError before the first batch."""
-        self._ready()
+        self._compiled()
         assert self._plan is not None
         return self._plan
 
     @property
     def graph(self) -> Graph:
         """The captured graph; ProgramError before the first batch."""
-        return self._ready()[0].graph
+        return self._compiled().graph
 
     @property
     def source(self) -> str:
         """The generated Python; ProgramError before the first batch."""
-        self._ready()
+        self._compiled()
         return self._source
 
     def _checkpoints(self) -> Checkpoints:

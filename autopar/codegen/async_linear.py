@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen import torch_private
@@ -32,8 +31,7 @@ def reach_one_another(group: Group) -> bool:
         for peer in range(torch.cuda.device_count())
         if peer != own and torch.cuda.can_device_access_peer(own, peer)
     ]
-    places: list[Any] = [None] * group.size
-    dist.all_gather_object(places, (socket.gethostname(), own, seen), group=group.process_group)
+    places = group.calls.all_gather_object((socket.gethostname(), own, seen))
     pairs = itertools.permutations(places, 2)
     return all(host == other and peer in seen for (host, _, seen), (other, peer, _) in pairs)
 
@@ -56,7 +54,7 @@ class Around:
             whole = self.group.gather(x, self.dim)
             return whole, [whole @ matrix for matrix in matrices]
         whole, made = torch_private.all_gather_matmul(
-            x.contiguous(), matrices, self.dim, self.group.process_group
+            x.contiguous(), matrices, self.dim, self.group.calls.handle
         )
         # Rows come in the order of ranks, whatever stands before them.
         return whole, [product.contiguous() for product in made]
@@ -65,7 +63,7 @@ class Around:
         """This rank's rows of the sum of the products over ranks."""
         if not self.direct:
             return self.group.reduce_scatter(x @ matrix, self.dim)
-        made = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.process_group)
+        made = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.calls.handle)
         return made.contiguous()
 
 

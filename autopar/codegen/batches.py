@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.alike import gathered
+from autopar.codegen.ranks.channel import Channel
 from autopar.errors import AutoparError, BatchError, RanksDifferError
 from autopar.ir.interpret import tensor_type
 
@@ -45,19 +46,17 @@ class Intake:
     Args:
         wanted: the types of the inputs by name, "i64[8, 16]".
         device: where this rank computes.
-        peers: how many ranks take part.
-        group: their process group, None for torch's default one.
+        everyone: what all ranks that take part call through; None for one alone.
     """
 
     def __init__(
         self,
         wanted: Mapping[str, str],
         device: torch.device,
-        peers: int,
-        group: dist.ProcessGroup | None,
+        everyone: Channel | None,
     ) -> None:
         self._wanted, self._device = dict(wanted), device
-        self._peers, self._group = peers, group
+        self._everyone = everyone
         self._forget()
 
     def _forget(self) -> None:
@@ -101,7 +100,7 @@ class Intake:
         options: Mapping[str, str] | None = None,
     ) -> None:
         """Compare a call with those of the other ranks; arguments and errors as of `take`."""
-        if self._peers == 1:
+        if self._everyone is None:
             return
         self._calls += 1
         given = sorted((batch or {}).items())
@@ -128,9 +127,10 @@ class Intake:
 
     def _alike(self) -> bool:
         """Whether all ranks have made the same calls."""
+        assert self._everyone is not None
         number = (int(self._away) * _ROW + self._host) & (2**62 - 1)
         span = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=self._group)
+        self._everyone.all_reduce(span, dist.ReduceOp.MAX)
         return int(span[0]) == -int(span[1])
 
     def differences(self) -> AutoparError:

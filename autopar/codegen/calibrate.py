@@ -22,7 +22,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -309,7 +308,7 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor], object]] = {
     "all_gather": lambda group, x: group.gather(x, 0),
     "reduce_scatter": lambda group, x: group.reduce_scatter(x, 0),
     "all_to_all": lambda group, x: group.exchange(x.view(group.size, -1), 1, 0),
-    "broadcast": lambda group, x: dist.broadcast(x, group=group.process_group, group_src=0),
+    "broadcast": lambda group, x: group.calls.broadcast(x, group.calls.ranks[0]),
     "send": lambda group, x: group.neighbours(x, x),
 }
 

@@ -11,12 +11,12 @@ in backward, to the gradient. All ranks of the mesh must make the same calls in 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,9 @@ from autopar.codegen.async_linear import (
 from autopar.codegen.fetch import Fetch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.group import Group
+from autopar.codegen.ranks.channel import Channel
+from autopar.codegen.ranks.recorder import Recorder, generated_line
+from autopar.codegen.ranks.shared import Lease, Peers
 from autopar.codegen.refetch import Refetch
 from autopar.codegen.stow import Stow
 from autopar.codegen.weights import Weight
@@ -73,14 +76,16 @@ class _Paired(torch.autograd.Function):
     """A move of the value together with the move of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move) -> Tensor:
-        ctx.backward_move = backward
+    def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move, recorder: Recorder) -> Tensor:
+        ctx.backward_move, ctx.recorder = backward, recorder
+        ctx.place = generated_line(sys._getframe(1))
         return forward(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_move(gradients[0]), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        with ctx.recorder.on_behalf_of(ctx.place):
+            return ctx.backward_move(gradients[0]), None, None, None
 
 
 class _Used(torch.autograd.Function):
@@ -108,9 +113,6 @@ class _Used(torch.autograd.Function):
         return None, None, None
 
 
-_paired: Callable[[Tensor, _Move, _Move], Tensor] = _Paired.apply
-
-
 class Groups:
     """The process groups of a mesh, one for each set of axes, made at once.
 
@@ -129,9 +131,8 @@ class Groups:
     def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
         # A mesh of one device needs no process group.
-        world, me = 1, 0
-        if dist.is_initialized():
-            world, me = dist.get_world_size(), dist.get_rank()
+        self.peers = Peers.here()
+        world, me = self.peers.world, self.peers.rank
         self.ranks = tuple(range(world)) if ranks is None else tuple(ranks)
         if mesh.size != len(self.ranks):
             raise MeshError(
@@ -141,20 +142,29 @@ class Groups:
             )
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
-        self._handles = self._create()
+        self._lease, self._channels = self._create()
         self._groups: dict[tuple[str, ...], Group] = {}
         self._direct: dict[tuple[str, ...], bool] = {}
 
-    def _create(self) -> dict[frozenset[str], dist.ProcessGroup]:
+    def _create(self) -> tuple[Lease, dict[frozenset[str], Channel]]:
         wide = [axis.name for axis in self.mesh.axes if axis.size > 1]
-        handles: dict[frozenset[str], dist.ProcessGroup] = {}
-        for count in range(1, len(wide) + 1):
-            for names in itertools.combinations(wide, count):
-                for members in self.mesh.groups(names):
-                    handle = dist.new_group([self.ranks[m] for m in members])
-                    if self.rank in members:
-                        handles[frozenset(names)] = handle
-        return handles
+        groups = [
+            (names, members)
+            for count in range(1, len(wide) + 1)
+            for names in itertools.combinations(wide, count)
+            for members in self.mesh.groups(names)
+        ]
+        lease = self.peers.shared(
+            "mesh", [tuple(self.ranks[m] for m in members) for _, members in groups]
+        )
+        pairs = zip(groups, lease.channels, strict=True)
+        return lease, {
+            frozenset(names): channel for (names, members), channel in pairs if self.rank in members
+        }
+
+    def close(self) -> None:
+        """Give the process groups back; every use of them is a ProgramError from then on."""
+        self._lease.close()
 
     def group(self, axes: Axes) -> Group:
         """The group along `axes`, which are one name or several, outermost first."""
@@ -174,7 +184,7 @@ class Groups:
             index = index * size + self.coordinate[name]
         order = tuple(names.index(name) for name in self.mesh.names if name in names)
         wide = frozenset(n for n, size in zip(names, sizes, strict=True) if size > 1)
-        return Group(names, sizes, order, index, self._handles.get(wide))
+        return Group(names, sizes, order, index, self._channels.get(wide))
 
 
 class Communicator(Groups, Across):
@@ -216,7 +226,9 @@ class Communicator(Groups, Across):
             return self.use(x, weight)
         if group.size == 1:
             return x
-        moved: Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Paired.apply(  # type: ignore[no-untyped-call]
+            x, forward, backward, self.peers.recorder
+        )
         return moved
 
     def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:

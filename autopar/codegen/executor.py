@@ -16,7 +16,7 @@ from autopar.codegen.cuda_graph import CudaGraph, Results, refuse
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import refuse_what_shards_break
-from autopar.codegen.parts import PHASE, part
+from autopar.codegen.parts import PHASE
 from autopar.codegen.random import synchronised
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.state import (
@@ -103,11 +103,12 @@ class Executor:
         )
         runtime.fetch.add(self.weights.all, self.weights.bucket)
         self.watch = Watch.over(runtime.ranks)
+        self.watch.start()
         self._everyone = everyone = runtime.group(runtime.mesh.names)
         self.graph: CudaGraph | None = None
         if cuda_graph:
             self.graph = self._graphed()
-        self._intake = Intake(program.INPUTS, runtime.device, everyone.size, everyone.process_group)
+        self._intake = Intake(program.INPUTS, runtime.device, everyone.channel)
 
     def _graphed(self) -> CudaGraph:
         """What captures and replays a step; ProgramError if one cannot be captured."""
@@ -141,8 +142,9 @@ class Executor:
             RankFailedError: another rank failed.
         """
         check_trainable(self.program.LOSS is not None)
-        with self.watch:
-            with part(PHASE, "batch"):
+        recorder = self.runtime.peers.recorder
+        with self.watch, recorder.step():
+            with recorder.part(PHASE, "batch"):
                 options = self.update.options()
                 inputs = self._prepare(batch, "step", options if self.update.compared else {})
                 self.update.begin(options)
@@ -153,6 +155,7 @@ class Executor:
 
     def _step(self, inputs: Mapping[str, Tensor]) -> Results:
         """The loss of inputs on the device, and the gradients' norm; parameters are others then."""
+        part = self.runtime.peers.recorder.part
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.drop()  # those of a step that failed
         self.update.check.keep(self._written)
@@ -196,7 +199,7 @@ class Executor:
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs by name, whole and on every rank; raises what `step` raises."""
-        with self.watch:
+        with self.watch, self.runtime.peers.recorder.within("evaluation"):
             inputs = self._prepare(batch, "forward")
             self.update.check.settle(self._intake.differences)
             outputs = self._forward(inputs)
@@ -227,6 +230,11 @@ class Executor:
                 todo="call program.load_state_dict(...) first",
             )
         return self._intake.take(batch, call, options)
+
+    def close(self) -> None:
+        """Give back threads, descriptors and process groups; no call works from then on."""
+        self.watch.close()
+        self.runtime.close()
 
     @property
     def held(self) -> list[Held]:

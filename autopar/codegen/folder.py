@@ -14,7 +14,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from autopar.codegen.alike import compare_ranks, text_of
 from autopar.codegen.executor import Executor
 from autopar.codegen.load import load
 from autopar.codegen.optimizer import OptimizerFactory
+from autopar.codegen.ranks.shared import local_device
 from autopar.codegen.runtime import Runtime
 from autopar.codegen.update import Training
 from autopar.errors import ProgramError
@@ -145,9 +146,7 @@ class OpenProgram:
         source = read(folder / "program.py", read_text)
         compare_ranks({"program.py": source, "program.toml": text_of(settings)})
         program = load(source, str(folder / "program.py"))
-        cuda = dist.is_initialized() and dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        runtime = Runtime(Mesh.parse(program.MESH), device)
+        runtime = Runtime(Mesh.parse(program.MESH), local_device())
         self.rank = runtime.rank
         self.example = read(folder / "batch.safetensors", load_file)
         self.executor = Executor(
@@ -161,6 +160,10 @@ class OpenProgram:
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One training step; the loss."""
         return self.executor.step(batch)
+
+    def close(self) -> None:
+        """Give back what the program holds of the system; it makes no more steps."""
+        self.executor.close()
 
 
 def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
@@ -217,8 +220,8 @@ def open_program(file: str) -> Iterator[OpenProgram]:
         ProgramError: a file of the folder is missing or damaged.
         MeshError: there are more or fewer processes than the mesh has devices.
     """
-    with processes():
-        yield OpenProgram(Path(file).parent)
+    with processes(), closing(OpenProgram(Path(file).parent)) as program:
+        yield program
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.codegen import torch_private
 from autopar.codegen.quantised import added, pack, unpack
+from autopar.codegen.ranks.channel import Channel
 from autopar.errors import LayoutError
 from autopar.ir.tensor import part_of
 
@@ -30,14 +30,20 @@ class Group:
         sizes: the number of devices along each.
         order: positions in `axes` of the axes in mesh order, which is the order of group ranks.
         index: which block of a dimension split over `axes` this rank holds.
-        process_group: torch's handle; None stands for a group of one.
+        channel: what its calls go through; None stands for a group of one.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     index: int
-    process_group: dist.ProcessGroup | None
+    channel: Channel | None
+
+    @property
+    def calls(self) -> Channel:
+        """What the calls of a group of more than one go through."""
+        assert self.channel is not None
+        return self.channel
 
     @property
     def size(self) -> int:
@@ -101,22 +107,20 @@ class Group:
         """The sum over the group, on every rank; made in `dtype` where that is another."""
         total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.size > 1:
-            dist.all_reduce(total, group=self.process_group)
+            self.calls.all_reduce(total)
         return total.to(x.dtype)
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest over the group, on every rank."""
         largest = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+            self.calls.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
     def stack(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of equal shapes, along a new first dimension."""
         found = x.new_empty((self.size, *x.shape))
-        torch_private.all_gather_single(
-            found.view(-1), x.contiguous().view(-1), group=self.process_group
-        )
+        self.calls.all_gather(found.view(-1), x.contiguous().view(-1))
         return found
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -139,7 +143,7 @@ class Group:
                 sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
         takes, sends = ([piece.numel() for piece in pieces] for pieces in (taken, sent))
         out = before.new_empty(sum(takes))
-        dist.all_to_all_single(out, torch.cat(sent), takes, sends, group=self.process_group)
+        self.calls.all_to_all(out, torch.cat(sent), takes, sends)
         taken = list(out.split(takes))
         head, tail = (
             None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
@@ -159,12 +163,12 @@ class Group:
 
     def reduce_all(self, xs: list[Tensor]) -> list[Tensor]:
         """The sum of each over the group; `xs` is emptied once they are in the buffer."""
-        if self.process_group is None:
+        if self.channel is None:
             return xs
         shapes = [x.shape for x in xs]
         total = torch.cat([x.reshape(-1) for x in xs])
         xs.clear()
-        dist.all_reduce(total, group=self.process_group)
+        self.calls.all_reduce(total)
         flat = total.split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
@@ -186,12 +190,12 @@ class Group:
         lengths = [shape.numel() for shape in shapes]
         if quantised:
             out = torch.empty_like(sent)
-            dist.all_to_all_single(out, sent, group=self.process_group)
+            self.calls.all_to_all(out, sent)
             parts: Sequence[Tensor] = added(out, lengths, dtype)
         else:
             fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
             out = into if into is not None and fits else sent.new_empty(sent.shape[1])
-            torch_private.reduce_scatter_single(out, sent.view(-1), group=self.process_group)
+            self.calls.reduce_scatter(out, sent.view(-1))
             parts = out.split(lengths)
         return [
             _trimmed(part.view(shape), dim, length)
@@ -237,9 +241,7 @@ class Group:
         else:
             sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         out = sent.new_empty((self.size, sent.numel()))
-        work = torch_private.all_gather_single(
-            out.view(-1), sent, group=self.process_group, async_op=ahead
-        )
+        work = self.calls.all_gather(out.view(-1), sent, ahead)
 
         def arrive() -> list[Tensor]:
             if work is not None:
@@ -260,7 +262,7 @@ class Group:
         x, extent = self._of_equal_blocks(x, dim, extent)
         blocks = self.split(x, to_dim)
         out = torch.empty_like(blocks)
-        dist.all_to_all_single(out, blocks, group=self.process_group)
+        self.calls.all_to_all(out, blocks)
         return _trimmed(self.join(out, dim, extent), to_dim, length)
 
     def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:

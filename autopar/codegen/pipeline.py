@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.batches import TOKEN, Intake
@@ -21,9 +20,10 @@ from autopar.codegen.copies import Copies
 from autopar.codegen.failure import Watch
 from autopar.codegen.gradients import Gradients
 from autopar.codegen.optimizer import refuse_what_shards_break
-from autopar.codegen.parts import ACTION, PHASE, part
+from autopar.codegen.parts import ACTION, PHASE
 from autopar.codegen.pipeline_state import PipelineState
 from autopar.codegen.post import Post, Queues, Wires, queues
+from autopar.codegen.ranks.shared import Peers
 from autopar.codegen.routes import Placement, Routes
 from autopar.codegen.runtime import Runtime, typed
 from autopar.codegen.stage import Stage, Tensors
@@ -77,10 +77,9 @@ class Pipeline(PipelineState):
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
         self.tied = dict(tied or {})
-        self.world, self.rank = 1, 0
-        if dist.is_initialized():
-            self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self.wires = Wires.make() if self.world > 1 else None
+        peers = self.peers = Peers.here()
+        self.rank, self.everyone = peers.rank, peers.everyone
+        self.wires = Wires(peers) if peers.world > 1 else None
         self.routes = Routes.of(modules, placement)
         # All ranks make all meshes, since groups are made by all processes together.
         runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
@@ -140,7 +139,8 @@ class Pipeline(PipelineState):
         forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
         self._in_evaluation = self._coming(forwards)
         self.grad_norm: Tensor | None = None
-        self.watch = Watch.over(range(self.world))
+        self.watch = Watch.over(range(peers.world))
+        self.watch.start()
         self._random = any(module.RANDOM for module in modules)
         self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
         batch = {
@@ -149,7 +149,15 @@ class Pipeline(PipelineState):
             else str(t)
             for name, t in self._sizes.items()
         }
-        self._intake = Intake(batch, device, self.world, None)
+        self._intake = Intake(batch, device, self.everyone)
+
+    def close(self) -> None:
+        """Give back threads, descriptors and process groups; no call works from then on."""
+        self.watch.close()
+        for stage in self.everywhere.values():
+            stage.runtime.close()
+        if self.wires is not None:
+            self.wires.close()
 
     # One step ------------------------------------------------------------------------------------
 
@@ -170,7 +178,8 @@ class Pipeline(PipelineState):
             RankFailedError: another rank failed.
         """
         check_trainable(any(module.LOSS is not None for module in self.modules))
-        with self.watch:
+        part = self.peers.recorder.part
+        with self.watch, self.peers.recorder.step():
             with part(PHASE, "batch"):
                 options = self.update.options()
                 inputs = self._prepare(batch, "step", options if self.update.compared else {})
@@ -195,7 +204,7 @@ class Pipeline(PipelineState):
                     self._share(losses),
                     inputs[TOKEN],
                     inputs,
-                    self.world,
+                    self.peers.world,
                     self._add_up,
                     self._intake.differences,
                 )
@@ -207,7 +216,7 @@ class Pipeline(PipelineState):
 
     def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
         """Do this rank's row; the losses of the microbatches whose last stage is here."""
-        post = self._post(self._in_training)
+        post, part = self._post(self._in_training), self.peers.recorder.part
         losses: list[Tensor] = []
         with self._states(self.row) as enter:
             for place, action in enumerate(self.row):
@@ -216,7 +225,8 @@ class Pipeline(PipelineState):
                         post.ask(letter)
                 stage = self.stages[action.stage, action.copy]
                 waits, sends = self.routes.around(action)
-                arrived = [(name, post.receive(letter, stage.runtime)) for name, letter in waits]
+                with self.peers.recorder.within(f"{action} waits for its input"):
+                    arrived = [(name, post.receive(one, stage.runtime)) for name, one in waits]
                 with part(ACTION, action):
                     if action.kind == "F":
                         enter(action)
@@ -272,8 +282,8 @@ class Pipeline(PipelineState):
 
     def _add_up(self, part: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, in its place."""
-        if self.world > 1:
-            dist.all_reduce(part)
+        if self.everyone is not None:
+            self.everyone.all_reduce(part)
         return part
 
     def _squares(self) -> Tensor:
@@ -322,8 +332,8 @@ class Pipeline(PipelineState):
             yield lambda action: None
             return
         state = [torch.get_rng_state()]
-        if self.world > 1:
-            dist.broadcast_object_list(state)
+        if self.everyone is not None:
+            self.everyone.broadcast_objects(state, 0)
         torch.set_rng_state(state[0])
         own = {(a.microbatch, a.stage) for a in row if a.kind == "F"}
         runtime = next(iter(self.stages.values())).runtime
@@ -347,7 +357,7 @@ class Pipeline(PipelineState):
         Those of the microbatches stand in a row along their first dimension; of scalars it is the
         mean.
         """
-        with self.watch:
+        with self.watch, self.peers.recorder.within("evaluation"):
             parts = self._parts(self._prepare(batch, "forward"))
             self.update.check.settle(self._intake.differences)
             row = [action for action in self.row if action.kind == "F"]

@@ -8,10 +8,9 @@ and plan.toml, graph.txt, program.toml, weights.safetensors, batch.safetensors a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +20,7 @@ from autopar.codegen.folder import MAIN, processes, read, read_text, read_toml, 
 from autopar.codegen.literals import comment, docstring, quoted
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
+from autopar.codegen.ranks.shared import local_device
 from autopar.codegen.routes import Placement
 from autopar.errors import MeshError
 from autopar.ir.action import format_row, parse_row
@@ -120,15 +120,13 @@ class OpenPipeline:
                 why=f"there are {world} processes",
                 todo=f"start it with `torchrun --nproc-per-node {wanted}`",
             )
-        cuda = dist.is_initialized() and dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.example = read(folder / "batch.safetensors", load_file)
         self.pipeline = Pipeline(
             modules,
             placement,
             inputs,
-            device,
+            local_device(),
             read(folder / "weights.safetensors", load_file),
             training_of(settings, folder),
             tied=settings.get("tied", {}),
@@ -137,6 +135,10 @@ class OpenPipeline:
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """One training step; the loss."""
         return self.pipeline.step(batch)
+
+    def close(self) -> None:
+        """Give back what the pipeline holds of the system; it makes no more steps."""
+        self.pipeline.close()
 
 
 @contextmanager
@@ -164,5 +166,6 @@ def open_pipeline(
         MeshError: there are more or fewer processes than the stages have ranks.
     """
     placement = Placement(ranks, tuple(map(parse_row, rows)), microbatches)
-    with processes():
-        yield OpenPipeline(Path(file).parent, stages, placement, inputs)
+    folder = Path(file).parent
+    with processes(), closing(OpenPipeline(folder, stages, placement, inputs)) as program:
+        yield program

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.codegen.batches import Intake
 from autopar.codegen.checkpoint.held import Held, held_of
 from autopar.codegen.failure import Watch
+from autopar.codegen.ranks.channel import Channel
 from autopar.codegen.stage import Stage, Tensors
 from autopar.codegen.state import check_state_dict, whole
 from autopar.codegen.update import Update
@@ -36,7 +36,7 @@ class PipelineState:
     watch: Watch
     _intake: Intake
     device: torch.device
-    world: int
+    everyone: Channel | None
     loaded: bool
 
     def meet(self, call: str) -> None:
@@ -47,10 +47,10 @@ class PipelineState:
 
     def _from(self, rank: int, value: Tensor) -> Tensor:
         """What `rank` holds, on every rank."""
-        if self.world == 1:
+        if self.everyone is None:
             return value
         value = value.contiguous()
-        dist.broadcast(value, src=rank)
+        self.everyone.broadcast(value, rank)
         return value
 
     @property

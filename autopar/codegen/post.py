@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.collectives import Communicator
+from autopar.codegen.ranks.channel import Channel, Waiting
+from autopar.codegen.ranks.shared import Peers
 from autopar.ir.crossing import Box, Crossing
 from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.tensor import TensorType
@@ -45,21 +46,22 @@ class Letter(NamedTuple):
     microbatch: int
 
 
-class Wires(NamedTuple):
-    """The process groups of messages to higher and to lower ranks."""
+class Wires:
+    """The channels of messages to higher and to lower ranks; all ranks make them together."""
 
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
+    def __init__(self, peers: Peers) -> None:
+        ranks = tuple(range(peers.world))
+        self._leases = [peers.shared(purpose, [ranks]) for purpose in ("up", "down")]
+        (self.up,), (self.down,) = (lease.channels for lease in self._leases)
 
-    @classmethod
-    def make(cls) -> Wires:
-        """The groups of all ranks; every process makes them at the same point."""
-        up, down = dist.new_group(), dist.new_group()
-        return cls(up, down)
-
-    def between(self, sender: int, receiver: int) -> dist.ProcessGroup:
-        """The group of messages from one rank to another."""
+    def between(self, sender: int, receiver: int) -> Channel:
+        """The channel of messages from one rank to another."""
         return self.up if sender < receiver else self.down
+
+    def close(self) -> None:
+        """Give the channels back."""
+        for lease in self._leases:
+            lease.close()
 
 
 Queues = dict[int, tuple[tuple[Letter, int], ...]]
@@ -110,9 +112,9 @@ class Post:
         self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
         self._queues = queues
         self._asked = dict.fromkeys(queues, 0)
-        self._coming: dict[tuple[Letter, int], tuple[dist.Work | None, Tensor]] = {}
+        self._coming: dict[tuple[Letter, int], tuple[Waiting | None, Tensor]] = {}
         self._sent: dict[int, int] = {}
-        self._going: list[tuple[dist.Work, Tensor]] = []
+        self._going: list[tuple[Waiting, Tensor]] = []
 
     def crossing(self, letter: Letter) -> Crossing:
         """How a letter crosses."""
@@ -134,9 +136,8 @@ class Post:
             assert self.wires is not None
             piece = piece.contiguous()
             tag = self._sent[box.receiver] = self._sent.get(box.receiver, -1) + 1
-            group = self.wires.between(self.rank, box.receiver)
-            work = dist.isend(piece, box.receiver, group=group, tag=tag)
-            assert work is not None
+            channel = self.wires.between(self.rank, box.receiver)
+            work = channel.send(piece, box.receiver, tag)
             self._going.append((work, piece))
 
     def ask(self, letter: Letter) -> None:
@@ -154,8 +155,8 @@ class Post:
         shape = [length for _, length in box.put]
         buffer = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
         assert self.wires is not None
-        group = self.wires.between(sender, self.rank)
-        work = dist.irecv(buffer, sender, group=group, tag=tag)
+        channel = self.wires.between(sender, self.rank)
+        work = channel.receive(buffer, sender, tag)
         self._coming[letter, number] = (work, buffer)
 
     def receive(self, letter: Letter, runtime: Communicator) -> Tensor:

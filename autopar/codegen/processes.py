@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen.collectives import mesh_of
 from autopar.codegen.folder import join_process_group
+from autopar.codegen.ranks.shared import Peers
+from autopar.codegen.ranks.shared import local_device as local_device
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
 
@@ -40,13 +42,6 @@ def as_mesh(mesh: MeshLike) -> Mesh:
 def device_name(kind: str) -> str:
     """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
     return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
-
-
-def local_device() -> torch.device:
-    """Where this process computes: its GPU under nccl, else the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def accelerator() -> torch.device | None:
@@ -85,15 +80,16 @@ def from_first_rank(make: Callable[[], Value]) -> Value:
     Raises:
         AutoparError: the one that `make` raised, on every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    peers = Peers.here()
+    if peers.everyone is None:
         return make()
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if peers.rank == 0:
         try:
             box = [make()]
         except AutoparError as error:
             box = [error]
-    dist.broadcast_object_list(box)
+    peers.everyone.broadcast_objects(box, 0)
     if isinstance(box[0], AutoparError):
         raise box[0]
     return cast(Value, box[0])

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from autopar.codegen.parts import CLOCK, part, read_part
 from autopar.codegen.processes import from_first_rank
+from autopar.codegen.ranks.shared import Peers
 from autopar.errors import ProgramError
 
 _STEP, _OPERATORS, _DEVICE, _CALLS, _NETWORK = "step", "operators", "stream", "calls", "network"
@@ -57,8 +57,9 @@ def profiled(path: str | Path | None) -> Iterator[None]:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     with torch_profile(activities=activities) as recording:
-        if dist.is_initialized():
-            dist.barrier()
+        everyone = Peers.here().everyone
+        if everyone is not None:
+            everyone.barrier()
         with part(CLOCK, ""):  # about the same moment on all ranks
             pass
         yield
@@ -107,12 +108,8 @@ def _events(raw: Sequence[dict[str, Any]]) -> list[Event]:
 
 def _gathered(own: tuple[str, list[Event]]) -> list[tuple[str, list[Event]]]:
     """Every rank's, on the first one."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    first = dist.get_rank() == 0
-    everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(own, everyone)
-    return everyone or []
+    everyone = Peers.here().everyone
+    return [own] if everyone is None else everyone.gather_object(own, 0)
 
 
 def merged(ranks: Sequence[tuple[str, Sequence[Event]]]) -> str:

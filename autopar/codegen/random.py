@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -232,6 +231,6 @@ def synchronised(comm: Communicator) -> Iterator[None]:
     group = comm.group(comm.mesh.names)
     if group.size > 1:
         state = [torch.get_rng_state()]
-        dist.broadcast_object_list(state, src=comm.ranks[0], group=group.process_group)
+        group.calls.broadcast_objects(state, comm.ranks[0])
         torch.set_rng_state(state[0])
     yield

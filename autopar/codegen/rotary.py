@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.group import Group
@@ -33,7 +32,7 @@ class _Exchanged(torch.autograd.Function):
 def _sent(blocks: Tensor, group: Group) -> Tensor:
     """Block r of every rank on rank r, in the order of ranks."""
     out = torch.empty_like(blocks)
-    dist.all_to_all_single(out, blocks, group=group.process_group)
+    group.calls.all_to_all(out, blocks)
     return out
 
 

@@ -14,7 +14,6 @@ from functools import cached_property
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -274,7 +273,7 @@ class State:
         if group.size == 1:
             return full
         copy = full.detach().to(device, copy=True).contiguous()
-        dist.broadcast(copy, src=self.comm.ranks[0], group=group.process_group)
+        group.calls.broadcast(copy, self.comm.ranks[0])
         return copy
 
     def _shard(self, full: Tensor, parameter: Parameter, device: torch.device | str) -> Tensor:

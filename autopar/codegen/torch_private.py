@@ -67,15 +67,34 @@ def own_store() -> Store:
 
 
 def group_timeout() -> timedelta:
-    """The time-out that the user gave the process group, which its store keeps."""
+    """The time-out that the user gave the default group, or its store's."""
     store: Any = distributed_c10d._get_default_store()
-    timeout: timedelta = store.timeout
+    timeout: timedelta = timeout_of(default_group()) or store.timeout
     return timeout
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The L2 norm of each of some tensors, made in `dtype`, in few launches."""
     return torch.stack(list(torch._foreach_norm(tensors, 2, dtype)))
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all processes."""
+    group: dist.ProcessGroup = distributed_c10d._get_default_group()
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a call of a group may take, as its maker said; None where its backend has no limit.
+
+    `new_group` does not take it over from the default group, but takes its backend's default.
+    """
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

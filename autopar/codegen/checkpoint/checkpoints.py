@@ -30,6 +30,7 @@ from autopar.codegen.checkpoint.storage import Reader, Writer
 from autopar.codegen.checkpoint.values import decode, encode
 from autopar.codegen.checkpoint.weights import deal, weights_index
 from autopar.codegen.processes import from_first_rank
+from autopar.codegen.ranks.shared import Lease, Peers
 from autopar.errors import AutoparError, CheckpointError, StateError
 from autopar.ir.capture import Captured
 
@@ -66,7 +67,7 @@ class Checkpoints:
         self.holder, self.names, self._constants = holder, names, constants
         self._thread: ThreadPoolExecutor | None = None
         self._last: Saving | None = None
-        self._made: dist.ProcessGroup | None = None
+        self._lease: Lease | None = None
 
     # Saving --------------------------------------------------------------------------------------
 
@@ -96,17 +97,25 @@ class Checkpoints:
         self._last = Saving(path, future, self.holder.watch)
         return self._last
 
-    def close(self) -> None:
-        """Wait for what is being written; all ranks call it.
+    def close(self, agreed: bool = True) -> None:
+        """Wait for what is being written, and give back what that took; all ranks call it.
+
+        Args:
+            agreed: whether all ranks are there to say how it ended; after an error they may not be.
 
         Raises:
             CheckpointError: an asynchronous save failed, and nobody has asked for it.
         """
-        with ranks_lost("the last checkpoint was not saved"), self.holder.watch:
-            self._settle(self._group())
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        try:
+            if agreed and self._lease is not None:
+                with ranks_lost("the last checkpoint was not saved"), self.holder.watch:
+                    self._settle(self._group())
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=agreed)
+                self._thread = None
+            if self._lease is not None:
+                self._lease.close()
 
     def _settle(self, group: dist.ProcessGroup | None) -> None:
         """Wait until the last save has ended; raise, on all ranks, what nobody has asked for."""
@@ -169,11 +178,13 @@ class Checkpoints:
 
     def _group(self) -> dist.ProcessGroup | None:
         """A group of all ranks for objects and host memory, none for a process alone."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        peers = Peers.here()
+        if peers.everyone is None:
             return None
-        if self._made is None:
-            self._made = dist.new_group(backend="gloo")
-        return self._made
+        if self._lease is None:
+            # Its own: what is saved beside the training calls in a thread.
+            self._lease = peers.own("checkpoints", backend="gloo")
+        return self._lease.channels[0].handle
 
     # Loading -------------------------------------------------------------------------------------
 

@@ -1,0 +1,85 @@
+"""How a process ends: its peers hear of an error that nothing in it catches, and of a quiet end.
+
+Hooks of Python are chained: those that were there run first, and those that come later as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any
+
+Tell = Callable[[BaseException | None], None]
+
+
+class Ending:
+    """Calls `tell` with an error that ends this process or its training thread, or None at its end.
+
+    Args:
+        tell: a bound method, whose object is not kept alive.
+        thread: gives the identity of the thread that trains.
+    """
+
+    def __init__(self, tell: Tell, thread: Callable[[], int | None]) -> None:
+        self._tell = weakref.WeakMethod(tell)
+        self._thread = thread
+        self.over = False
+        self._last: Finalize[None] | None = None
+        self._process = os.getpid()  # and not one forked of it
+        self._before = sys.excepthook
+        self._before_of_threads = threading.excepthook
+
+    def listen(self) -> None:
+        """Put the hooks in."""
+        sys.excepthook = self.uncaught
+        threading.excepthook = self.uncaught_in_thread
+        # Unlike atexit's, multiprocessing's finalisers also run at the end of its own processes.
+        self._last = Finalize(None, self.at_end, exitpriority=100)
+
+    def uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """What Python calls with an error that nothing catches."""
+        try:
+            self._before(kind, error, trace)
+        finally:
+            self._say(error)
+
+    def uncaught_in_thread(self, args: Any) -> None:
+        """The same in a thread."""
+        thread = args.thread
+        if args.exc_value is not None and thread is not None and thread.ident == self._thread():
+            self._say(args.exc_value)
+        self._before_of_threads(args)
+
+    def at_end(self) -> None:
+        """What Python calls before the process ends, perhaps because of an error."""
+        error = sys.exc_info()[1]
+        self._say(None if isinstance(error, SystemExit) else error)
+        self._say(None)
+
+    def _say(self, error: BaseException | None) -> None:
+        tell = self._tell()
+        if tell is not None and not self.over and os.getpid() == self._process:
+            tell(error)
+
+    def close(self) -> None:
+        """Take the hooks out, or let them do nothing where others stand before them."""
+        self.over = True
+        if self._last is not None:
+            self._last.cancel()
+        while True:
+            hook = getattr(sys.excepthook, "__self__", None)
+            if not (isinstance(hook, Ending) and hook.over):
+                break
+            sys.excepthook = hook._before
+        while True:
+            hook = getattr(threading.excepthook, "__self__", None)
+            if not (isinstance(hook, Ending) and hook.over):
+                break
+            threading.excepthook = hook._before_of_threads
