@@ -1,5 +1,5 @@
 """The command line: `autopar plan | explain | simulate | why | diff | emit | rules | schedules |
-solve | calibrate`, one a file.
+solve | calibrate | doctor`, one a file.
 
 Only here is printed.
 """
@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import click
 
-from autopar.cli import calibrate, diff, emit, explain, plan, rules, schedules, simulate, solve, why
+from autopar.cli import (
+    calibrate,
+    diff,
+    doctor,
+    emit,
+    explain,
+    plan,
+    rules,
+    schedules,
+    simulate,
+    solve,
+    why,
+)
 from autopar.cli.console import Group
 
 
@@ -27,9 +39,13 @@ def main() -> None:
     autopar schedules --stages 4 --microbatches 8
     autopar solve instance.json.gz
     autopar calibrate --mesh "cpu: data=2, tensor=2"
+    autopar doctor /tmp/autopar-1f2e3d
     """
 
 
-for module in (plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate):
+COMMANDS = (
+    plan, explain, simulate, why, diff, emit, rules, schedules, solve, calibrate, doctor
+)  # fmt: skip
+for module in COMMANDS:
     main.add_command(module.command)
 main.add_command(why.why_not)

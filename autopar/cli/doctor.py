@@ -1,0 +1,147 @@
+"""`autopar doctor`: the dumps of ranks compared; who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cli.console import JSON, print_json, print_out
+from autopar.codegen.ranks.diagnosis import Diagnosis, Disagreement, diagnose
+from autopar.codegen.ranks.record import Entry, Record, plain
+from autopar.errors import DumpError
+
+_MOST = 64  # ranks in a table or a sentence
+
+
+@click.command("doctor")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DUMP")
+@JSON
+def command(folder: Path, as_json: bool) -> None:
+    """Read the dumps that ranks left in a folder, and say who waits for whom.
+
+    A rank is behind if others wait for it and it waits for nobody. Files that cannot be read are
+    named, and the rest is compared.
+
+    \b
+    autopar doctor /tmp/autopar-1f2e3d4c5b6a
+    """
+    records, damaged = read(folder)
+    found = diagnose(records)
+    if as_json:
+        print_json(_json(records, damaged, found))
+        return
+    print_out(_table(records), "")
+    for line in conclusions(records, found):
+        print_out(Text(line))
+    for error in damaged:
+        print_out(Text(f"{error.where} cannot be read: {error.why}", style="yellow"))
+
+
+def read(folder: Path) -> tuple[dict[int, Record], list[DumpError]]:
+    """The records in a folder by rank, and what could not be read.
+
+    Raises:
+        DumpError: there is none that can be read.
+    """
+    records: dict[int, Record] = {}
+    damaged: list[DumpError] = []
+    try:
+        files = sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
+    except OSError as error:
+        raise DumpError(f"cannot read {plain(str(folder))}", why=plain(str(error))) from None
+    for path in files:
+        try:
+            record = Record.load(path)
+        except DumpError as error:
+            damaged.append(error)
+            continue
+        other = records.get(record.rank)
+        if other is None or record.time > other.time:
+            records[record.rank] = record
+    if not records:
+        raise DumpError(
+            f"no dump can be read in {plain(str(folder))}",
+            why=damaged[0].why if damaged else "there are no files rank-*.json",
+            todo="name the folder that the error named",
+        )
+    return records, damaged
+
+
+def conclusions(records: dict[int, Record], found: Diagnosis) -> list[str]:
+    """What the records say together, a sentence a line."""
+    lines = []
+    if found.missing:
+        lines.append(f"No dump of {_ranks(found.missing)}: killed, stopped or on another machine.")
+    for rank in found.behind[:_MOST]:
+        there = records.get(rank)
+        what = "it left no dump" if there is None else there.describe()
+        lines.append(f"Rank {rank} is behind: others wait for it; {what}.")
+    if found.waits and not found.behind:
+        waiting = [wait.rank for wait in found.waits]
+        lines.append(f"{_ranks(waiting).capitalize()} wait for one another.")
+    for wait in found.waits[:_MOST]:
+        lines.append(
+            f"Rank {wait.rank} waits for {_ranks(wait.absent)} in {_call(wait.entry)}, number "
+            f"{wait.entry.number} of channel {wait.entry.channel}."
+        )
+    if found.disagreement is not None:
+        lines.append(_disagreement(found.disagreement))
+    if not lines:
+        lines.append("No rank waits for another, and all agree.")
+    reasons = {r: record.reason for r, record in sorted(records.items()) if record.reason}
+    return lines + [f"Rank {rank}: {reason}" for rank, reason in list(reasons.items())[:_MOST]]
+
+
+def _disagreement(found: Disagreement) -> str:
+    calls = "; ".join(
+        f"rank {rank} does {_call(entry)}" for rank, entry in list(found.entries.items())[:_MOST]
+    )
+    return f"Number {found.number} of channel {found.channel} is not alike: {calls}."
+
+
+def _call(entry: Entry) -> str:
+    line = f" at {entry.file}:{entry.line} {entry.text}" if entry.file else ""
+    return f"{entry.kind} of {entry.nbytes} bytes{line}"
+
+
+def _ranks(ranks: Any) -> str:
+    found = list(ranks)
+    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    names = ", ".join(map(str, found[:_MOST])) + more
+    return f"rank {names}" if len(found) == 1 else f"ranks {names}"
+
+
+def _table(records: dict[int, Record]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "host", "where", "for", "waits in", "line"):
+        table.add_column(heading, overflow="fold")
+    for rank, record in sorted(records.items())[:_MOST]:
+        entry = record.waiting
+        place = f"{entry.file}:{entry.line}" if entry is not None and entry.file else ""
+        row = (
+            str(rank),
+            record.host,
+            record.at,
+            f"{max(record.time - record.since, 0.0):.0f} s",
+            "" if entry is None else f"{entry.kind}, {entry.nbytes} bytes",
+            place or (record.stack[-1] if record.stack else ""),
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _json(records: dict[int, Record], damaged: list[DumpError], found: Diagnosis) -> dict[str, Any]:
+    return {
+        **asdict(found),
+        "conclusions": conclusions(records, found),
+        "ranks": {
+            rank: {"at": record.at, "doing": record.describe(), "reason": record.reason}
+            for rank, record in sorted(records.items())
+        },
+        "damaged": [{"file": error.where, "why": error.why} for error in damaged],
+    }
