@@ -26,6 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from weakref import ReferenceType
@@ -87,7 +88,6 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._depth = 0
-        self._sections = 0  # that have ended; ranks make the same ones
         self._told: int | None = None  # the id of this rank's last error
         self._looks, self._beaten, self._dumped = 0, 0.0, 0
         self._lock = threading.Lock()  # of what follows
@@ -130,7 +130,6 @@ class Watch:
         self._depth -= 1
         if self._board is None or self._depth:
             return
-        self._sections += 1
         if error is None:
             self._raise_what_is_known()
             return
@@ -143,7 +142,7 @@ class Watch:
         failure = first or Failure.of(self.rank, number, error)
         raised = self._roll_call(failure) or (None if first is None else failure.error())
         if raised is not None:
-            raise self._with_dump(raised) from error
+            raise self._dumped_with(raised, failure) from error
 
     def close(self) -> None:
         """End the thread; it also ends with the process. A later step starts another."""
@@ -194,7 +193,7 @@ class Watch:
             if failure is not None:
                 self._survive(failure.write())
         if failure is not None:
-            raise self._with_dump(failure.error())
+            raise self._dumped_with(failure.error(), failure)
 
     def _survive(self, value: str) -> None:
         self._survived, self._failure = value, None
@@ -299,12 +298,23 @@ class Watch:
         except DumpError:
             return ""
 
-    def _with_dump(self, error: RankFailedError) -> RankFailedError:
+    def _dumped_with(self, error: RankFailedError, failure: Failure) -> RankFailedError:
         """The error that also names the folder in which all ranks leave what they did last."""
         folder = self._dump(error.what)
         if folder:
             error.todo += f"; `autopar doctor {folder}` compares what the ranks did last"
+        if self._board is not None:
+            with suppress(RuntimeError):
+                self._leave(self._board, failure)
         return error
+
+    def _leave(self, board: Board, failure: Failure) -> None:
+        """The first rank, with which the store may go, ends when those that live know all."""
+        done = f"{self.key}/done/{failure.number}"
+        board.set(f"{done}/{self.rank}", "")
+        if self.rank == 0:
+            there = [rank for rank in self.ranks if board.check(self._place(failure, rank))]
+            self._until(board, [f"{done}/{rank}" for rank in there], self.roll + self.grace)
 
     def _run(self) -> bool:
         """See this rank out if another has failed; whether to look again."""
@@ -359,7 +369,8 @@ class Watch:
                 if self._failure is not failure:
                     return
             if time.monotonic() - start > (self.grace if self._depth else self.patience):
-                error = self._with_dump(self._roll_call(failure) or failure.error())
+                error = self._roll_call(failure) or failure.error()
+                error = self._dumped_with(error, failure)
                 sys.stderr.write(f"rank {self.rank} stops: {error}\n")
                 sys.stderr.flush()
                 os._exit(1)

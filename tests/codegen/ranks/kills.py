@@ -39,8 +39,8 @@ KINDS = {
     "interleaved": {"stages": 4, "microbatches": 4, "schedule": "interleaved_1f1b chunks=2"},
 }
 PIPELINES = ("pipeline", "interleaved")
-TIMEOUT = {signal.SIGKILL: 300.0, signal.SIGSTOP: 15.0}  # of the process group, seconds
-BOUND = {signal.SIGKILL: 60.0, signal.SIGSTOP: 75.0}  # in which survivors end
+TIMEOUT = {signal.SIGKILL: 300.0, signal.SIGSTOP: 30.0}  # of the process group, seconds
+BOUND = {signal.SIGKILL: 60.0, signal.SIGSTOP: 90.0}  # in which survivors end
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,10 @@ def play(kill: Kill, folder: Path) -> Outcome:
     time.sleep(kill.delay)
     victim = ranks[kill.victim]
     assert victim.pid is not None
-    os.kill(victim.pid, kill.how)
+    if victim.is_alive():
+        os.kill(victim.pid, kill.how)
+    else:
+        there = False
     began = time.monotonic()
     others = {rank: process for rank, process in enumerate(ranks) if rank != kill.victim}
     while any(process.is_alive() for process in others.values()):
