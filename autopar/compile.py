@@ -28,7 +28,8 @@ from autopar.codegen.processes import (
 from autopar.codegen.ranks.dumps import Dump
 from autopar.codegen.ranks.shared import Peers
 from autopar.codegen.update import Training, state_bytes_of
-from autopar.errors import PlanMismatchError
+from autopar.errors import OptionError, PlanMismatchError
+from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.intra_op.words import PinsLike
@@ -40,6 +41,43 @@ from autopar.pipelined import Request
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.program import WHOLE, Program
+
+_CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
+_PATH = Or((Text(4096), Of((Path,), "a path")))
+_STAGED = Of((Plan, PipelinePlan), "a plan of autopar.plan or autopar.Plan.load")
+_WORD = Text(1000)
+# The kinds of the arguments of `plan` and `compile`. What texts say is read where it is used.
+_CHECKS: dict[str, Check] = {
+    "model": Of((nn.Module,), "a torch.nn.Module"),
+    "loss_fn": Or((NOTHING, _CALLED)),
+    "optimizer": _CALLED,
+    "plan": Or((NOTHING, _STAGED)),
+    "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
+    "unknown_ops": _WORD,
+    "trace": Or((NOTHING, _PATH)),
+    "pins": Or((NOTHING, Of((Mapping, list, tuple), "a mapping or a list of pins"), _CALLED)),
+    "clip_norm": Or((NOTHING, Number(-1e30, 1e30))),
+    "rules": Of((list, tuple), "a list of rules"),
+    "solver": _WORD,
+    "calibration": Or((NOTHING, _PATH)),
+    "recompute": _WORD,
+    "stages": Whole(1, 2**20),
+    "microbatches": Whole(1, 2**20),
+    "schedule": _WORD,
+    "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
+    "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
+    "groups": Or((NOTHING, _CALLED)),
+    "ema": Or((NOTHING, Number(-1e30, 1e30))),
+    "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
+    "offload": Or((NOTHING, _WORD)),
+    "backend": _WORD,
+    "cuda_graph": FLAG,
+}
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """OptionError unless every argument is of its kind."""
+    checked(OptionError, **{n: (arguments[n], c) for n, c in _CHECKS.items() if n in arguments})
 
 
 def plan(
@@ -67,6 +105,7 @@ def plan(
     offload: str | None = None,
 ) -> Plan | PipelinePlan:
     """Plan without a process group, a GPU or weights; arguments as of `compile`."""
+    _check(locals())
     known = table(rules, accelerator())
     options = Options(
         loss_fn,
@@ -209,12 +248,14 @@ def compile(
         StateError: there is no such state sharding on this mesh, or none for this optimizer.
         PrecisionError: there is no such precision, or the device does not compute in it.
         ProgramError: the optimizer, its groups or the average are nonsense.
+        OptionError: an argument is of another type, or a number out of its range.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
             example_inputs at once, otherwise at the first batch.
     """
     given = dict(locals())
+    _check(given)
     made = as_mesh(mesh)
     join_processes(made)
     compare_ranks(texts_of(given), todo="call compile alike on every rank")

@@ -31,12 +31,20 @@ class AutoparError(Exception):
         for label, text in (("where", self.where), ("why", self.why), ("todo", self.todo)):
             if text:
                 lines.append(f"  {label + ':':<5} {text}")
-        return "\n".join(lines)
+        return _plain("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders (multiprocessing), keywords included."""
         keywords = {"where": self.where, "why": self.why, "todo": self.todo}
         return (_rebuild, (type(self), self.what, keywords))
+
+
+def _plain(text: str) -> str:
+    """A text of several lines without characters that steer a terminal or are none (surrogates)."""
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
 
 
 def _rebuild(kind: type[AutoparError], what: str, keywords: dict[str, str]) -> AutoparError:
@@ -157,6 +165,10 @@ class PrecisionError(AutoparError):
 
 class ProgramError(AutoparError):
     """A generated program that cannot be loaded or written."""
+
+
+class OptionError(ProgramError):
+    """An argument of a wrong type or out of its range; says what is accepted."""
 
 
 class SimulationError(AutoparError):

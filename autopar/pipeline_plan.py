@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
 
-from autopar.errors import AutoparError, PlanError, PlanMismatchError
+from autopar.errors import PlanError, PlanMismatchError
+from autopar.fields import Fields, Row, Text, Whole
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.plan import Plan, read_plan, write_plan
-
-VERSION = 1
+from autopar.plan import FILE, VERSION, Plan, check_version
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,11 @@ class PipelinePlan:
         Raises:
             PlanError: the text is not TOML or no plan of a pipeline; names the entry.
         """
-        try:
-            table = tomlkit.parse(text).unwrap()
-        except (TOMLKitError, ValueError, RecursionError) as error:
-            raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        return cls.from_table(FILE.toml(text, where), where)
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any], where: str = "") -> PipelinePlan:
+        """Make a plan of the entries of its file; PlanError names one that is damaged."""
         if "layouts" in table and "stages" not in table:
             raise PlanError(
                 "the plan is one of a model in one piece",
@@ -126,42 +125,36 @@ class PipelinePlan:
                 why="this asks for the plan of a pipeline",
                 todo="plan with stages, or autopar plan --global-batch",
             )
-        expected = {
-            "version": int, "graph": str, "mesh": str, "microbatches": int, "schedule": str,
-            "predicted": dict, "stages": list,
-        }  # fmt: skip
-        for key, kind in expected.items():
-            if type(table.get(key)) is not kind:
-                raise PlanError(
-                    f"the plan has no usable entry {key!r}",
-                    where=where,
-                    why=f"a plan of a pipeline has the entries {', '.join(expected)}",
-                )
-        if table["version"] != VERSION:
-            raise PlanError(
-                f"the plan has version {table['version']}", where=where, why=f"{VERSION} is read"
-            )
+        fields = Fields(table, PlanError, "the plan", where)
+        check_version(fields, where)
+        entries = fields.take("stages", Row(dict))
         stages = tuple(
             _stage(entry, f"{where + ', ' if where else ''}stage {number}")
-            for number, entry in enumerate(table["stages"])
+            for number, entry in enumerate(entries)
         )
         # What every plan has is read and judged as in every plan.
-        common = {key: table[key] for key in ("version", "graph", "mesh", "predicted")}
-        shell = Plan.from_toml(
-            tomlkit.dumps({**common, "model": table.get("model", {}), "layouts": {}}), where
+        common = ("version", "graph", "mesh", "predicted", "model")
+        shell = Plan.from_table(
+            {"layouts": {}} | {key: table[key] for key in common if key in table}, where
         )
+        for key in common[1:]:
+            fields.take(key, lambda value: value, None)
         made = cls(
-            shell.graph, shell.mesh, table["microbatches"], table["schedule"], stages,
-            shell.predicted, shell.model,
-        )  # fmt: skip
+            shell.graph,
+            shell.mesh,
+            fields.take("microbatches", Whole(1, 2**20)),
+            fields.take("schedule", Text(1000)),
+            stages,
+            shell.predicted,
+            shell.model,
+        )
+        fields.end()
         made._judge(where)
         return made
 
     def _judge(self, where: str) -> None:
         """PlanError unless the stages are a pipeline on the mesh."""
         faults = []
-        if self.microbatches < 1:
-            faults.append(f"microbatches = {self.microbatches}")
         if not self.stages:
             faults.append("there are no stages")
         if any(bool(stage.end) != (stage is not self.stages[-1]) for stage in self.stages):
@@ -184,13 +177,13 @@ class PipelinePlan:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all."""
-        write_plan(path, self.to_toml())
+        """Write the plan, whole or not at all; PlanError if it cannot be written."""
+        FILE.write(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> PipelinePlan:
         """Read a plan file; PlanError if it is missing, not text or not a plan of a pipeline."""
-        return cls.from_toml(read_plan(path), where=str(path))
+        return cls.from_toml(FILE.text(path), where=str(path))
 
     def check(self, graph: str, mesh: Mesh) -> None:
         """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
@@ -208,24 +201,13 @@ class PipelinePlan:
 
 def load_plan(path: str | Path) -> Plan | PipelinePlan:
     """Read a plan file of either kind; PlanError if it is missing or neither."""
-    text = read_plan(path)
-    try:
-        staged = "stages" in tomlkit.parse(text).unwrap()
-    except (TOMLKitError, ValueError, RecursionError):
-        staged = False  # which reading it as a plan tells
-    return (PipelinePlan if staged else Plan).from_toml(text, where=str(path))
+    table = FILE.toml(FILE.text(path), str(path))
+    return (PipelinePlan if "stages" in table else Plan).from_table(table, str(path))
 
 
-def _stage(entry: Any, where: str) -> StagePlan:
+def _stage(entry: dict[str, Any], where: str) -> StagePlan:
     """One entry of `stages`; PlanError names what is wrong with it."""
-    try:
-        end, starts = entry.pop("end"), entry.pop("ranks")
-        if not isinstance(end, str):
-            raise ValueError(f"end = {end!r} is no text")
-        if not (isinstance(starts, list) and all(type(start) is int for start in starts)):
-            raise ValueError(f"ranks = {starts!r} is no list of ranks")
-        return StagePlan(end, tuple(starts), Plan.from_toml(tomlkit.dumps(entry), where))
-    except PlanError:
-        raise
-    except (AutoparError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
+    fields = Fields(entry, PlanError, "the stage", where)
+    end, starts = fields.take("end", Text()), fields.take("ranks", Row(Whole(0, 2**20)))
+    own = {name: value for name, value in entry.items() if name not in ("end", "ranks")}
+    return StagePlan(end, starts, Plan.from_table(own, where))

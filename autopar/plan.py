@@ -12,26 +12,25 @@ nothing in it is ever executed.
 
 from __future__ import annotations
 
-import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
 
-from autopar.errors import AutoparError, PlanError, PlanMismatchError
-from autopar.ir.fusion import UPDATE
+from autopar.errors import LayoutError, PlanError, PlanMismatchError
+from autopar.fields import Check, Fields, Number, Or, Row, Table, Text, Whole
+from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
+from autopar.outside import Kind
 
 VERSION = 1
-MODEL: dict[str, type] = {"source": str, "batch": int, "seq": int, "layers": int}
+FILE = Kind("the plan", PlanError)
 Shaped = tuple[tuple[int, ...], Layout]
 
 
@@ -142,6 +141,8 @@ class Plan:
         Raises:
             LayoutError: its line does not say so.
         """
+        if not self.nodes[share].results:
+            raise LayoutError(f"the line of {share} says no layout", why="it has no right side")
         _, used = self.nodes[share].results[0]
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
 
@@ -204,10 +205,11 @@ class Plan:
         Raises:
             PlanError: the text is not TOML or not a plan; names the entry.
         """
-        try:
-            table = tomlkit.parse(text).unwrap()
-        except (TOMLKitError, ValueError, RecursionError) as error:
-            raise PlanError("the plan is not readable TOML", where=where, why=str(error)) from error
+        return cls.from_table(FILE.toml(text, where), where)
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any], where: str = "") -> Plan:
+        """Make a plan of the entries of its file; PlanError names one that is damaged."""
         if "stages" in table and "layouts" not in table:
             raise PlanError(
                 "the plan is one of a pipeline",
@@ -215,56 +217,38 @@ class Plan:
                 why="this asks for the plan of a model in one piece",
                 todo="autopar explain, simulate, why, diff and emit take it, and autopar.compile",
             )
-        expected = {"version": int, "graph": str, "mesh": str, "predicted": dict, "layouts": dict}
-        for key, kind in expected.items():
-            if not isinstance(table.get(key), kind):
-                raise PlanError(
-                    f"the plan has no usable entry {key!r}",
-                    where=where,
-                    why=f"a plan has the entries {', '.join(expected)}",
-                )
-        if table["version"] != VERSION:
-            raise PlanError(
-                f"the plan has version {table['version']}", where=where, why=f"{VERSION} is read"
-            )
-        try:
-            nodes = {name: NodePlan.parse(str(line)) for name, line in table["layouts"].items()}
-            predicted = {name: _figure(value) for name, value in table["predicted"].items()}
-            model = _model(table.get("model", {}))
-            whole = {name: _figure(value) for name, value in table.get("replicated", {}).items()}
-            pins = _texts(table, "pins")
-            solver = {
-                name: value if isinstance(value, (str, int)) else _figure(value)
-                for name, value in table.get("solver", {}).items()
-            }
-            mesh = Mesh.parse(table["mesh"])
-            memory = {name: _figure(value) for name, value in table.get("memory", {}).items()}
-            recompute = {
-                run: Recompute.parse(how) for run, how in _texts(table, "recompute").items()
-            }
-            made = (nodes, predicted, model, whole, pins, solver, memory, recompute)
-            step = {name: _figure(value) for name, value in table.get("step", {}).items()}
-            told = (
-                _text(table, "calibration"),
-                step,
-                _text(table, "state"),
-                tuple(map(str, table.get("fuse", ()))),
-                {name: _fused(entry) for name, entry in table.get("fused", {}).items()},
-                Precision.read(_text(table, "precision")),
-                Offload.from_table(table.get("offload", {})),
-            )
-            return cls(table["graph"], mesh, *made, *told)
-        except (AutoparError, AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise PlanError("the plan has a damaged entry", where=where, why=str(error)) from error
+        fields = Fields(table, PlanError, "the plan", where)
+        check_version(fields, where)
+        made = cls(
+            graph=fields.take("graph", Text()),
+            mesh=fields.take("mesh", _mesh),
+            predicted=fields.take("predicted", Table(Number())),
+            nodes=fields.take("layouts", _layouts),
+            model=fields.take("model", model_of, {}),
+            replicated=fields.take("replicated", Table(Number()), {}),
+            pins=fields.take("pins", Table(Text()), {}),
+            solver=fields.take("solver", Table(Or((Text(), Whole(), Number()))), {}),
+            memory=fields.take("memory", _memory, {}),
+            recompute=fields.take("recompute", _recompute, {}),
+            calibration=fields.take("calibration", Text(), ""),
+            step=fields.take("step", _step, {}),
+            state=fields.take("state", Text(), ""),
+            fuse=fields.take("fuse", Row(Text(known=switches()), unique=True), ()),
+            fused=fields.take("fused", _fused, {}),
+            precision=fields.take("precision", _precision, AS_IS),
+            offload=fields.take("offload", Offload.from_table, NOTHING),
+        )
+        fields.end()
+        return made
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all."""
-        write_plan(path, self.to_toml())
+        """Write the plan, whole or not at all; PlanError if it cannot be written."""
+        FILE.write(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; PlanError if it is missing, not text or not a plan."""
-        return cls.from_toml(read_plan(path), where=str(path))
+        return cls.from_toml(FILE.text(path), where=str(path))
 
     def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
         """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
@@ -283,71 +267,64 @@ class Plan:
             )
 
 
-def _figure(value: object) -> float:
-    """A prediction as a number; ValueError unless it is finite and not negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} is no number")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"a prediction of {value}")
-    return float(value)
+def check_version(fields: Fields, where: str) -> None:
+    """PlanError unless the entry `version` is the one that is read."""
+    version = fields.take("version", Whole())
+    if version != VERSION:
+        raise PlanError(f"the plan has version {version}", where=where, why=f"{VERSION} is read")
 
 
-def _fused(entry: dict[str, object]) -> Fused:
-    """An entry of `fused`; ValueError unless it is one."""
-    count, first, *saved = (entry[name] for name in ("count", "first", "nbytes", "seconds"))
-    if type(count) is not int or not isinstance(first, str):
-        raise ValueError(f"fused = {entry!r} is no entry")
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in saved):
-        raise ValueError(f"fused saves {saved!r}")
-    return Fused(count, first, *(float(str(value)) for value in saved))
-
-
-def _text(table: dict[str, object], name: str) -> str:
-    """An entry that may be missing; ValueError unless it is text."""
-    value = table.get(name, "")
-    if not isinstance(value, str):
-        raise ValueError(f"{name} = {value!r} is no text")
-    return value
-
-
-def _model(table: object) -> dict[str, str | int]:
+def model_of(table: Any) -> dict[str, str | int]:
     """The entry `model`; ValueError unless it holds the known keys with values of their types."""
-    if not isinstance(table, dict):
-        raise ValueError(f"model = {table!r} is no table")
-    for key, value in table.items():
-        # A bool is an int to Python, but no size.
-        if type(value) is not MODEL.get(key) or (isinstance(value, int) and value < 1):
-            raise ValueError(f"model.{key} = {value!r}")
-    return dict(table)
+    return _entries(table, source=Text(), batch=_SIZE, seq=_SIZE, layers=_SIZE)
 
 
-def _texts(table: dict[str, object], key: str) -> dict[str, str]:
-    """The entry `key`; ValueError unless it holds texts by name."""
-    entry = table.get(key, {})
-    if not isinstance(entry, dict):
-        raise ValueError(f"{key} = {entry!r} is no table")
-    for name, value in entry.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{key}.{name} = {value!r} is no text")
-    return dict(entry)
+_SIZE = Whole(1, 2**31)
 
 
-def write_plan(path: str | Path, text: str) -> None:
-    """Write a plan file, whole or not at all (a temporary file is renamed into place)."""
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+def _entries(table: Any, **checks: Any) -> dict[str, Any]:
+    """Those of the entries that there are, and no others."""
+    fields = Fields(table, PlanError)
+    found = {name: fields.take(name, check, None) for name, check in checks.items()}
+    fields.end()
+    return {name: found[name] for name in table}
 
 
-def read_plan(path: str | Path) -> str:
-    """The text of a plan file; PlanError if it is missing or no text."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read the plan {path}", why=str(error)) from error
+def _mesh(text: Any) -> Mesh:
+    return Mesh.parse(Text()(text))
+
+
+def _precision(text: Any) -> Precision:
+    return Precision.read(Text()(text))
+
+
+def _layouts(table: Any) -> dict[str, NodePlan]:
+    return {name: NodePlan.parse(line) for name, line in Table(Text())(table).items()}
+
+
+def _recompute(table: Any) -> dict[str, Recompute]:
+    return {run: Recompute.parse(how) for run, how in Table(Text())(table).items()}
+
+
+def _memory(table: Any) -> dict[str, float]:
+    return _entries(table, limit=Number(), state=Number(0, 1e6))
+
+
+def _step(table: Any) -> dict[str, float]:
+    sizes = {"microbatches": Whole(1, 2**31, rounded=True), "bucket": Whole(0, 2**50, rounded=True)}
+    return {name: float(value) for name, value in _entries(table, **sizes).items()}
+
+
+def _fused(table: Any) -> dict[str, Fused]:
+    saved = Number(-1e30)
+    checks: dict[str, Check] = {
+        "count": Whole(),
+        "first": Text(),
+        "nbytes": saved,
+        "seconds": saved,
+    }
+    return {
+        name: Fused(*(fields.take(key, check) for key, check in checks.items()))
+        for name, entry in Table(lambda value: value)(table).items()
+        for fields in (Fields(entry, PlanError, f"fused.{name}"),)
+    }

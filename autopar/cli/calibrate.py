@@ -12,12 +12,11 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from autopar.cli.console import JSON, print_json, print_out, writing
+from autopar.cli.console import FILE, JSON, Console, print_json, print_out, say
 from autopar.codegen.calibrate import calibrate, settings
 from autopar.codegen.folder import join_process_group
 from autopar.codegen.processes import device_name, local_device
@@ -76,13 +75,12 @@ def command(
         else:
             _measure(mesh, quick, as_json, found)
         made = Calibration.load(found)
-    with writing(output):
-        output.write_text(made.to_toml(), encoding="utf-8")
+    FILE.write(output, made.to_toml())
     if as_json:
         print_json({"mesh": str(mesh), "date": made.date, "points": list(_rows(made))})
         return
     print_out(_table(made))
-    click.echo(f"written to {output}; next: autopar plan ... --calibration {output}", err=True)
+    say(f"written to {output}; next: autopar plan ... --calibration {output}", err=True)
 
 
 def _mesh(text: str | None, ranks: int | None) -> Mesh:

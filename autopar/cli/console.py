@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, RenderableType
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.status import Status
 
+from autopar.codegen.literals import printable
 from autopar.errors import AutoparError, ProgramError
+from autopar.outside import Kind
 from autopar.planning.single import Trace
 
+FILE = Kind("the file", ProgramError)
 WIDTH = 120  # of text that goes into a file or a pipe
+
+
+class Seconds(click.FloatRange):
+    """A time of up to thirty years; neither nothing (nan) nor for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number."""
+        found = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{value!r} is no number", param, ctx)
+        return found
+
+
+SECONDS = Seconds()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
@@ -26,10 +51,39 @@ class Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; exit code 2 after a named error."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
         except AutoparError as error:
             click.secho(str(error), fg="red", err=True)
-            ctx.exit(2)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever reads has enough: click ends quietly
+                raise
+            why = error.strerror or str(error)
+            click.secho(str(ProgramError("cannot print", why=why)), fg="red", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is not tried again
+        ctx.exit(2)
+
+
+class Console(rich.console.Console):
+    """Prints texts from outside as they are: no markup, and nothing that steers a terminal."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments with escapes in place of characters that are not printed."""
+        for text, style, control in super().render(renderable, options):
+            shown = text if control else "\n".join(map(printable, text.split("\n")))
+            yield Segment(shown, style, control)
+
+
+def say(text: str, *, fg: str | None = None, err: bool = False) -> None:
+    """Print lines of which parts come from outside."""
+    click.secho("\n".join(map(printable, text.split("\n"))), fg=fg, err=err)
 
 
 class Stages(Trace):

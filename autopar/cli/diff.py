@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from autopar.cli.console import JSON, print_json, print_out, stages
+from autopar.cli.console import JSON, print_json, print_out, say, stages
 from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
 from autopar.cli.prices import CALIBRATION, prices
 from autopar.errors import AutoparError, PlanMismatchError
@@ -82,7 +82,7 @@ def command(
         for part in render_difference(found, ("A", "B"), everything=everything):
             print_out(part, "")
         if note:
-            click.echo(note, err=True)
+            say(note, err=True)
     ctx.exit(0 if found.equal else 1)
 
 

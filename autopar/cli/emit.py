@@ -9,7 +9,7 @@ import click
 import torch
 
 from autopar.cli import staged
-from autopar.cli.console import stages, writing
+from autopar.cli.console import say, stages, writing
 from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shapes
 from autopar.cli.prices import CALIBRATION, prices
 from autopar.codegen import folder
@@ -62,7 +62,7 @@ def command(
         folder.write(output, files, {})
     program = output / "program.py"
     beside = [name for name in files if name.startswith("stage_")]
-    click.echo(
+    say(
         f"{program}: {len(files['program.py'].splitlines())} lines"
         f"{', beside ' + ', '.join(beside) if beside else ''}\n"
         "put weights.safetensors and batch.safetensors beside it, under the names of "

@@ -55,13 +55,12 @@ class Wanted:
 
 def shapes(command: Command) -> Command:
     """The options --batch, --seq and --layers."""
-    size = click.IntRange(min=1)
-    for name, text in (
-        ("--layers", "Number of blocks, in place of the model's own."),
-        ("--seq", "Tokens of a sample."),
-        ("--batch", "Samples of the whole batch of a step."),
+    for name, most, text in (
+        ("--layers", 2**14, "Number of blocks, in place of the model's own."),
+        ("--seq", 2**31, "Tokens of a sample."),
+        ("--batch", 2**31, "Samples of the whole batch of a step."),
     ):
-        command = click.option(name, type=size, help=text)(command)
+        command = click.option(name, type=click.IntRange(1, most), help=text)(command)
     return command
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from autopar.cli import frontier as frontier_view
-from autopar.cli.console import JSON, Stages, print_json, print_out, stages, writing
+from autopar.cli.console import JSON, Stages, print_json, print_out, say, stages
 from autopar.cli.explain import explained
 from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
 from autopar.cli.pipeline import plan_pipeline, render, to_json
@@ -213,13 +213,12 @@ def command(
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
         print_out(*render_fused(made.fused))
-        click.echo(_found(made))
+        say(_found(made))
         _warn_whole(explanation)
     if output is not None:
-        with writing(output):
-            made.save(output)
+        made.save(output)
         more = "" if is_data(model) else f" --model {model}"
-        click.echo(f"written to {output}; next: autopar explain {output}{more}", err=True)
+        say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
 def _frontier(wanted: Wanted, mesh: Mesh, options: Options, state: float, as_json: bool) -> None:
@@ -258,9 +257,8 @@ def _pipeline(
     else:
         print_out(*render(found, made))
     if output is not None:
-        with writing(output):
-            made.save(output)
-        click.echo(f"written to {output}", err=True)
+        made.save(output)
+        say(f"written to {output}", err=True)
 
 
 def _plan_json(made: Plan) -> dict[str, object]:
@@ -294,4 +292,4 @@ def _found(made: Plan) -> str:
 def _warn_whole(explanation: Explanation) -> None:
     if explanation.whole:
         found = ", ".join(f"%{name}" for name in explanation.whole)
-        click.secho(f"whole on every device for want of a rule: {found}", fg="yellow", err=True)
+        say(f"whole on every device for want of a rule: {found}", fg="yellow", err=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autopar.cli.console import say
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -55,4 +56,4 @@ def prices(
 def _differ(what: str, why: str, must: bool) -> None:
     if must:
         raise CalibrationError(what, why=why, todo="give its own: --calibration FILE")
-    click.secho(f"{what}; {why}", fg="yellow", err=True)
+    say(f"{what}; {why}", fg="yellow", err=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 import torch
-from rich.markup import escape
 from rich.table import Table
 
 from autopar.cli.console import JSON, print_json, print_out, stages
@@ -197,5 +196,5 @@ def _print_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
     for head in heads:
         table.add_column(head, overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     print_out(table)

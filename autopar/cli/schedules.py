@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.console import JSON, WIDTH, print_json, print_out, writing
+from autopar.cli.console import FILE, JSON, SECONDS, WIDTH, Console, print_json, print_out
 from autopar.errors import ScheduleError
 from autopar.inter_op.gantt import gantt, legend
 from autopar.inter_op.lower import Lowered, lower
@@ -59,17 +57,23 @@ class _Wanted:
     "--stages",
     "--ranks",
     "ranks",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1024),
     default=4,
     show_default=True,
     help="Places of the pipeline, each a device or a sub-mesh. A schedule with several stages in"
     " each place cuts the model into finer ones.",
 )
 @click.option(
-    "--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="In a step."
+    "--microbatches", type=click.IntRange(1, 4096), default=8, show_default=True, help="In a step."
 )
-@click.option("--chunks", type=int, help="Stages in each place, for interleaved_1f1b.")
-@click.option("--extra", type=int, help="Further forwards ahead for each place, for eager_1f1b.")
+@click.option(
+    "--chunks", type=click.IntRange(0, 64), help="Stages in each place, for interleaved_1f1b."
+)
+@click.option(
+    "--extra",
+    type=click.IntRange(0, 4096),
+    help="Further forwards ahead for each place, for eager_1f1b.",
+)
 @click.option(
     "--times",
     type=_Seconds(),
@@ -79,7 +83,7 @@ class _Wanted:
 )
 @click.option(
     "--transfer",
-    type=click.FloatRange(min=0),
+    type=SECONDS,
     default=0.0,
     help="Time from one place to the next, beside the computing.",
 )
@@ -124,8 +128,7 @@ def command(
         raise click.UsageError(f"{name} does not take --" + " or --".join(given)) from error
     timeline = _simulated(made, wanted)
     if trace_json is not None:
-        with writing(trace_json):
-            trace_json.write_text(timeline.to_trace(), encoding="utf-8")
+        FILE.write(trace_json, timeline.to_trace())
     rows = lower(made) if lowered else None
     if as_json:
         print_json(_json(made, timeline, wanted, rows))
@@ -212,7 +215,7 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
             closed,
             f"{figures['activations']:.3g}",
             f"{figures['stages']}{copies}",
-            escape(recipe.needs),
+            recipe.needs,
         )
     print_out(
         f"{wanted.ranks} places, {wanted.microbatches} microbatches; simulated, with forward, input"

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from autopar.cli import staged
-from autopar.cli.console import JSON, print_json, print_out, stages, writing
+from autopar.cli.console import FILE, JSON, print_json, print_out, stages
 from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
 from autopar.cli.prices import CALIBRATION, prices
 from autopar.cost.device import Device, device
@@ -83,8 +83,7 @@ def command(
         found = simulated(graph, chosen, known, settings, prices(chosen, calibration))
         figures = utilisations(found, graph, chosen, known, chip)
     if trace_json is not None:
-        with writing(trace_json):
-            trace_json.write_text(found.to_trace(), encoding="utf-8")
+        FILE.write(trace_json, found.to_trace())
     if as_json:
         print_json({"graph": graph.name, "mesh": str(chosen.mesh), **found.to_json(), **figures})
     else:

@@ -9,18 +9,31 @@ from typing import Any
 
 import click
 
-from autopar.cli.console import JSON, print_json, stages, writing
+from autopar.cli.console import FILE, JSON, SECONDS, print_json, stages
 from autopar.errors import ProblemError
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
+from autopar.outside import Kind
+
+SOLUTION = Kind(
+    "the solution", ProblemError, "give a file that -o wrote", bad="this is not a solution"
+)
 
 
 @click.command("solve")
 @click.argument("instance", type=click.Path(path_type=Path))
-@click.option("--time-limit", default=60.0, show_default=True, help="Seconds, reading included.")
+@click.option(
+    "--time-limit", type=SECONDS, default=60.0, show_default=True, help="Seconds, reading included."
+)
 @click.option("--solver", default="auto", show_default=True, help="One of the solvers, by name.")
-@click.option("--seed", default=0, show_default=True, help="Of whatever the solver draws.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="Of whatever the solver draws.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the choices as JSON.")
 @click.option("--start", type=click.Path(path_type=Path), help="Begin with a solution written so.")
 @click.option("--bound", "only_bound", is_flag=True, help="Print the proven bound and no more.")
@@ -67,8 +80,7 @@ def command(
         "solver": found.solver,
     }
     if output is not None:
-        with writing(output):
-            output.write_text(json.dumps({"solution": list(found.choice)}) + "\n")
+        FILE.write(output, json.dumps({"solution": list(found.choice)}) + "\n")
     if as_json:
         print_json(values)
     elif only_bound:
@@ -95,11 +107,11 @@ def _choices(path: Path) -> list[int]:
         ProblemError: the file cannot be read or is no solution.
     """
     try:
-        choice = json.loads(path.read_text(encoding="utf-8"))["solution"]
+        choice = SOLUTION.json(SOLUTION.text(path), str(path))["solution"]
         if not all(type(index) is int for index in choice):
             raise TypeError("expected a list of whole numbers")
         return list(choice)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ProblemError(
-            "this is not a solution", where=str(path), why=f"{type(error).__name__}: {error}"
+            SOLUTION.bad, where=str(path), why=f"{type(error).__name__}: {error}"
         ) from error

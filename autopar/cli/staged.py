@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.console import WIDTH, Stages, print_json, print_out, writing
+from autopar.cli.console import FILE, WIDTH, Console, Stages, print_json, print_out
 from autopar.cli.model import Wanted, capture_model, model_of
 from autopar.cli.prices import prices
 from autopar.codegen import folder
@@ -173,8 +173,7 @@ def files(
 def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:
     """Print the pipeline, and write its trace where one is asked for."""
     if trace_json is not None:
-        with writing(trace_json):
-            trace_json.write_text(to_trace(opened), encoding="utf-8")
+        FILE.write(trace_json, to_trace(opened))
     print_json(to_json(opened)) if as_json else print_out(*render(opened))
 
 

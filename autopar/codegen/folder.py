@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -33,8 +32,11 @@ from autopar.codegen.ranks.shared import local_device
 from autopar.codegen.runtime import Runtime
 from autopar.codegen.update import Training
 from autopar.errors import ProgramError
+from autopar.fields import Check, Fields, Number, Table, Text
 from autopar.ir.mesh import Mesh
+from autopar.outside import Kind
 
+SETTINGS = Kind("the program's settings", ProgramError, "save the program again")
 Content = TypeVar("Content")
 MAIN = '''
 
@@ -142,7 +144,7 @@ class OpenProgram:
     """
 
     def __init__(self, folder: Path) -> None:
-        settings = read(folder / "program.toml", read_toml)
+        settings = open_settings(folder / "program.toml")
         source = read(folder / "program.py", read_text)
         compare_ranks({"program.py": source, "program.toml": text_of(settings)})
         program = load(source, str(folder / "program.py"))
@@ -166,9 +168,42 @@ class OpenProgram:
         self.executor.close()
 
 
+def open_settings(path: Path) -> dict[str, Any]:
+    """The entries of program.toml; ProgramError if it is missing or one is damaged."""
+    read(path, lambda path: path)
+    fields = Fields(SETTINGS.toml(SETTINGS.text(path), str(path)), ProgramError, str(path))
+    tables: dict[str, Check] = {"optimizer": _optimizer, "tied": Table(Text()), "options": _options}
+    found = {name: fields.take(name, check, {}) for name, check in tables.items()}
+    bounds = {"clip_norm": Number(above=True), "ema": Number(0, 1)}
+    found |= {name: fields.take(name, check, None) for name, check in bounds.items()}
+    words = Text(known=("raise", "skip", "continue"))
+    found["on_nonfinite"] = fields.take("on_nonfinite", words, "raise")
+    fields.end()
+    return found
+
+
+def _optimizer(table: Any) -> dict[str, Any]:
+    fields = Fields(table, ProgramError, "the optimizer")
+    found = {"name": fields.take("name", Text()), "keywords": fields.take("keywords", _plains, {})}
+    fields.end()
+    return found
+
+
+def _options(table: Any) -> dict[str, Any]:
+    return Table(_plains)(table)
+
+
+def _plains(table: Any) -> dict[str, Any]:
+    """Keywords with plain values."""
+    found = Table(lambda value: value)(table)
+    if not all(map(_plain, found.values())):
+        raise ValueError("plain values are expected")
+    return found
+
+
 def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
     """The optimizer that program.toml names; ProgramError if torch has none of that name."""
-    chosen = settings.get("optimizer", {"name": "AdamW"})
+    chosen = settings.get("optimizer") or {"name": "AdamW"}
     kind = getattr(torch.optim, chosen["name"], None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
@@ -205,11 +240,6 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
 def read_text(path: Path) -> str:
     """A file's text."""
     return path.read_text(encoding="utf-8")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as data."""
-    return tomllib.loads(read_text(path))
 
 
 @contextmanager

@@ -69,7 +69,14 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
             )
     found: dict[str, Options] = {}
     for name, parameter in trained.items():
-        options = given(name, parameter)
+        try:
+            options = given(name, parameter)
+        except Exception as error:  # the user's code may raise anything
+            raise ProgramError(
+                f"the groups fail for {name}",
+                why=f"{type(error).__name__}: {error}",
+                todo="pass a function of a name and a parameter, or autopar.groups(...)",
+            ) from error
         if not isinstance(options, Mapping):
             raise ProgramError(
                 f"the groups give {options!r} for {name}",

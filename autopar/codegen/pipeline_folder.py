@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from autopar.codegen.alike import compare_ranks, text_of
-from autopar.codegen.folder import MAIN, processes, read, read_text, read_toml, training_of
+from autopar.codegen.folder import MAIN, open_settings, processes, read, read_text, training_of
 from autopar.codegen.literals import comment, docstring, quoted
 from autopar.codegen.load import load
 from autopar.codegen.pipeline import Pipeline
@@ -106,7 +106,7 @@ class OpenPipeline:
     def __init__(
         self, folder: Path, stages: Sequence[str], placement: Placement, inputs: Mapping[str, str]
     ) -> None:
-        settings = read(folder / "program.toml", read_toml)
+        settings = open_settings(folder / "program.toml")
         sources = {name: read(folder / name, read_text) for name in stages}
         compare_ranks(
             {**sources, "program.py": text_of(placement), "program.toml": text_of(settings)}

@@ -14,6 +14,7 @@ from autopar.codegen.folder import join_process_group
 from autopar.codegen.ranks.shared import Peers
 from autopar.codegen.ranks.shared import local_device as local_device
 from autopar.errors import AutoparError, MeshError
+from autopar.fields import shown
 from autopar.ir.mesh import Mesh
 
 MeshLike = Mesh | DeviceMesh | str
@@ -33,7 +34,7 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         return mesh_of(mesh, device_name(mesh.device_type))
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"{mesh!r} is no mesh",
+            f"{shown(mesh)} is no mesh",
             todo='pass a torch DeviceMesh, an autopar.Mesh or its text, "H100: node=2, gpu=8"',
         )
     return mesh

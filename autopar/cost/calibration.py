@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,10 +33,13 @@ import tomlkit
 from autopar.cost.collective import KINDS
 from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
+from autopar.fields import Fields, Number, Row, Table, Text, Whole, shown
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES
+from autopar.outside import Kind
 
 VERSION = 1
+FILE = Kind("the calibration", CalibrationError, "run `autopar calibrate -o FILE` first")
 NOISE = 1.0
 """A larger problem may be measured this much faster, besides its spread, before it is refused."""
 
@@ -219,67 +222,92 @@ class Calibration:
         Raises:
             CalibrationError: it is not TOML, has a damaged entry, or a figure that is nonsense.
         """
-        try:
-            table = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CalibrationError(
-                "the calibration is not readable TOML", where=where, why=str(error)
-            ) from error
+        table = FILE.toml(text, where)
         if table.get("version") != VERSION:
             raise CalibrationError(
-                f"the calibration has version {table.get('version')}",
+                f"the calibration has version {shown(table.get('version'))}",
                 where=where,
                 why=f"{VERSION} is read",
                 todo="calibrate again",
             )
         try:
-            return _read(table)
-        except CalibrationError as error:
-            error.where = "; ".join(filter(None, (where, error.where)))
-            raise
-        except (AutoparError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return _read(table, where)
+        except AutoparError as error:
+            place = "; ".join(filter(None, (where, error.where.removeprefix(where))))
             raise CalibrationError(
-                "the calibration has a damaged entry",
-                where=where,
-                why=f"{type(error).__name__}: {error}",
-                todo="calibrate again",
+                error.what, where=place, why=error.why, todo=error.todo or "calibrate again"
             ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a calibration file; CalibrationError if it is missing or not one."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CalibrationError(
-                f"cannot read the calibration {path}",
-                why=str(error),
-                todo="run `autopar calibrate -o FILE` first",
-            ) from error
-        return cls.from_toml(text, where=str(path))
+        return cls.from_toml(FILE.text(path), where=str(path))
 
 
-def _read(table: dict[str, Any]) -> Calibration:
-    products = [
-        Product(dtype, Gemm(*map(int, shape.split("x"))), Timing(*map(float, numbers)))
-        for dtype, shapes in table.get("matmul", {}).items()
-        for shape, numbers in shapes.items()
-    ]
-    kernels = [
-        Kernel(op, dtype, float(flops), float(nbytes), Timing(seconds, spread), entry["by"])
-        for op, dtypes in table.get("kernel", {}).items()
-        for dtype, entry in dtypes.items()
-        for flops, nbytes, seconds, spread in entry["points"]
-    ]
-    calls = [
-        Exchange(kind, tuple(axes.split(", ")), float(nbytes), Timing(seconds, spread))
-        for kind, over in table.get("collective", {}).items()
-        for axes, points in over.items()
-        for nbytes, seconds, spread in points
-    ]
-    mesh = Mesh.parse(table["mesh"])
-    made = (tuple(products), tuple(kernels), tuple(calls))
-    return Calibration(mesh, str(table["torch"]), str(table["date"]), *made)
+def _read(table: dict[str, Any], where: str) -> Calibration:
+    fields = Fields(table, CalibrationError, "the calibration", where)
+    products = fields.take("matmul", Table(Table(_TIME)), {})
+    kernels = fields.take("kernel", Table(Table(_curve)), {})
+    calls = fields.take("collective", Table(Table(Row(_point(3)))), {})
+    mesh, torch, date = (fields.take(name, Text()) for name in ("mesh", "torch", "date"))
+    fields.take("version", Whole())
+    fields.end()
+    return Calibration(
+        Mesh.parse(mesh),
+        torch,
+        date,
+        tuple(
+            Product(dtype, _gemm(shape), Timing(*numbers))
+            for dtype, shapes in products.items()
+            for shape, numbers in shapes.items()
+        ),
+        tuple(
+            Kernel(op, dtype, flops, nbytes, Timing(seconds, spread), by)
+            for op, dtypes in kernels.items()
+            for dtype, (by, points) in dtypes.items()
+            for flops, nbytes, seconds, spread in points
+        ),
+        tuple(
+            Exchange(kind, tuple(axes.split(", ")), nbytes, Timing(seconds, spread))
+            for kind, over in calls.items()
+            for axes, points in over.items()
+            for nbytes, seconds, spread in points
+        ),
+    )
+
+
+def _point(count: int) -> Callable[[Any], tuple[float, ...]]:
+    """The check of so many numbers; what they may be is judged by `_check_point`."""
+
+    def check(value: Any) -> tuple[float, ...]:
+        numbers = tuple(map(Number(-math.inf, math.inf), Row(lambda each: each)(value)))
+        if len(numbers) != count:
+            raise ValueError(f"{count} numbers are expected")
+        return numbers
+
+    return check
+
+
+_TIME = _point(2)
+
+
+def _curve(entry: Any) -> tuple[str, tuple[tuple[float, ...], ...]]:
+    fields = Fields(entry, CalibrationError, "a kernel")
+    by, points = (
+        fields.take("by", Text(known=("nbytes", "flops"))),
+        fields.take("points", Row(_point(4))),
+    )
+    fields.end()
+    return by, points
+
+
+def _gemm(shape: str) -> Gemm:
+    match = re.fullmatch(r"([0-9]{1,9}) x ([0-9]{1,9}) x ([0-9]{1,9}) x ([0-9]{1,9})", shape)
+    if match is None:
+        raise CalibrationError(
+            f"cannot read the shape {shown(shape)}", why='it is written "1 x 64 x 64 x 64"'
+        )
+    return Gemm(*map(int, match.groups()))
 
 
 def _numbers(time: Timing) -> list[float]:

@@ -8,9 +8,7 @@ that further memory of a node is written as further nodes that must agree with i
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +18,15 @@ import numpy as np
 
 from autopar.errors import ProblemError
 from autopar.intra_op.problem import Choices, Edge, Problem
+from autopar.outside import MIB, Kind
+
+FILE = Kind(
+    "the problem",
+    ProblemError,
+    "check the path and that the file is whole",
+    limit=2048 * MIB,
+    bad="this is not a problem in the contest's JSON",
+)
 
 
 def parse_problem(source: str | bytes | dict[str, Any]) -> Problem:
@@ -30,11 +37,11 @@ def parse_problem(source: str | bytes | dict[str, Any]) -> Problem:
             malformed.
     """
     try:
-        data = source if isinstance(source, dict) else json.loads(source)
+        data = source if isinstance(source, dict) else FILE.json(source)
         return _from_dict(data["problem"])
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ProblemError(
-            "this is not a problem in the contest's JSON",
+            FILE.bad,
             why=f"{type(error).__name__}: {error}",
             todo="give a whole file of the form of the contest's example.json",
         ) from error
@@ -68,17 +75,7 @@ def read_problem(path: str | Path) -> Problem:
     Raises:
         ProblemError: the file cannot be read or is not a whole problem.
     """
-    path = Path(path)
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ProblemError(
-            "a problem file cannot be read",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            todo="check the path and that the file is whole",
-        ) from error
-    return parse_problem(data)
+    return parse_problem(FILE.content(path))
 
 
 def _from_dict(data: dict[str, Any]) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.errors import AutoparError, PlanError
 from autopar.intra_op.options import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.states import lies_of
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.plan import Plan, Shaped
@@ -15,7 +16,9 @@ def check(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> None:
 
     Raises:
         PlanError: naming the entry, the user's line and the layouts that were possible.
+        StateError: what it says of state sharding is nonsense.
     """
+    lies_of(plan.state or None, True, plan.precision, plan.mesh)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # judged with its share

@@ -63,7 +63,7 @@ class Choices:
         object.__setattr__(self, "memory", tuple(map(float, self.memory)))
         object.__setattr__(self, "live", tuple(self.live))
         if not cost:
-            raise ProblemError("a node has no choices", where=where)
+            raise ProblemError("a node has no choices", where=where, todo="give it one")
         more = tuple((tuple(live), tuple(map(float, nbytes))) for live, nbytes in self.more)
         object.__setattr__(self, "more", more)
         if not len(cost) == len(self.labels):
@@ -74,7 +74,9 @@ class Choices:
             )
         # The comparison is false for a NaN. min() above may hide one, hence self.cost.
         if not all(value > -math.inf for value in self.cost):
-            raise ProblemError("a cost is not a number or is minus infinity", where=where)
+            raise ProblemError(
+                "a cost is not a number or is minus infinity", where=where, todo="correct it"
+            )
         for live, nbytes in self.held:
             _check_memory(where, len(cost), live, nbytes)
         object.__setattr__(self, "cost", cost)
@@ -97,7 +99,9 @@ def _check_memory(where: str, count: int, live: tuple[int, int], nbytes: Sequenc
             why=f"{count} costs, {len(nbytes)} memories",
         )
     if not all(0 <= value < math.inf for value in nbytes):  # false for a NaN
-        raise ProblemError("memory is negative or not a finite number of bytes", where=where)
+        raise ProblemError(
+            "memory is negative or not a finite number of bytes", where=where, todo="correct it"
+        )
     if len(live) != 2 or live[0] > live[1]:
         raise ProblemError(
             "a live interval ends before it begins", where=where, why=f"live = {live}"
@@ -133,7 +137,9 @@ class Edge:
                 "an edge's costs are not a matrix", where=where, why=f"shape {cost.shape}"
             )
         if not bool((cost > -np.inf).all()):
-            raise ProblemError("a cost is not a number or is minus infinity", where=where)
+            raise ProblemError(
+                "a cost is not a number or is minus infinity", where=where, todo="correct it"
+            )
         np.minimum(cost, FORBIDDEN, out=cost)
         cost.setflags(write=False)
         object.__setattr__(self, "cost", cost)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.errors import PinError
+from autopar.errors import AutoparError, PinError
+from autopar.fields import Table, Text, shown
 from autopar.intra_op.dim_names import name_dims
 from autopar.intra_op.dims import Dims, find_dims
 from autopar.intra_op.options import Option, node_options
@@ -141,5 +142,31 @@ def spell_out(
                 todo="pass mappings of names to layouts, autopar.pins.megatron(...) and the like, "
                 "or autopar.layout(...)",
             )
-        groups.append(word if isinstance(word, Mapping) else word(subject))
+        groups.append(_texts(word if isinstance(word, Mapping) else _said(word, subject)))
     return joined(groups)
+
+
+def _said(word: Word, subject: Subject) -> object:
+    """What a word gives; PinError where one of the user's own fails."""
+    try:
+        return word(subject)
+    except AutoparError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise PinError(
+            f"the pins {shown(word)} fail",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass a function of an autopar.pins.Subject that returns pins by name",
+        ) from error
+
+
+def _texts(pins: object) -> Mapping[str, str]:
+    """Pins by name; PinError unless names and layouts are texts."""
+    try:
+        return Table(Text())(pins)
+    except ValueError as error:
+        raise PinError(
+            f"{shown(pins)} are no pins",
+            why=str(error),
+            todo='pass names with layouts, {"lm_head.weight": "[50257@gpu, 768]"}',
+        ) from error

@@ -161,7 +161,14 @@ def _loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Para
     if loss_fn is None:
         return []
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    return list(inspect.signature(called).parameters.values())[1:]
+    try:
+        return list(inspect.signature(called).parameters.values())[1:]
+    except (ValueError, TypeError) as error:
+        raise CaptureError(
+            "loss_fn does not say what it takes",
+            why=str(error),
+            todo="pass a function of the output and of arguments of the batch by name",
+        ) from error
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

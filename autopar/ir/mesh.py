@@ -20,7 +20,8 @@ from autopar.errors import MeshError
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_NAME = re.compile(r"[A-Za-z_]\w*\Z")
+_NAME = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
+MOST = 2**24  # devices of a mesh
 
 
 def parse_quantity(text: str, unit: str) -> float:
@@ -113,6 +114,10 @@ class Mesh:
         for axis in self.axes:
             if axis.size < 1:
                 raise MeshError(f"mesh axis {axis.name!r} has size {axis.size}", todo="use >= 1")
+        if self.size > MOST:
+            raise MeshError(
+                f"the mesh has {self.size} devices", why=f"at most {MOST} are planned for"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -189,7 +194,7 @@ class Mesh:
 
 
 def _parse_axis(part: str, text: str) -> Axis:
-    match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*(?:@\s*(\S+))?\s*(\S+)?\s*", part)
+    match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]{1,12})\s*(?:@\s*(\S+))?\s*(\S+)?\s*", part)
     if match is None or not _NAME.match(match[1]):
         raise MeshError(
             f"cannot read mesh axis {part.strip()!r}",

@@ -105,6 +105,11 @@ class Storage:
                 why="its line tells how it is held, or how it is held, how its gradients are added "
                 "up and how it is updated, and perhaps how it is kept for the backward",
             )
+        if any(len(layout.dims) != len(used.dims) for layout in layouts):
+            raise LayoutError(
+                "the layouts of one parameter have different numbers of dimensions",
+                why=f"{len(used.dims)} where it is used, {[len(a.dims) for a in layouts]} before",
+            )
         whole = Layout(used.dims)
         held, grads, updated = layouts[:3] if len(layouts) > 1 else (layouts[0],) * 3
         made = cls(used, held, grads, updated, layouts[3] if len(layouts) > 3 else whole)

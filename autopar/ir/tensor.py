@@ -59,11 +59,23 @@ class TensorType:
         match = re.fullmatch(r"\s*(\w+)\[([\d, ]*)\]\s*", text)
         if match is None or match[1] not in DTYPE_BYTES:
             raise LayoutError(f"cannot read tensor type {text!r}", todo='write e.g. "f32[8, 16]"')
-        shape = tuple(int(part) for part in match[2].split(",") if part.strip())
-        return cls(match[1], shape)
+        return cls(
+            match[1], tuple(_size(part, text) for part in match[2].split(",") if part.strip())
+        )
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def _size(word: str, text: str) -> int:
+    """The length of a dimension; LayoutError unless it is one that an index of 64 bits counts."""
+    if not re.fullmatch(r"[0-9]{1,18}", word.strip()):
+        raise LayoutError(
+            f"cannot read the size {word.strip()[:50]!r}",
+            where=text[:200],
+            todo='write e.g. "[8, 1024@gpu] +sum(node)"',
+        )
+    return int(word)
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -192,9 +204,12 @@ class Layout:
         for part in match[1].split(","):
             if part.strip():
                 size, *axes = (word.strip() for word in part.split("@"))
-                if not size.isdigit() or not all(axes):
-                    raise LayoutError(f"cannot read {part.strip()!r} in layout {text!r}")
-                shape.append(int(size))
+                if not all(axes):
+                    raise LayoutError(
+                        f"cannot read {part.strip()!r} in layout {text!r}",
+                        todo='write e.g. "[8, 1024@gpu] +sum(node)"',
+                    )
+                shape.append(_size(size, text))
                 dims.append(tuple(axes))
         partial, varying = (
             tuple(word.strip() for word in (match[i] or "").split(",") if word.strip())
@@ -202,5 +217,7 @@ class Layout:
         )
         layout = cls(tuple(dims), partial, varying)
         if len(set(layout.axes)) != len(layout.axes):
-            raise LayoutError(f"layout {text!r} names an axis twice")
+            raise LayoutError(
+                f"layout {text!r} names an axis twice", why="an axis stands in one place at most"
+            )
         return tuple(shape), layout

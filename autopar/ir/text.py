@@ -100,7 +100,7 @@ def parse_source(text: str) -> Source:
     if text.startswith("("):
         try:
             fields = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             fields = None
         if isinstance(fields, tuple) and [*map(type, fields)] == [str, str, int, str]:
             return Source(*fields)
@@ -147,10 +147,10 @@ def parse_graph(text: str) -> Graph:
             else:
                 raise ValueError("a node, graph, output, loss, repeat or block is expected here")
             reader.end()
-        except (ValueError, SyntaxError, RecursionError, AutoparError) as error:
+        except (ValueError, SyntaxError, RecursionError, MemoryError, AutoparError) as error:
             raise GraphError(
                 f"cannot read line {number} of the graph",
-                where=line.strip(),
+                where=line.strip()[:10_000],
                 why=error.what if isinstance(error, AutoparError) else str(error),
                 todo="write e.g. %h = aten.relu(%x) : f32[8, 16]",
             ) from None

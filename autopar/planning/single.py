@@ -47,6 +47,7 @@ from autopar.ir.recompute import Recompute
 from autopar.ir.state import StateSharding
 from autopar.ir.text import fingerprint, format_graph
 from autopar.ir.verify import verify
+from autopar.outside import Kind
 from autopar.plan import Plan
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
@@ -62,6 +63,8 @@ from autopar.planning.peak import simulated_peak
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
 from autopar.planning.repeated import Repeated
+
+FILE = Kind("the trace", ProgramError)
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,10 @@ class Trace:
         self.count += 1
         file = self.folder / f"{self.count:02}_{name}"
         head = "" if file.suffix == ".json" else f"# Constructed by {file.stem[3:]}\n"
+        content = head + text()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(head + text(), encoding="utf-8")
+            FILE.write(file, content)
         except OSError as error:
             raise ProgramError(
                 f"cannot write the trace to {self.folder}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,8 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, ModelFileError
+from autopar.fields import shown
+from autopar.outside import MIB, Kind
 from autopar.zoo.build import (
     build,
     example_inputs,
@@ -29,6 +30,11 @@ from autopar.zoo.build import (
 )
 from autopar.zoo.spec import Spec, spec
 
+FILE = Kind(
+    "the model's configuration", ModelFileError, "give the path of a config.json", limit=16 * MIB
+)
+# A model is built of modules one by one: a count beyond these would be built for hours.
+_COUNTED, _MOST_PARTS, _MOST = ("layer", "depth", "block", "stage", "expert", "head"), 2**14, 2**48
 # Settings that would have transformers run code of the model's author, fetch kernels or fetch
 # weights. A configuration file is data: the model is built from transformers' own classes alone.
 _NEVER = (
@@ -98,17 +104,8 @@ def read_config(path: Path) -> Spec:
         MissingDependencyError: transformers is not installed.
     """
     path = path / "config.json" if path.is_dir() else path
-    try:
-        settings = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelFileError(
-            "cannot read the model's configuration",
-            where=str(path),
-            why=error.strerror or str(error),
-            todo="give the path of a config.json on this machine",
-        ) from error
-    except ValueError as error:
-        raise ModelFileError("the file is not JSON", where=str(path), why=str(error)) from error
+    settings = FILE.json(FILE.text(path), str(path))
+    _check_counts(settings, path)
     architecture = _architecture(path, settings)
     dtype = settings.pop("dtype", None) or settings.pop("torch_dtype", None) or "float32"
     settings = {name: value for name, value in settings.items() if name not in _NEVER}
@@ -121,6 +118,27 @@ def read_config(path: Path) -> Spec:
         seq=None,
         source=str(path),
     )
+
+
+def _check_counts(settings: Any, path: Path) -> None:
+    """ModelFileError if a number of the configuration is one that no model is built of."""
+    waiting: list[tuple[str, Any]] = [("", settings)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(str(key), entry) for key, entry in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, entry) for entry in value]
+        elif isinstance(value, int):
+            counted = any(word in name.lower() for word in _COUNTED)
+            most = _MOST_PARTS if counted and not name.endswith(("_dim", "_size")) else _MOST
+            if abs(value) > most:
+                raise ModelFileError(
+                    f"the configuration says {shown(name)} = {shown(value)}",
+                    where=str(path),
+                    why=f"no more than {most} are built",
+                    todo="correct that number",
+                )
 
 
 def _architecture(path: Path, settings: Any) -> str:

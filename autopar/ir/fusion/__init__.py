@@ -71,6 +71,10 @@ def choose(fuse: Fuse) -> tuple[str, ...]:
     if isinstance(fuse, bool):
         fuse = {} if fuse else ()
     listed = (fuse,) if isinstance(fuse, str) else tuple(fuse)
+    if isinstance(fuse, Mapping) and not all(isinstance(on, bool) for on in fuse.values()):
+        raise ProgramError(
+            "fuse switches a pattern by something else than True or False", why=f"{fuse!r}"
+        )
     unknown = [name for name in listed if name not in switches()]
     if isinstance(fuse, str) or unknown:
         raise ProgramError(
