@@ -50,7 +50,6 @@ _WORD = Text(1000)
 _CHECKS: dict[str, Check] = {
     "model": Of((nn.Module,), "a torch.nn.Module"),
     "loss_fn": Or((NOTHING, _CALLED)),
-    "optimizer": _CALLED,
     "plan": Or((NOTHING, _STAGED)),
     "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
     "unknown_ops": _WORD,

@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import tomllib
 import zlib
@@ -25,6 +26,8 @@ _SPECIAL = (
     (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"),
 )  # fmt: skip
+_PARTS = re.compile(r"\.[^.,\]\n]{0,500}\.")
+_MOST_PARTS = 1000
 _RATIO = 100  # by which a compressed file may grow beyond its limit of bytes
 
 
@@ -43,7 +46,7 @@ class Kind:
     what: str
     error: type[AutoparError]
     todo: str = ""
-    limit: int = 64 * MIB
+    limit: int = 16 * MIB
     bad: str = ""
 
     def content(self, path: str | Path) -> bytes:
@@ -78,6 +81,10 @@ class Kind:
     def toml(self, text: str, where: str = "") -> dict[str, Any]:
         """The table that a text in TOML holds; raises `error`."""
         try:
+            for line in text.split("\n"):
+                # tomllib takes time with the square of what a key has parts.
+                if sum(1 for _ in _PARTS.finditer(line)) > _MOST_PARTS:
+                    raise ValueError("a key has too many parts")
             return tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             why = _reason(error)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.codegen.state import Parameter
 from autopar.errors import ProgramError
+from autopar.fields import shown
 from autopar.ir.fusion import UPDATE
 
 # Of parameters, or of groups of them.
@@ -144,4 +145,4 @@ def _stepped(
 
 def _name(optimizer: OptimizerFactory) -> str:
     made = getattr(optimizer, "func", optimizer)  # of a partial
-    return str(getattr(made, "__name__", made))
+    return str(getattr(made, "__name__", "") or shown(made))
