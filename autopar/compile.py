@@ -70,6 +70,7 @@ _CHECKS: dict[str, Check] = {
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "backend": _WORD,
+    "on_nonfinite": _WORD,
     "cuda_graph": FLAG,
 }
 

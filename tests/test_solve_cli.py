@@ -141,7 +141,7 @@ def test_half_a_file(instance: Path, tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(instance.read_bytes())[:90])
     assert "not a problem in the contest's JSON" in run(half, code=2).stderr
     assert "cannot read the problem" in run(packed, code=2).stderr
-    assert "cannot be read" in run(tmp_path / "nowhere.json", code=2).stderr
+    assert "cannot read the problem" in run(tmp_path / "nowhere.json", code=2).stderr
 
 
 def test_an_unknown_solver_is_refused_with_those_there_are(instance: Path) -> None:

@@ -39,7 +39,7 @@ from autopar.planning.single import (
 @shapes
 @click.option(
     "--global-batch",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 2**31),
     help="Samples of a step; cuts the model into pipeline stages and the batch into microbatches.",
 )
 @RULES

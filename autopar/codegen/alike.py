@@ -172,7 +172,10 @@ def text_of(value: Any) -> str:
     if is_dataclass(value):
         given = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
         return f"{type(value).__qualname__}({text_of(given)})"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of an object of the user's
+        return f"{text_of(type(value))}()"
     return f"{text_of(type(value))}()" if " at 0x" in text else text
 
 

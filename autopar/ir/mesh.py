@@ -126,6 +126,8 @@ class Mesh:
         Raises:
             MeshError: naming the part that cannot be read.
         """
+        if len(text) > 10_000:
+            raise MeshError(f"a mesh text of {len(text)} characters", todo="write at most 10000")
         head, colon, tail = text.partition(":")
         match = re.fullmatch(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[([^\]]*)\])?\s*", head)
         if not colon or match is None:

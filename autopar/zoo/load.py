@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +104,7 @@ def read_config(path: Path) -> Spec:
         ModelFileError: no such file, not JSON, or not the configuration of a known model.
         MissingDependencyError: transformers is not installed.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     settings = FILE.json(FILE.text(path), str(path))
     _check_counts(settings, path)
     architecture = _architecture(path, settings)
@@ -194,7 +195,7 @@ def opened(path: Path) -> Iterator[ModuleType]:
     Raises:
         ModelFileError: the file is missing, is no Python or fails.
     """
-    if not path.is_file() or path.suffix != ".py":
+    if not os.path.isfile(path) or path.suffix != ".py":
         raise ModelFileError("there is no such file", where=str(path), todo="correct the path")
     name = f"_autopar_model_{path.stem}"
     with _importable(path.parent), _named_failures(path):
