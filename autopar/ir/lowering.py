@@ -179,7 +179,8 @@ class Lowering(Draft):
         op, args, kwargs = self._call(node, grad)
         if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
             first = self._first(node)
-            assert first is not None
+            while first not in self._leaves and writes.is_idle(first):
+                first = self._first(first)
             op = writes.view_name(node, self._leaves[first].target if first in self._leaves else "")
         self._with_grad[node] = grad
         self._set(node, self.result(node, node.name, (op, args, kwargs), grad, node.meta["val"]))
@@ -199,9 +200,9 @@ class Lowering(Draft):
         for tensor in tensors_of(node.meta["val"])[:1]:
             self._sharing.setdefault(tensor.untyped_storage(), {})[node] = None
 
-    def _first(self, node: fx.Node) -> fx.Node | None:
+    def _first(self, node: fx.Node | None) -> fx.Node | None:
         """The traced tensor that is the operator's first argument."""
-        first = node.args[0] if node.args else None
+        first = node.args[0] if node is not None and node.args else None
         return self._same.get(first, first) if isinstance(first, fx.Node) else None
 
     def _write(self, node: fx.Node, grad: bool) -> None:

@@ -206,6 +206,15 @@ def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
     return not any("NotImplemented" in str(result.grad_fn) for result in results)
 
 
+def is_idle(node: fx.Node | None) -> bool:
+    """Whether a traced operator gave the model the very tensor back: a cast to the same dtype."""
+    if node is None or not re.match(r"aten\.(to|type_as|contiguous)\b", str(node.target)):
+        return False
+    before: Any = node.args[0]
+    values = before.meta["val"], node.meta["val"]
+    return bool(values[0].untyped_storage() == values[1].untyped_storage())
+
+
 def view_name(node: fx.Node, leaf: str) -> str:
     """The view that an operator takes which changes a tensor's shape: of `unsqueeze_`, `unsqueeze`.
 

@@ -19,6 +19,8 @@ SMOKE = (
     "add_.Tensor", "lerp_.Scalar", "index_put_.default", "masked_fill_.Scalar", "zero_.default",
     "bernoulli_.float", "_foreach_mul_.Scalar", "unsqueeze_.default", "index_add_.default",
 )  # fmt: skip
+# A buffer would have another shape in the next step; torch has no derivative of a draw.
+REFUSED = (("unsqueeze_", "buffer"), ("bernoulli_", "local"))
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +36,8 @@ def test_some_are_right_wherever_they_write(name: str) -> None:
     operator = getattr(getattr(torch.ops.aten, packet), overload)
     for place in in_place.PLACES:
         verdict = in_place.judge(operator, place)
-        shape = packet == "unsqueeze_" and place == "buffer"
-        assert verdict.status == ("refused" if shape else "right"), verdict
+        expected = "refused" if (packet, place) in REFUSED else "right"
+        assert verdict.status == expected, verdict
 
 
 @pytest.mark.slow
