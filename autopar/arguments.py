@@ -62,8 +62,11 @@ def _text(name: str, value: Any) -> str:
     """The text of one argument."""
     if isinstance(value, nn.Module):
         return "\n".join(_lines(value))
-    if isinstance(value, (Plan, PipelinePlan)):
-        return value.to_toml()
+    if isinstance(value, Plan):  # the seconds of a search are those of a rank
+        return replace(value, solver={}).to_toml()
+    if isinstance(value, PipelinePlan):
+        stages = (replace(s, plan=replace(s.plan, solver={})) for s in value.stages)
+        return replace(value, stages=tuple(stages)).to_toml()
     if isinstance(value, Mesh):
         return str(value)
     if name == "optimizer":

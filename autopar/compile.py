@@ -71,6 +71,7 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "backend": _WORD,
     "on_nonfinite": _WORD,
+    "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
 }
 

@@ -185,12 +185,18 @@ class Fields:
         error: what is raised of an entry that is missing, unknown or of another kind.
         what: of what it is the table, "the plan".
         where: file and place.
+        prefix: before the names of entries, "model." of a table in a table.
     """
 
     def __init__(
-        self, table: Any, error: type[AutoparError], what: str = "the table", where: str = ""
+        self,
+        table: Any,
+        error: type[AutoparError],
+        what: str = "the table",
+        where: str = "",
+        prefix: str = "",
     ) -> None:
-        self._error, self._what, self._where = error, what, where
+        self._error, self._what, self._where, self._prefix = error, what, where, prefix
         if not isinstance(table, Mapping):
             raise error(f"{what} is no table", where=where, why=f"it is {shown(table)}")
         self._table: Mapping[str, Any] = table
@@ -199,11 +205,15 @@ class Fields:
     def take(self, name: str, check: Callable[[Any], Any], default: Any = ...) -> Any:
         """What a check makes of an entry, or the default where there is none; raises `error`."""
         self._known.append(name)
+        label = self._prefix + name
         if name not in self._table:
             if default is not ...:
                 return default
             raise self._error(
-                f"{self._what} has no entry {name!r}", where=self._where, why=f"needed is {check}"
+                f"{self._what} has no usable entry {label!r}",
+                where=self._where,
+                why="it is missing",
+                todo="add it as autopar writes it",
             )
         value = self._table[name]
         try:
@@ -212,9 +222,9 @@ class Fields:
             why = error.what if isinstance(error, AutoparError) else str(error)
             more = error.why if isinstance(error, AutoparError) else ""
             raise self._error(
-                f"{self._what} has a damaged entry {name!r}",
+                f"{self._what} has a damaged entry {label!r}",
                 where=self._where,
-                why="; ".join(filter(None, (f"it is {shown(value)}", why, more))),
+                why="; ".join(filter(None, (f"{label} = {shown(value)}", why, more))),
             ) from error
 
     def end(self) -> None:

@@ -276,18 +276,18 @@ def check_version(fields: Fields, where: str) -> None:
 
 def model_of(table: Any) -> dict[str, str | int]:
     """The entry `model`; ValueError unless it holds the known keys with values of their types."""
-    return _entries(table, source=Text(), batch=_SIZE, seq=_SIZE, layers=_SIZE)
+    return _entries("model", table, source=Text(), batch=_SIZE, seq=_SIZE, layers=_SIZE)
 
 
 _SIZE = Whole(1, 2**31)
 
 
-def _entries(table: Any, **checks: Any) -> dict[str, Any]:
+def _entries(name: str, table: Any, **checks: Any) -> dict[str, Any]:
     """Those of the entries that there are, and no others."""
-    fields = Fields(table, PlanError)
-    found = {name: fields.take(name, check, None) for name, check in checks.items()}
+    fields = Fields(table, PlanError, name, prefix=f"{name}.")
+    found = {key: fields.take(key, check, None) for key, check in checks.items()}
     fields.end()
-    return {name: found[name] for name in table}
+    return {key: found[key] for key in table}
 
 
 def _mesh(text: Any) -> Mesh:
@@ -307,12 +307,12 @@ def _recompute(table: Any) -> dict[str, Recompute]:
 
 
 def _memory(table: Any) -> dict[str, float]:
-    return _entries(table, limit=Number(), state=Number(0, 1e6))
+    return _entries("memory", table, limit=Number(), state=Number(0, 1e6))
 
 
 def _step(table: Any) -> dict[str, float]:
     sizes = {"microbatches": Whole(1, 2**31, rounded=True), "bucket": Whole(0, 2**50, rounded=True)}
-    return {name: float(value) for name, value in _entries(table, **sizes).items()}
+    return {name: float(value) for name, value in _entries("step", table, **sizes).items()}
 
 
 def _fused(table: Any) -> dict[str, Fused]:

@@ -79,7 +79,7 @@ def test_rules_are_listed_by_name_and_by_pattern() -> None:
         "splittable": ["m", "k", "n"],
         "linear": [],
         "example": "f64[4, 6], f64[6, 8]",
-        "examples": 1,
+        "examples": 2,
     }
     assert json.loads(run("aten::mm", "--json").stdout) == [found["aten.mm"]]
 

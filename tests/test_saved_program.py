@@ -153,7 +153,7 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
     for name in sorted(FILES - {"graph.txt", "plan.toml"}):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(b"\xff[" + whole[: len(whole) // 2])
-        with pytest.raises(ProgramError, match=f"{name} cannot be read"):
+        with pytest.raises(ProgramError, match=rf"{name} cannot be read|cannot read .*{name}"):
             folder.open_program(file).__enter__()
         (tmp_path / name).unlink()
         with pytest.raises(ProgramError, match=f"{name} is missing"):

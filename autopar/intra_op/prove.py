@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
@@ -33,8 +34,8 @@ from autopar.intra_op.case import (
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.strategy import strategies
 from autopar.ir.graph import Graph, Node
+from autopar.ir.interpret import tensor_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.tensor import TensorType
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "
 
 
 def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
-    """The same with one value in the place of all operands of a type; nothing is run without any.
+    """The same with one value in the place of several operands, where torch takes that.
 
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
@@ -88,21 +89,31 @@ def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
 def aliased(case: Case) -> Case | None:
     """An operator that reads one value as several operands, each of them in a layout of its own.
 
+    It is the largest operand of a dtype in the place of all, or else one of several of a type.
+
     Returns:
-        None where no two operands are alike, or torch refuses such a call.
+        None where no operands are alike, or torch refuses such calls.
     """
-    first: dict[tuple[TensorType, bool], Tensor] = {}
-    operands = [
-        first.setdefault((kind, value.requires_grad), value)
-        for kind, value in zip(case.types, case.operands, strict=True)
-    ]
-    if len(first) == len(operands):
-        return None
-    try:
-        copies = [value.detach().clone().requires_grad_(value.requires_grad) for value in operands]
-        return read_call(case.rule, case.node, copies)
-    except RuleError:
-        return None
+    ordered = sorted(case.operands, key=Tensor.numel, reverse=True)
+    for alike in (_dtype, tensor_type):
+        first: dict[object, Tensor] = {}
+        for value in ordered:
+            first.setdefault(alike(value), value)
+        if len(first) == len(ordered):
+            continue
+        copies = [
+            first[alike(value)].detach().clone().requires_grad_(value.requires_grad)
+            for value in case.operands
+        ]
+        try:
+            return read_call(case.rule, case.node, copies)
+        except RuleError:
+            continue
+    return None
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    return value.dtype
 
 
 def prove_node(

@@ -150,7 +150,7 @@ def parse_graph(text: str) -> Graph:
         except (ValueError, SyntaxError, RecursionError, MemoryError, AutoparError) as error:
             raise GraphError(
                 f"cannot read line {number} of the graph",
-                where=line.strip()[:10_000],
+                where=line.strip()[:5000],
                 why=error.what if isinstance(error, AutoparError) else str(error),
                 todo="write e.g. %h = aten.relu(%x) : f32[8, 16]",
             ) from None

@@ -32,7 +32,11 @@ from autopar.zoo.build import (
 from autopar.zoo.spec import Spec, spec
 
 FILE = Kind(
-    "the model's configuration", ModelFileError, "give the path of a config.json", limit=16 * MIB
+    "the model's configuration",
+    ModelFileError,
+    "give the path of a config.json",
+    limit=16 * MIB,
+    bad="the file is not JSON",
 )
 # A model is built of modules one by one: a count beyond these would be built for hours.
 _COUNTED, _MOST_PARTS, _MOST = ("layer", "depth", "block", "stage", "expert", "head"), 2**14, 2**48

@@ -115,8 +115,9 @@ FURTHER = {
 
 
 def cases() -> list[tuple[str, str]]:
-    """All operators that are expressions; a share is but a variable."""
-    table = {op: rule.examples for op, rule in rules().items() if op != "autopar.share"}
+    """All operators that are expressions; a share is but a variable, a write a statement."""
+    others = ("autopar.share", "autopar.write")
+    table = {op: rule.examples for op, rule in rules().items() if op not in others}
     written = [(op, example) for op, examples in table.items() for example in examples]
     return written + [(op, example) for op, texts in FURTHER.items() for example in texts]
 

@@ -36,6 +36,7 @@ WRONG: tuple[Any, ...] = (
 # What each of these takes beside its own words: any text, any number, or any function.
 TAKEN: dict[str, tuple[Any, ...]] = {
     "trace": tuple(word for word in WRONG if isinstance(word, str)),
+    "dump": tuple(word for word in WRONG if isinstance(word, str)),
     "memory": (10**30,),
     "clip_norm": (3.7, 10**30),
     "optimizer": (),

@@ -52,10 +52,8 @@ def check_aliases(op: str) -> None:
         if (same := aliased(case)) is None:
             continue
         first: dict[TensorType, str] = {}
-        names = {
-            name: first.setdefault(kind, name)
-            for name, kind in zip(same.node.inputs, same.types, strict=True)
-        }
+        kinds = dict(zip(same.node.inputs, same.types, strict=True))
+        names = {name: first.setdefault(kind, name) for name, kind in kinds.items()}
         node = renamed(same.node, names)
         assert resolve(RULES[op], node, same.types, node.types) == same.signature
         for way in strategies(same.signature, mesh):

@@ -62,7 +62,7 @@ def in_torch(x: Tensor) -> Tensor:
 
 def validates(x: Tensor) -> Tensor:
     scale = 1e3 - x * 100  # negative for large elements
-    return -torch.distributions.Normal(x, scale).log_prob(x.detach() + 1)
+    return -torch.distributions.Normal(x, scale, validate_args=True).log_prob(x.detach() + 1)
 
 
 GUARDS = {f.__name__: f for f in (

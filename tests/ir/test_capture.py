@@ -161,7 +161,9 @@ def test_a_model_without_memory_gives_the_graph_of_a_real_one(device: str) -> No
     # Whether a copy is asked for depends on strides, which the kernels of the CPU may choose.
     assert set(written(captured.graph) - written(real)) <= {"aten.contiguous"}
     assert not written(real) - written(captured.graph)
-    assert all(buffer.is_meta for buffer in captured.buffers.values())
+    # Buffers that no checkpoint has are computed, see autopar/ir/unsaved.py.
+    saved = planned.state_dict()
+    assert all(captured.buffers[name].is_meta for name in captured.buffers if name in saved)
     # What was planned runs on a real device.
     buffers = dict(model.named_buffers())
     outputs = run(captured.graph, {**dict(model.named_parameters()), **buffers, **batch})

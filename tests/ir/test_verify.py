@@ -71,7 +71,30 @@ def test_a_good_graph_is_returned_itself() -> None:
 
 
 def test_every_check_has_a_way_to_break() -> None:
-    assert {check.__name__ for check in CHECKS} == set(BREAKS)
+    elsewhere = {"writes_name_buffers"}  # test_a_buffer_is_written_once
+    assert {check.__name__ for check in CHECKS} == set(BREAKS) | elsewhere
+
+
+WRITTEN = """graph 'written'
+%b = buffer('b') : f32[4]
+%c = aten.neg(%b) : f32[4]
+%d = autopar.write(%b, %c) : f32[4]
+output 'c' = %c
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("buffer('b')", "input('b')"),
+        ("%c = aten.neg(%b) : f32[4]", "%c = aten.neg(%b) : f64[4]"),
+        ("output", "%e = autopar.write(%b, %c) : f32[4]\noutput"),
+    ],
+)
+def test_a_buffer_is_written_once(old: str, new: str) -> None:
+    verify(parse_graph(WRITTEN))
+    with pytest.raises(GraphError, match="writes_name_buffers"):
+        verify(parse_graph(WRITTEN.replace(old, new)))
 
 
 @pytest.mark.parametrize(
