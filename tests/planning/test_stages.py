@@ -190,7 +190,7 @@ def test_a_plan_is_a_file(plan: PipelinePlan, tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ("microbatches = 2\n", "microbatches = 0\n", "damaged entry"),
-        ("microbatches = 2\n", 'microbatches = "two"\n', "no usable entry 'microbatches'"),
+        ("microbatches = 2\n", 'microbatches = "two"\n', "damaged entry 'microbatches'"),
         ("version = 1", "version = 9", "version 9"),
         ("ranks = [2]", "ranks = [3]", "damaged entry"),
         ("ranks = [2]", "ranks = [1]", "damaged entry"),
