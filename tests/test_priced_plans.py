@@ -86,7 +86,7 @@ def test_a_plan_records_its_calibration(folder: Path) -> None:
     assert closed.calibration == ""
     assert "calibration" not in closed.to_toml()
     refused(
-        *arguments(_edited(folder, "calibration = 7"), "explain"), says="calibration = 7 is no text"
+        *arguments(_edited(folder, "calibration = 7"), "explain"), says="calibration = 7; a text of"
     )
 
 
