@@ -1,18 +1,18 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
 from autopar import pins
-from autopar.codegen.checkpoint.plain import load_checkpoint
-from autopar.codegen.groups import groups
-from autopar.codegen.ranks.dumps import Dump
 from autopar.compile import compile, plan
-from autopar.intra_op.named import layout
+from autopar.intra_op.pins.named_dims import layout
 from autopar.intra_op.rule import OpRule, rule
-from autopar.ir.annotation import shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
+from autopar.operators.annotation import shard
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.runtime.checkpoint.plain import load_checkpoint
+from autopar.runtime.ranks.dumps import Dump
+from autopar.runtime.update.groups import groups
 
 __all__ = [
     "Dump",

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.alike import text_of
-from autopar.codegen.optimizer import OptimizerFactory, sample
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph, Source
+from autopar.ir.graph_text import format_node
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import format_node
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.runtime.ranks.agreement import text_of
+from autopar.runtime.update.optimizer import OptimizerFactory, sample
 
 _OWN = ("trace", "dump")  # where each rank writes
 

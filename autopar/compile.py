@@ -15,32 +15,32 @@ from torch import Tensor, nn
 
 from autopar import pipelined
 from autopar.arguments import texts_of
-from autopar.codegen.alike import compare_ranks
-from autopar.codegen.groups import GroupsLike, options_of
-from autopar.codegen.optimizer import OptimizerFactory, elementwise, fusable
-from autopar.codegen.processes import (
+from autopar.errors import OptionError, PlanMismatchError
+from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
+from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.table import table
+from autopar.ir.fusion import Fuse, choose
+from autopar.ir.precision import Precision
+from autopar.ir.state_sharding import StateSharding
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import Request
+from autopar.plan import Plan
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.program import WHOLE, Program
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.dumps import Dump
+from autopar.runtime.ranks.processes import (
     MeshLike,
     accelerator,
     as_mesh,
     check_processes,
     join_processes,
 )
-from autopar.codegen.ranks.dumps import Dump
-from autopar.codegen.ranks.shared import Peers
-from autopar.codegen.update import Training, state_bytes_of
-from autopar.errors import OptionError, PlanMismatchError
-from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
-from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
-from autopar.intra_op.words import PinsLike
-from autopar.ir.fusion import Fuse, choose
-from autopar.ir.precision import Precision
-from autopar.ir.state import StateSharding
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import Request
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from autopar.program import WHOLE, Program
+from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.update.groups import GroupsLike, options_of
+from autopar.runtime.update.optimizer import OptimizerFactory, elementwise, fusable
+from autopar.runtime.update.update import Training, state_bytes_of
 
 _CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
 _PATH = Or((Text(4096), Of((Path,), "a path")))
@@ -183,8 +183,9 @@ def compile(
         memory: bytes per device or text such as "64GiB", a hard limit; by default all there is.
         unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
         trace: a folder to which the first rank writes every intermediate value.
-        pins: what is fixed beforehand: layouts by name (see `autopar/intra_op/pins.py`), plans of
-            `autopar.pins`, `autopar.layout`, or a list of these.
+        pins: what is fixed beforehand: layouts by name (see
+            `autopar/intra_op/pins/layout_pins.py`), plans of `autopar.pins`, `autopar.layout`, or a
+            list of these.
         clip_norm: bound of the global norm of the gradients.
         rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
             proved on their examples first, and come before those that autopar has.

@@ -12,14 +12,14 @@ A plan that does not fit the model is refused, when that is planned, with a PinE
 was looked for.
 """
 
-from autopar.intra_op.experts import (
+from autopar.intra_op.pins.literature import (
     AlexNetSplit,
     DataParallel,
     FullyShardedDataParallel,
     GShard,
     Megatron,
 )
-from autopar.intra_op.words import PinsLike, Subject, Word
+from autopar.intra_op.pins.wordings import PinsLike, Subject, Word
 
 __all__ = [
     "PinsLike",

@@ -10,27 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.arguments import text_of_graph, text_of_program
-from autopar.codegen.alike import compare_ranks
+from autopar.capture.capture import Captured
+from autopar.capture.structure import Structure
 from autopar.codegen.emit import emit
-from autopar.codegen.inductor import loaded
-from autopar.codegen.literals import printable
-from autopar.codegen.pipeline import Pipeline
-from autopar.codegen.pipeline_folder import program_source, stage_files
-from autopar.codegen.processes import from_first_rank, local_device
-from autopar.codegen.routes import Placement
-from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanError, ProgramError
 from autopar.inter_op.gantt import gantt
-from autopar.inter_op.simulate import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
-from autopar.ir.capture import Captured
+from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import NORMALISING
-from autopar.ir.structure import Structure
-from autopar.ir.text import fingerprint, format_graph
+from autopar.lower.literals import printable
+from autopar.passes.normalise import NORMALISING
 from autopar.pipeline_plan import PipelinePlan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model
-from autopar.planning.stages import (
+from autopar.planning.pipelines.stages import (
     equal_parts,
     even_ends,
     groups_for,
@@ -38,6 +30,14 @@ from autopar.planning.stages import (
     schedule_of,
     stage_graphs,
 )
+from autopar.planning.single import Options, Trace, capture_graph, cost_model
+from autopar.runtime.inductor import loaded
+from autopar.runtime.pipeline.folder import program_source, stage_files
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.processes import from_first_rank, local_device
+from autopar.runtime.update.update import Training, state_bytes_of
 
 _COLUMNS = 88  # of the schedule's picture
 ADVICE = "build one model on every rank, and give every rank the same whole batch"
@@ -245,7 +245,7 @@ def _refuse_halves(schedule: str, placement: Placement, backend: str) -> None:
 
 
 def files_of(captured: Captured, plan: PipelinePlan, sources: Sequence[str]) -> dict[str, str]:
-    """The text files of a saved pipeline; see `codegen/pipeline_folder.py`."""
+    """The text files of a saved pipeline; see `runtime/pipeline/folder.py`."""
     files, names = stage_files(sources)
     groups = len({start for stage in plan.stages for start in stage.starts})
     schedule = schedule_of(plan.schedule, groups, plan.microbatches)

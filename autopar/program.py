@@ -13,37 +13,37 @@ from torch import Tensor, nn
 
 from autopar import pipelined
 from autopar.arguments import text_of_graph, text_of_program
-from autopar.codegen import folder, inductor
-from autopar.codegen.alike import compare_ranks
-from autopar.codegen.checkpoint.checkpoints import Checkpoints
-from autopar.codegen.checkpoint.program import Checkpointed
+from autopar.capture.capture import Captured
 from autopar.codegen.emit import emit
-from autopar.codegen.executor import Executor
-from autopar.codegen.failure import Watch
-from autopar.codegen.literals import printable
-from autopar.codegen.pipeline import Pipeline
-from autopar.codegen.processes import (
-    check_processes,
-    from_first_rank,
-    local_device,
-)
-from autopar.codegen.profile import profiled
-from autopar.codegen.ranks.recorder import Recorder
-from autopar.codegen.ranks.shared import Peers
-from autopar.codegen.runtime import Runtime
-from autopar.codegen.trained import Trained
-from autopar.codegen.update import Training, state_bytes_of
 from autopar.errors import BatchError, PlanMismatchError, ProgramError
 from autopar.intra_op import legal
-from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import fingerprint, format_graph
+from autopar.lower.literals import printable
 from autopar.modes import Modes
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import Request, values_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.runtime import folder, inductor
+from autopar.runtime.checkpoint.checkpoints import Checkpoints
+from autopar.runtime.checkpoint.methods import Checkpointed
+from autopar.runtime.executor import Executor
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.profile import profiled
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.processes import (
+    check_processes,
+    from_first_rank,
+    local_device,
+)
+from autopar.runtime.ranks.recorder import Recorder
+from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.runtime import Runtime
+from autopar.runtime.trained import Trained
+from autopar.runtime.update.update import Training, state_bytes_of
 
 WHOLE = Request()  # one stage, one microbatch
 
@@ -204,7 +204,8 @@ class Program(Trained, Checkpointed):
     ) -> tuple[Captured, Executor | Pipeline]:
         """The program for a batch like this one, for a model in the state that was captured."""
         self.prepare(args, kwargs)
-        captured, executor = self._ready()
+        executor = self._ready()
+        captured = self._compiled()
         assert self._modes is not None
         with executor.watch:
             self._modes.check()
@@ -250,11 +251,14 @@ class Program(Trained, Checkpointed):
             )
         return self._captured
 
-    def _ready(self) -> tuple[Captured, Executor | Pipeline]:
+    def _ready(self) -> Executor | Pipeline:
         self._refuse_closed()
-        captured = self._compiled()
+        self._compiled()
         assert self._executor is not None
-        return captured, self._executor
+        return self._executor
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return self._compiled().buffers
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -279,9 +283,11 @@ class Program(Trained, Checkpointed):
         return self._source
 
     def _checkpoints(self) -> Checkpoints:
-        captured, executor = self._ready()
+        executor, captured = self._ready(), self._compiled()
         if self._saved is None:
-            self._saved = Checkpoints.of(self._model, captured, executor)
+            self._saved = Checkpoints.of(
+                self._model, executor, captured.buffers, captured.parameter_names
+            )
         executor.meet("a checkpoint's method")
         return self._saved
 
@@ -291,7 +297,7 @@ class Program(Trained, Checkpointed):
         Raises:
             ProgramError: before the first batch, or the folder cannot be written.
         """
-        captured, executor = self._ready()
+        executor, captured = self._ready(), self._compiled()
         executor.meet("save")
         full = executor.state_dict()
         tied = {k: v for k, v in captured.parameter_names.items() if k != v}

@@ -29,15 +29,15 @@ from autopar.cli.pipeline import THOROUGH
 from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers, layers_at
-from autopar.inter_op.stage import Candidate, Chunk, Pipeline, Stage
+from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.planning.layered import Layered
-from autopar.planning.search import SCHEDULES, Borders, play, search
+from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.search import SCHEDULES, Borders, play, search
+from autopar.planning.pipelines.stage_costs import StageCosts
+from autopar.planning.pipelines.stages import weights
 from autopar.planning.single import Options, Trace, capture_graph
-from autopar.planning.stage_costs import StageCosts
-from autopar.planning.stages import weights
 from benchmarks.harness import write
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.wide_resnet import WideResNet, WideSizes

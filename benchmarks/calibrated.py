@@ -36,23 +36,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import pins
-from autopar.codegen.calibrate import middle as middle_point
 from autopar.codegen.emit import emit
-from autopar.codegen.executor import Executor
-from autopar.codegen.load import load
-from autopar.codegen.runtime import Runtime
-from autopar.codegen.update import Training
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import optimizer_work
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
-from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pipelined import values_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime.communication.measure import middle as middle_point
+from autopar.runtime.executor import Executor
+from autopar.runtime.module_loader import load
+from autopar.runtime.runtime import Runtime
+from autopar.runtime.update.update import Training
 from autopar.simulate import run, tasks
 from benchmarks.harness import PICTURES, ROOT, middle, write
 from tests import models

@@ -22,8 +22,8 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import fingerprint
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load

@@ -38,13 +38,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import pins
-from autopar.codegen.folder import join_process_group
-from autopar.codegen.processes import device_name, from_first_rank, local_device
-from autopar.codegen.profile import profiled
 from autopar.cost.device import device as device_of
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime.folder import join_process_group
+from autopar.runtime.profile import profiled
+from autopar.runtime.ranks.processes import device_name, from_first_rank, local_device
 from autopar.zoo import Spec, build, example_inputs, spec
 from benchmarks.baselines import BASELINES, RefusedError, Rival, Setting
 from benchmarks.exposure import exposed

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.intra_op.prove import prove
+from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rules import families, rules
 from benchmarks.harness import RESULTS, write
 

@@ -37,15 +37,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.multiprocessing.spawn import spawn
 
 import autopar
-from autopar.codegen.stage import Stage
-from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.timeline import Timeline
+from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.ir.mesh import Mesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch
-from autopar.planning.schedules import schedule_of
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.stages import equal_parts, plan_stages
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import equal_parts, plan_stages
+from autopar.runtime.pipeline.stage import Stage
 from benchmarks.decoder import Sizes, Whole, loss_of
 from benchmarks.harness import markdown, middle, read, write
 

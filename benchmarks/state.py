@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.folder import join_process_group
+from autopar.runtime.folder import join_process_group
 from autopar.zoo import build, example_inputs
 from benchmarks.alive import Alive
 from benchmarks.baselines import FullySharded, Replicated, Rival, Setting

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.capture import Captured, capture
 from autopar.codegen.emit import emit
-from autopar.codegen.state import Parameter
 from autopar.cost.model import AnalyticModel
-from autopar.ir.capture import Captured, capture
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
+from autopar.passes.normalise import prepare
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, make_plan
+from autopar.runtime.parameters.pieces import Parameter
 from tests import models
 
 FAST = "H100: a=2, b=2"

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.capture import Captured, capture
+from autopar.capture.capture import Captured, capture
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import TORCH_DTYPES, run
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.interpret import TORCH_DTYPES, run
 
 Values = dict[str, Tensor]
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.codegen.executor import Executor
-from autopar.codegen.host import Host, Put
+from autopar.runtime.executor import Executor
+from autopar.runtime.offload.host_streams import Host, Put
 from autopar.simulate import Task
 from benchmarks.alive import Alive
 

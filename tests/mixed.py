@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.interpret import TORCH_DTYPES
 from autopar.ir.precision import Precision
+from autopar.operators.interpret import TORCH_DTYPES
 from autopar.pins import Subject, data_parallel
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"

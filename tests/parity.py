@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.ir.fusion import choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

@@ -8,18 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.load import load
-from autopar.codegen.pipeline import Pipeline
-from autopar.codegen.routes import Placement
-from autopar.codegen.update import Training
-from autopar.ir.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import FINDING, prepare
+from autopar.passes.normalise import FINDING, prepare
 from autopar.pins import data_parallel, megatron
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
-from autopar.planning.single import Options, Trace
-from autopar.planning.stages import (
+from autopar.planning.pipelines.stages import (
     Devices,
     even_ends,
     legal_cuts,
@@ -27,6 +22,11 @@ from autopar.planning.stages import (
     schedule_of,
     weights,
 )
+from autopar.planning.single import Options, Trace
+from autopar.runtime.module_loader import load
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.update.update import Training
 from tests import families, parity
 
 # Slow devices on fast links: even small tensors are worth splitting.

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen import runtime, torch_private
-from autopar.codegen.optimizer import elementwise
-from autopar.codegen.refetch import Refetch
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import Word, data_parallel, megatron
 from autopar.planning.single import Trace
+from autopar.runtime import runtime, torch_private
+from autopar.runtime.communication.refetch import Refetch
+from autopar.runtime.update.optimizer import elementwise
 from tests import parity
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"

@@ -15,14 +15,14 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.cli import main
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, PlanError, ProblemError
 from autopar.intra_op import legal
-from autopar.intra_op.dims import find_dims
+from autopar.intra_op.pins.dims import find_dims
 from autopar.intra_op.table import table
-from autopar.ir.capture import Captured
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout

@@ -13,20 +13,19 @@ import torch
 from click.testing import CliRunner
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.cli import main
 from autopar.cli.explain import explained
-from autopar.codegen import collectives
 from autopar.codegen.emit import emit
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.cost.network import near
 from autopar.explain.moves import moves
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.table import table
-from autopar.intra_op.works import works
-from autopar.ir.capture import Captured
 from autopar.ir.collective import Resharder
 from autopar.ir.fusion import ASYNC, Fuse, choose
-from autopar.ir.fusion.overlapped import runs_beside
+from autopar.ir.fusion.async_tensor_parallel import runs_beside
 from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import Recompute, run_names
@@ -34,6 +33,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel, megatron_sp
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime.communication import communicator as collectives
 from autopar.simulate import Settings, run, tasks
 from tests.codegen.test_async_linear import Called, with_torch_s_operators
 from tests.parity import Batch, Run, make, optimizer, train_plainly

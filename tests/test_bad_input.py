@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel, Work
 from autopar.errors import (
     AutoparError,
@@ -35,12 +36,11 @@ from autopar.errors import (
 )
 from autopar.intra_op.build import build
 from autopar.intra_op.rules import rules
-from autopar.ir.capture import capture
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
-from autopar.ir.text import parse_graph
+from autopar.passes.normalise import prepare
 from tests import models
 from tests.codegen.test_failure import LIMIT, boom, run
 from tests.ranks import run_ranks

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 import autopar
 from autopar.cli import main
-from autopar.codegen.calibrate import Settings, calibrate, groups
 from autopar.cost.calibration import Calibration, Timing
 from autopar.cost.measured import MeasuredModel
 from autopar.errors import CalibrationError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.measure import Settings, calibrate, groups
 from tests.models import mlp, squared_error
 from tests.ranks import run_ranks
 

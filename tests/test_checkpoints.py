@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.codegen.checkpoint import publish, storage
-from autopar.codegen.checkpoint.values import DTYPES
 from autopar.errors import CheckpointError, RankFailedError
 from autopar.pins import data_parallel, fsdp, megatron
+from autopar.runtime.checkpoint import publish
+from autopar.runtime.checkpoint import safetensors_files as storage
+from autopar.runtime.checkpoint.values import DTYPES
 from tests import models
 from tests.codegen.test_checkpoint import contents, full_disk
 from tests.codegen.test_failure import LIMIT, run

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from autopar import zoo
 from autopar.cli import main
-from autopar.codegen.load import load
 from autopar.plan import Plan
+from autopar.runtime.module_loader import load
 
 MESH = "slow[10GFLOP/s 1GB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @50GB/s 1us"
 MODEL = """
@@ -179,7 +179,7 @@ def test_a_zoo_name_is_planned_without_weights(monkeypatch: pytest.MonkeyPatch) 
         made.append(zoo.load(text, **flags))
         return made[-1]
 
-    monkeypatch.setattr("autopar.cli.model.load", spy)
+    monkeypatch.setattr("autopar.cli.common.model_options.load", spy)
     arguments = ("bert-base", "--mesh", "A100-80: gpu=4", "--layers", 1, "--seq", 128)
     found = json.loads(run("plan", *arguments, "--json").stdout)
     assert found["model"] == {"source": "bert-base", "layers": 1, "seq": 128}
@@ -216,7 +216,7 @@ def test_stages_are_shown_to_a_person_only(config: str, monkeypatch: pytest.Monk
         def __exit__(self, *error: object) -> None:
             shown.append("end")
 
-    monkeypatch.setattr("autopar.cli.console.Status", Recorder)
+    monkeypatch.setattr("autopar.cli.common.console.Status", Recorder)
     arguments = ("plan", config, "--mesh", "H100: gpu=2", "--seq", 16, "--layers", 1)
     run(*arguments)
     assert shown == []

@@ -26,15 +26,15 @@ from autopar.explain import (
     repriced,
     view,
 )
-from autopar.explain.layers import OUTSIDE, layers
+from autopar.explain.layer_names import OUTSIDE, layers
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref, Source
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
-from autopar.ir.text import fingerprint
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.plan import NodePlan, Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.intra_op import legal
 from autopar.intra_op.table import table
-from autopar.ir.capture import Captured
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.families import FAMILIES, make
 from tests.ranks import run_ranks

@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import autopar
-from autopar.codegen.segments import segmented
 from autopar.errors import ProgramError
+from autopar.runtime.segments import segmented
 from tests.parity import Case, Sharded, make, unsharded
 from tests.ranks import run_ranks
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.capture.capture import Captured
+from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.options import operand_types
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
-from autopar.intra_op.works import node_work
-from autopar.ir.capture import Captured
 from autopar.ir.fusion import EXPERTS as EXPERTS_KERNELS
+from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.mixture import ACTIVATIONS, MIXTURE, mixture
-from autopar.ir.passes import PASSES, prepare
-from autopar.ir.routing import find_mixtures
-from autopar.ir.text import format_graph, parse_graph
+from autopar.operators.mixture import ACTIVATIONS, MIXTURE, mixture
+from autopar.passes.normalise import PASSES, prepare
+from autopar.passes.routing import find_mixtures
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from tests.families import make
 from tests.graphs import assert_equal_runs, model_values, ops

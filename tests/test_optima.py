@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from autopar.capture.capture import capture
 from autopar.codegen.emit import emit
-from autopar.codegen.load import load
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.build import Built, build, layouts
@@ -26,13 +26,13 @@ from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import evaluate, frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.capture import capture
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
-from autopar.ir.text import fingerprint
+from autopar.passes.normalise import prepare
 from autopar.plan import Plan
+from autopar.runtime.module_loader import load
 from tests.codegen.test_sent import Ledger, priced
 from tests.models import mlp, squared_error
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError, ProgramError
-from autopar.ir.capture import capture
-from autopar.ir.functions import find
-from autopar.ir.text import format_graph, parse_graph
+from autopar.ir.graph_text import format_graph, parse_graph
+from autopar.operators.own_functions import find
 from autopar.plan import Plan
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import ScheduleError, StageError
 from autopar.inter_op.schedules import schedules
-from autopar.planning.stages import schedule_of
+from autopar.planning.pipelines.stages import schedule_of
 from tests.pipelines import Case, Jobs, unsharded
 from tests.ranks import run_ranks
 

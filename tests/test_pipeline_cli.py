@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 import autopar
 from autopar.cli import main
-from autopar.codegen.load import load
 from autopar.inter_op.schedules import schedule
 from autopar.ir.offload import Offload
 from autopar.pipeline_plan import PipelinePlan
+from autopar.runtime.module_loader import load
 from tests.models import gpt2
 
 MODEL = ["plan", "gpt2", "--layers", "3", "--seq", "64", "--mesh", "H100: node=2, gpu=2"]

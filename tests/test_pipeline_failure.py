@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.codegen import stage
+from autopar.runtime.pipeline import stage
 from tests import models
 from tests.codegen.test_failure import LIMIT, run
 

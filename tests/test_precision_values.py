@@ -12,18 +12,18 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.capture import capture
 from autopar.cli import main
-from autopar.codegen.folder import OpenProgram
-from autopar.codegen.groups import grouped, options_of
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
 from autopar.intra_op.states import StateChoice
 from autopar.intra_op.stored import stored_traffic
-from autopar.ir.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
+from autopar.runtime.folder import OpenProgram
+from autopar.runtime.update.groups import grouped, options_of
 from tests.mixed import GROUPS, net, no_decay
 
 MESH = Mesh.parse("H100: node=8, gpu=8")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from autopar.codegen import folder as folders
 from autopar.codegen.emit import emit
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
 from autopar.cost.measured import MeasuredModel
@@ -20,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime import folder as folders
 from autopar.zoo import load
 from tests.test_cli import refused, run
 from tests.test_why_cli import MODEL as SOURCE

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import emit
-from autopar.codegen.load import load as load_source
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime.module_loader import load as load_source
 from autopar.zoo import load
 
 MESH = Mesh.parse("H100: node=8, gpu=8")

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from autopar.cli.explain import explained
 from autopar.codegen.emit import emit
-from autopar.codegen.quantised import added, pack, unpack
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PrecisionError
 from autopar.explain import render
 from autopar.intra_op.states import StateChoice
 from autopar.ir.collective import Collective
+from autopar.ir.int8_blocks import BLOCK
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.ir.quantise import BLOCK
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel
 from autopar.plan import Plan
+from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from autopar.planning.stages import stage_graphs
+from autopar.runtime.communication.quantised import added, pack, unpack
 from tests.ranks import run_ranks
 from tests.state_sharding import Case, Jobs, Run, Tiny
 

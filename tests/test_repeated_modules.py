@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.model import AnalyticModel
-from autopar.intra_op.works import works
+from autopar.intra_op.kernel_work import works
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, run, tasks

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autopar
-from autopar.codegen import folder
 from autopar.errors import ProgramError
+from autopar.runtime import folder
 from tests.models import gpt2
 from tests.ranks import run_ranks
 

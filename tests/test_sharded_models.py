@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopar.errors import PinError
-from autopar.ir.state import shardings
+from autopar.ir.state_sharding import shardings
 from tests.ranks import run_ranks
 from tests.state_sharding import ADAMW, Case, Jobs, Run, gpt2, llama, unsharded
 

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from autopar.codegen import refetch
-from autopar.codegen.gradients import Gradients
-from autopar.ir.state import Groups, StateSharding, shardings
+from autopar.ir.state_sharding import Groups, StateSharding, shardings
+from autopar.runtime.communication import refetch
+from autopar.runtime.parameters.gradients import Gradients
 from benchmarks.alive import Alive
 from tests.ranks import run_ranks
 from tests.state_sharding import Case, Jobs, tiny

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.state import StateSharding, shardings
+from autopar.ir.state_sharding import StateSharding, shardings
 from tests.ranks import run_ranks
 from tests.state_sharding import MESH, Calls, Case, Jobs, Run, unsharded
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.codegen.collectives import Communicator
 from autopar.errors import PrecisionError
 from autopar.explain.moves import moves
 from autopar.ir.collective import SUMS
@@ -19,6 +18,7 @@ from autopar.ir.precision import Precision
 from autopar.pins import megatron
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.runtime.communication.communicator import Communicator
 from tests import models
 from tests.ranks import run_ranks
 from tests.state_sharding import recorded

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.ir.capture import Captured
+from autopar.capture.capture import Captured
 from autopar.ir.collective import Resharder
 from autopar.ir.fusion import PACK, Fuse, choose
 from autopar.ir.fusion.packed import packing

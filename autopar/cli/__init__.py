@@ -21,7 +21,7 @@ from autopar.cli import (
     solve,
     why,
 )
-from autopar.cli.console import Group
+from autopar.cli.common.console import Group
 
 
 @click.group(cls=Group)

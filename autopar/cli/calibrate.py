@@ -16,10 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from autopar.cli.console import FILE, JSON, Console, print_json, print_out, say
-from autopar.codegen.calibrate import calibrate, settings
-from autopar.codegen.folder import join_process_group
-from autopar.codegen.processes import device_name, local_device
+from autopar.cli.common.console import FILE, JSON, Console, print_json, print_out, say
 from autopar.cost.calibration import Calibration
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Work
@@ -27,6 +24,9 @@ from autopar.errors import AutoparError, MeshError, ProgramError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.runtime.communication.measure import calibrate, settings
+from autopar.runtime.folder import join_process_group
+from autopar.runtime.ranks.processes import device_name, local_device
 
 
 @click.command("calibrate")

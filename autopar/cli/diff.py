@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from autopar.cli.console import JSON, print_json, print_out, say, stages
-from autopar.cli.model import MODEL, RULES, Wanted, capture_model, is_data, own_rules
-from autopar.cli.prices import CALIBRATION, prices
+from autopar.cli.common.console import JSON, print_json, print_out, say, stages
+from autopar.cli.common.model_options import MODEL, RULES, Wanted, capture_model, is_data, own_rules
+from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.explain import (
     Difference,
@@ -21,7 +21,7 @@ from autopar.explain import (
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
-from autopar.ir.text import fingerprint
+from autopar.ir.graph_text import fingerprint
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace

@@ -10,10 +10,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.console import JSON, print_json, print_out
-from autopar.codegen.ranks.diagnosis import Diagnosis, Disagreement, diagnose
-from autopar.codegen.ranks.record import Entry, Record, plain
+from autopar.cli.common.console import JSON, print_json, print_out
 from autopar.errors import DumpError
+from autopar.runtime.ranks.diagnosis import Diagnosis, Disagreement, diagnose
+from autopar.runtime.ranks.record import Entry, Record, plain
 
 _MOST = 64  # ranks in a table or a sentence
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import click
 import torch
 
-from autopar.cli import staged
-from autopar.cli.console import say, stages, writing
-from autopar.cli.model import MODEL, RULES, Wanted, open_whole, own_rules, shapes
-from autopar.cli.prices import CALIBRATION, prices
-from autopar.codegen import folder
+from autopar.cli.common import staged
+from autopar.cli.common.console import say, stages, writing
+from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_whole, own_rules, shapes
+from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.codegen.emit import emit
-from autopar.codegen.update import Training
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
-from autopar.ir.text import format_graph
+from autopar.ir.graph_text import format_graph
 from autopar.pipeline_plan import PipelinePlan, load_plan
+from autopar.runtime import folder
+from autopar.runtime.update.update import Training
 
 
 @click.command("emit")

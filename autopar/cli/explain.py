@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from autopar.cli import dims, staged
-from autopar.cli.console import JSON, print_json, print_out, stages
-from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
-from autopar.cli.prices import CALIBRATION, prices
+from autopar.cli import dim_table as dims
+from autopar.cli.common import staged
+from autopar.cli.common.console import JSON, print_json, print_out, stages
+from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
 from autopar.cost.overlap import saved
@@ -27,18 +28,18 @@ from autopar.explain import (
 )
 from autopar.intra_op.builder import Builder
 from autopar.intra_op.options import Option
-from autopar.intra_op.pins import Pins
-from autopar.intra_op.prices import Prices
+from autopar.intra_op.pins.layout_pins import Pins
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
-from autopar.ir.stages import is_trained
+from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import NodePlan, Plan
-from autopar.planning.fused import fused_linears
+from autopar.planning.kernel_savings import fused_linears
 from autopar.planning.peak import simulated_peak
-from autopar.planning.repeated import Repeated
+from autopar.planning.pipelines.repeated import Repeated
 
 
 @click.command("explain")

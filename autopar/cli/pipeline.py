@@ -9,21 +9,21 @@ from typing import TypedDict
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.cli.model import Wanted, capture_model, is_data
+from autopar.cli.common.model_options import Wanted, capture_model, is_data
 from autopar.errors import GraphError
 from autopar.inter_op.layers import find_layers
-from autopar.inter_op.stage import Pipeline, Progress, Stage
-from autopar.ir.deepen import LEAST, deepen
+from autopar.inter_op.stage_values import Pipeline, Progress, Stage
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.rebatch import rebatch
-from autopar.ir.shares import remove_shares
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.passes.deepen import LEAST, deepen
+from autopar.passes.rebatch import rebatch
+from autopar.passes.shares import remove_shares
 from autopar.pipeline_plan import PipelinePlan
-from autopar.planning.layered import Layered
-from autopar.planning.search import SCHEDULES, Searched, plan_of, search
+from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.search import SCHEDULES, Searched, plan_of, search
+from autopar.planning.pipelines.stages import weights
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import weights
 from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 

@@ -8,12 +8,18 @@ from pathlib import Path
 import click
 
 from autopar.cli import frontier as frontier_view
-from autopar.cli.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
+from autopar.cli.common.model_options import (
+    RULES,
+    Wanted,
+    capture_model,
+    is_data,
+    own_rules,
+    shapes,
+)
+from autopar.cli.common.pin_options import fixed_beforehand, words
 from autopar.cli.explain import explained
-from autopar.cli.model import RULES, Wanted, capture_model, is_data, own_rules, shapes
 from autopar.cli.pipeline import plan_pipeline, render, to_json
-from autopar.cli.words import fixed_beforehand, words
-from autopar.codegen.processes import as_mesh
 from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
@@ -31,6 +37,7 @@ from autopar.planning.single import (
     cost_model,
     make_plan,
 )
+from autopar.runtime.ranks.processes import as_mesh
 
 
 @click.command("plan")

@@ -13,14 +13,14 @@ import click
 import torch
 from rich.table import Table
 
-from autopar.cli.console import JSON, print_json, print_out, stages
-from autopar.cli.model import RULES, own_rules
+from autopar.cli.common.console import JSON, print_json, print_out, stages
+from autopar.cli.common.model_options import RULES, own_rules
 from autopar.errors import RuleError
-from autopar.intra_op.audit import audit
-from autopar.intra_op.case import Failure
-from autopar.intra_op.discover import discover, source
-from autopar.intra_op.prove import Report, prove
-from autopar.intra_op.reference import entry, page
+from autopar.intra_op.proofs.audit import audit
+from autopar.intra_op.proofs.case import Failure
+from autopar.intra_op.proofs.discover import discover, source
+from autopar.intra_op.proofs.prove import Report, prove
+from autopar.intra_op.proofs.reference import entry, page
 from autopar.intra_op.rule import OpRule, collect, graph_name
 from autopar.intra_op.rules import families
 

@@ -10,14 +10,14 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.console import FILE, JSON, SECONDS, WIDTH, Console, print_json, print_out
+from autopar.cli.common.console import FILE, JSON, SECONDS, WIDTH, Console, print_json, print_out
 from autopar.errors import ScheduleError
 from autopar.inter_op.gantt import gantt, legend
-from autopar.inter_op.lower import Lowered, lower
+from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule, Times
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import Recipe, schedule, schedules
-from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.timeline import Timeline
+from autopar.inter_op.transfers import Lowered, lower
 from autopar.ir.action import format_row
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import click
 
-from autopar.cli import staged
-from autopar.cli.console import FILE, JSON, print_json, print_out, stages
-from autopar.cli.model import MODEL, RULES, Wanted, open_plan, own_rules, shapes
-from autopar.cli.prices import CALIBRATION, prices
+from autopar.cli.common import staged
+from autopar.cli.common.console import FILE, JSON, print_json, print_out, stages
+from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, NodeWork
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
-from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes

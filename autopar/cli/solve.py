@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autopar.cli.console import FILE, JSON, SECONDS, print_json, stages
+from autopar.cli.common.console import FILE, JSON, SECONDS, print_json, stages
 from autopar.errors import ProblemError
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate

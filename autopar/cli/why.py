@@ -10,10 +10,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.case import Answer, Case, instead, named, next_best, open_case, pinned
-from autopar.cli.console import JSON, print_json, print_out, stages
-from autopar.cli.model import MODEL, RULES, shapes
-from autopar.cli.prices import CALIBRATION
+from autopar.cli.common.console import JSON, print_json, print_out, stages
+from autopar.cli.common.model_options import MODEL, RULES, shapes
+from autopar.cli.common.price_model import CALIBRATION
+from autopar.cli.common.replan import Answer, Case, instead, named, next_best, open_case, pinned
 from autopar.errors import PinError
 from autopar.explain import Decision, decisions, render_difference, signed
 from autopar.ir.units import format_bytes, format_seconds

@@ -17,8 +17,7 @@ import torch
 from autopar.errors import ProgramError
 
 _MODULES = (
-    "torch", "torch.nn.functional", "torch.utils.checkpoint", "autopar.ir", "autopar.ir.functions",
-    "autopar.codegen.recompute", "autopar.codegen.runtime", "autopar.codegen.state",
+    "torch", "torch.nn.functional", "torch.utils.checkpoint", "autopar.runtime.api",
 )  # fmt: skip
 _CALLED = ("range", "float", "getattr")  # of Python's own functions
 _NODES = (

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.codegen.keys import Keys
-from autopar.codegen.literals import comment, names_text, quoted
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer
 from autopar.ir.graph import WRITE
-from autopar.ir.localise import localise
 from autopar.ir.recompute import Recompute
+from autopar.lower.keys import Keys
 from autopar.lower.lines import (
     LEAF,
     Assign,
@@ -23,6 +21,8 @@ from autopar.lower.lines import (
     Move,
     Use,
 )
+from autopar.lower.literals import comment, names_text, quoted
+from autopar.operators.localise import localise
 
 WIDTH = 100
 

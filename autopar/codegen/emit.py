@@ -12,13 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from autopar.codegen.allowed import check_source, names_in
 from autopar.codegen.body import WIDTH, Body, Loop
-from autopar.codegen.draws import draw_function
-from autopar.codegen.keys import Keys, block_keys, leaf_key
-from autopar.codegen.literals import docstring, quoted
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
+from autopar.codegen.random_draws import draw_function
 from autopar.ir.collective import Collective
-from autopar.ir.functions import called
 from autopar.ir.graph import Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.precision import AS_IS
@@ -26,8 +23,11 @@ from autopar.ir.recompute import of_runs
 from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
+from autopar.lower.keys import Keys, block_keys, leaf_key
 from autopar.lower.lines import Bound, Function, Lowered
+from autopar.lower.literals import docstring, quoted
 from autopar.lower.program import lower, output_layout
+from autopar.operators.own_functions import called
 from autopar.plan import Plan
 
 
@@ -125,6 +125,19 @@ def _is_stage(graph: Graph) -> bool:
     return sends or bool(graph.leaves("received"))
 
 
+# What programs import of autopar, see `autopar/runtime/api.py`.
+_RUNTIME = (
+    "Piece",
+    "find_all",
+    "keep_products",
+    "kernels",
+    "received",
+    "repeatable",
+    "stored",
+    "together",
+)
+
+
 def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
     """Imports of libraries and of the project that bind the names a program uses."""
     library = {
@@ -132,19 +145,10 @@ def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
         "import torch.nn.functional as F": ("F",),
         "from torch.utils.checkpoint import checkpoint": ("checkpoint",),
     }
-    runtime = [name for name in ("received", "stored", "together") if name in {*used, "stored"}]
-    again = [name for name in ("keep_products", "repeatable") if name in used]
-    own = {
-        f"from autopar.codegen.recompute import {', '.join(again)}": again,
-        f"from autopar.codegen.runtime import {', '.join(runtime)}": used,
-        "from autopar.codegen.state import Piece": ("Piece",),
-        "from autopar.ir import kernels": ("kernels",),
-        "from autopar.ir.functions import find_all": ("functions",),
-    }
-    found = [
-        [line for line, names in part.items() if {*names} & {*used}] for part in (library, own)
-    ]
-    return found[0], found[1]
+    lines = [line for line, names in library.items() if {*names} & {*used}]
+    wanted = {*used, "stored", *(["find_all"] if "functions" in used else [])}
+    own = ", ".join(name for name in _RUNTIME if name in wanted)
+    return lines, [f"from autopar.runtime.api import {own}"]
 
 
 def _header(graph: Graph, plan: Plan) -> str:

@@ -3,7 +3,7 @@
 `expression(node, operands)` is ordinary PyTorch: `a + b`, `x.transpose(1, 2)`, `F.linear(x, w)`.
 Operators without a line here are written as the torch function of the same name where that is a
 plain binding of the operator, else as `aten.name.overload(...)`. A tensor's size is global in the
-graph: shape arguments have been made local before (see ir/localise.py).
+graph: shape arguments have been made local before (see operators/localise.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.literals import quoted
-from autopar.ir.assume import ASSUME
-from autopar.ir.functions import called
 from autopar.ir.graph import PREFIX, Arg, Name, Node, Ref
-from autopar.ir.interpret import TORCH_DTYPES
-from autopar.ir.mixture import MIXTURE
+from autopar.lower.literals import quoted
+from autopar.operators.assume import ASSUME
+from autopar.operators.interpret import TORCH_DTYPES
+from autopar.operators.mixture import MIXTURE
+from autopar.operators.own_functions import called
 
 _INFIX = {
     "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.codegen.literals import names_text
 from autopar.ir.collective import GATHERS, Collective, Step
-from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Name, Node
 from autopar.ir.storage import EACH, Hop, Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.lower.lines import Compute
+from autopar.lower.literals import names_text
 from autopar.lower.placed import Placed
+from autopar.operators.exchange import exchanged
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 import tomlkit
 
-from autopar.cost.collective import KINDS
+from autopar.cost.collective_seconds import KINDS
 from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
 from autopar.fields import Fields, Number, Row, Table, Text, Whole, shown

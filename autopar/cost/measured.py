@@ -19,7 +19,7 @@ from statistics import median
 from typing import TypeVar
 
 from autopar.cost.calibration import Calibration, Product, Timing
-from autopar.cost.host import HostCopy
+from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm, Work, quantising
 from autopar.ir.collective import Collective

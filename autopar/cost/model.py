@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from autopar.cost.collective import collective_seconds
+from autopar.cost.collective_seconds import collective_seconds
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
-from autopar.cost.host import HostCopy, host_seconds
+from autopar.cost.host_copies import HostCopy, host_seconds
 from autopar.cost.network import Network
 from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
@@ -71,7 +71,7 @@ class AnalyticModel:
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of `call` over the levels of its axes (see cost/network.py, cost/collective.py),
+        """Seconds of a call over the levels of its axes (see `collective_seconds.py`),
         and of the kernels of one that is quantised.
 
         Raises:
@@ -85,7 +85,7 @@ class AnalyticModel:
         return self._sent[call]
 
     def host(self, copy: HostCopy) -> float:
-        """Seconds of a copy to host memory or back (see cost/host.py)."""
+        """Seconds of a copy to host memory or back (see cost/host_copies.py)."""
         return host_seconds(self.device, copy.nbytes)
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 The list adds up to the plan's prediction, because both are made of the same steps and prices.
 """
 
-from autopar.explain.compared import render_changes, render_difference, render_figures, signed
+from autopar.explain.comparison import render_changes, render_difference, render_figures, signed
 from autopar.explain.decisions import Change, Decision, changes, decisions
 from autopar.explain.difference import (
     Difference,
@@ -22,7 +22,7 @@ from autopar.explain.explanation import (
     Parameter,
     Section,
 )
-from autopar.explain.fused import render_fused
+from autopar.explain.kernel_table import render_fused
 from autopar.explain.moves import Call, Move, moves
 from autopar.explain.pipelines import (
     PipelineDifference,
@@ -30,8 +30,8 @@ from autopar.explain.pipelines import (
     pipeline_difference,
     render_pipeline_difference,
 )
+from autopar.explain.rendering import PARTS, render, render_parameters, render_summary
 from autopar.explain.summary import explain, parameters
-from autopar.explain.text import PARTS, render, render_parameters, render_summary
 from autopar.explain.views import VIEWS, Item, Row, items, view
 
 __all__ = [

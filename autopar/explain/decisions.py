@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.explain.moves import planned
-from autopar.explain.names import module_pattern, parameter_name
+from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
 from autopar.plan import NodePlan, Plan, Shaped

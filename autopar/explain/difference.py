@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.explain.decisions import Change, changes, decisions
 from autopar.explain.explanation import Explanation
 from autopar.explain.moves import moves
-from autopar.explain.names import module_pattern, parameter_name
+from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.plan import Plan

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Collective, Resharder
-from autopar.ir.exchange import exchanged
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import repetitions
 from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.exchange import exchanged
 from autopar.plan import NodePlan, Plan
 
 

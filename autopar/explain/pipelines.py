@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.explain.compared import render_difference
+from autopar.explain.comparison import render_difference
 from autopar.explain.difference import Difference, Figure, difference, figures, pairs
 from autopar.pipeline_plan import PipelinePlan
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
 from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
-from autopar.explain.layers import layers
+from autopar.explain.layer_names import layers
 from autopar.explain.moves import Move, moves, planned
-from autopar.explain.names import block_modules, common, parameter_name
+from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions

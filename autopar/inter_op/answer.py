@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op import kernels
-from autopar.inter_op.draft import Draft, Space
+from autopar.inter_op import dynamic_program as kernels
 from autopar.inter_op.even import Even
-from autopar.inter_op.prices import Floats, Prices
-from autopar.inter_op.stage import Candidate, Chunk, Pipeline, Stage
+from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.stage_prices import Floats, Prices
+from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.straight import Straight
 
 

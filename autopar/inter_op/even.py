@@ -14,9 +14,9 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from autopar.inter_op.draft import Draft, Space
-from autopar.inter_op.prices import Floats, Ints, Table
-from autopar.inter_op.stage import Law
+from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.stage_prices import Floats, Ints, Table
+from autopar.inter_op.stage_values import Law
 
 Chunks = tuple[tuple[int, int, int], ...]  # row, first, last
 _MOST_WAYS = 4096  # of running the chunks of one rank; beyond, equal chunks are run alike

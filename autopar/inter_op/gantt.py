@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from autopar.inter_op.timeline import Span, Timeline
+from autopar.inter_op.pipeline_timeline import Span, Timeline
 
 IDLE = "·"
 _STYLES = {

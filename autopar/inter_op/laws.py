@@ -14,9 +14,9 @@ from functools import cache
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule, Times
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
-from autopar.inter_op.simulate import StageCost, simulate
-from autopar.inter_op.stage import Law
+from autopar.inter_op.stage_values import Law
 
 _ROUNDS = 3  # of microbatches a rank that are simulated
 _RANKS = 8  # on which transfers are simulated

@@ -17,10 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from autopar.inter_op.answer import infeasible, pipeline_of
-from autopar.inter_op.draft import Draft, Space
 from autopar.inter_op.even import Even
-from autopar.inter_op.prices import Cell, Floats, LowerBound, Prices, StageCost, Table
-from autopar.inter_op.stage import Found, Law, Progress
+from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.stage_prices import Cell, Floats, LowerBound, Prices, StageCost, Table
+from autopar.inter_op.stage_values import Found, Law, Progress
 from autopar.inter_op.straight import Straight
 from autopar.inter_op.submeshes import SubMesh
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from autopar.errors import DeadlockError, ScheduleError
-from autopar.inter_op.lower import Lowered
+from autopar.inter_op.transfers import Lowered
 from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action, dependencies
 
 _Link = tuple[int, int]  # from rank, to rank

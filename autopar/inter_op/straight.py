@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.inter_op import kernels
-from autopar.inter_op.draft import Draft, Space
+from autopar.inter_op import dynamic_program as kernels
 from autopar.inter_op.even import Even
-from autopar.inter_op.prices import Floats, Ints, Table
-from autopar.inter_op.stage import Law
+from autopar.inter_op.search_task import Draft, Space
+from autopar.inter_op.stage_prices import Floats, Ints, Table
+from autopar.inter_op.stage_values import Law
 
 # The first threshold that is tried is so much above the smallest that enough devices are there for.
 _FIRST = 1.02

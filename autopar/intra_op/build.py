@@ -10,8 +10,8 @@ from autopar.errors import UnknownOperatorError
 from autopar.intra_op.builder import Builder
 from autopar.intra_op.built import Built, layouts
 from autopar.intra_op.options import Lies
-from autopar.intra_op.pins import Pins
-from autopar.intra_op.prices import Prices
+from autopar.intra_op.pins.layout_pins import Pins
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, frugal, too_small
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph

@@ -14,22 +14,22 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.cost.device import device
-from autopar.cost.host import host_seconds
-from autopar.cost.memory import kept
+from autopar.cost.host_copies import host_seconds
 from autopar.cost.model import Work
 from autopar.cost.network import near
+from autopar.cost.operator_memory import kept
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
-from autopar.intra_op.held import Rows
+from autopar.intra_op.allocations import Rows
+from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.lifetimes import lifetimes, pieces_of
 from autopar.intra_op.options import Lies, Option, accumulating, storages
-from autopar.intra_op.overlapped import Hidden
-from autopar.intra_op.pins import Pins
-from autopar.intra_op.prices import Prices
+from autopar.intra_op.pins.layout_pins import Pins
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.stored import StoredCost, StoredTraffic, away_of, stored_traffic, undominated
-from autopar.ir.fusion.overlapped import Beside
+from autopar.ir.fusion.async_tensor_parallel import Beside
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision

@@ -34,7 +34,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.memory import hands_on, kept
+from autopar.cost.operator_memory import hands_on, kept
 from autopar.intra_op.moments import Away, Block, offloaded, recomputed, spans
 from autopar.intra_op.problem import Held
 from autopar.ir.graph import Graph, Node

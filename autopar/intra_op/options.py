@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from autopar.errors import AnnotationError
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.intra_op.strategy import strategies
-from autopar.ir.annotation import Annotation
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.annotation import Annotation
 from autopar.plan import NodePlan
 
 

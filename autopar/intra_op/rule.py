@@ -31,9 +31,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import RuleError
-from autopar.ir.functions import FUNCTION
 from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import TensorType
+from autopar.operators.own_functions import FUNCTION
 
 Spec = str | Callable[[Node, tuple[TensorType, ...]], str]
 Dims = tuple[tuple[str, ...], ...]

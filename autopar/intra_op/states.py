@@ -20,7 +20,7 @@ from autopar.errors import PrecisionError, StateError
 from autopar.intra_op.options import Lies, behind, fits, in_one_piece
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.ir.state import Groups, StateSharding
+from autopar.ir.state_sharding import Groups, StateSharding
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 

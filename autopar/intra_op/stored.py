@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.device import Device
-from autopar.cost.memory import reduction_staging
 from autopar.cost.model import CostModel
+from autopar.cost.operator_memory import reduction_staging
 from autopar.intra_op.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from autopar.errors import RuleError
-from autopar.intra_op.functions import RULE as FUNCTION
-from autopar.intra_op.prove import prove
+from autopar.intra_op.proofs.own_function_rules import RULE as FUNCTION
+from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rule import OpRule, collect
 from autopar.intra_op.rules import rules
 

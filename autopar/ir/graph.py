@@ -24,7 +24,7 @@ from autopar.ir.tensor import TensorType
 
 LEAVES = ("input", "param", "buffer", "received")
 WRITE = "autopar.write"
-PREFIX = "kernels."  # of operators that are functions of `autopar.ir.kernels`
+PREFIX = "kernels."  # of operators that are functions of `autopar.operators.kernels`
 # Kernels in whose place outputs of the graph are computed again, should somebody ask for them.
 RECOMPUTED = ("kernels.linear_cross_entropy",)
 

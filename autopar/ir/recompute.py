@@ -17,7 +17,7 @@ from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import WRITE, Graph, Repeat
 
 KINDS = ("selective", "full")
-# What "selective" keeps the results of; `codegen/recompute.py` says the same of torch's kernels.
+# What "selective" keeps the results of; `runtime/recompute.py` says the same of torch's kernels.
 PRODUCTS = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm",
     "aten.scaled_dot_product_attention", "aten.conv1d", "aten.conv2d", "aten.conv3d",

@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
+from autopar.ir.int8_blocks import in_blocks
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.quantise import in_blocks
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
 EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once

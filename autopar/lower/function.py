@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.ir.collective import Step
-from autopar.ir.exchange import across
-from autopar.ir.fusion import overlapped
+from autopar.ir.fusion import async_tensor_parallel as overlapped
 from autopar.ir.fusion.packed import PACK, packing, reader
 from autopar.ir.graph import PREFIX, Node, Source
 from autopar.ir.tensor import Layout
@@ -27,8 +26,9 @@ from autopar.lower.lines import (
     Sum,
     Use,
 )
-from autopar.lower.names import IDENTITIES, Names
 from autopar.lower.placed import Placed
+from autopar.lower.variables import IDENTITIES, Names
+from autopar.operators.exchange import across
 
 
 class Writer:

@@ -10,7 +10,7 @@ from autopar.cost.device import device
 from autopar.cost.network import near
 from autopar.errors import PlanMismatchError
 from autopar.ir.collective import Collective, Resharder
-from autopar.ir.fusion.overlapped import ASYNC, Beside, Overlaps
+from autopar.ir.fusion.async_tensor_parallel import ASYNC, Beside, Overlaps
 from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import selective_runs
 from autopar.ir.storage import Storage

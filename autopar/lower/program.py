@@ -11,8 +11,8 @@ from autopar.ir.recompute import common_module
 from autopar.ir.tensor import Layout
 from autopar.lower.function import Writer
 from autopar.lower.lines import LEAF, Assign, Bound, Call, Function, Lowered
-from autopar.lower.names import identifier
 from autopar.lower.placed import Placed
+from autopar.lower.variables import identifier
 from autopar.plan import Plan
 
 

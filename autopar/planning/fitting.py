@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, ProgramError
 from autopar.intra_op.built import Built
-from autopar.intra_op.overlap import solve_side_by_side
+from autopar.intra_op.overlap_objective import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate, frugal, too_small
 from autopar.intra_op.solvers import find, solve

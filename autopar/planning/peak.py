@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.works import works
 from autopar.ir.graph import Graph
-from autopar.ir.stages import is_trained
+from autopar.ir.stage_graphs import is_trained
 from autopar.plan import Plan
-from autopar.planning.repeated import Repeated
+from autopar.planning.pipelines.repeated import Repeated
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
 
 

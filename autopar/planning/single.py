@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.capture import Captured, capture
+from autopar.capture.decompose import decompose_unknown
+from autopar.capture.joint import joint
 from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
@@ -22,36 +25,35 @@ from autopar.errors import PinError, PrecisionError, ProgramError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built import Built
 from autopar.intra_op.contest import format_problem
-from autopar.intra_op.functions import split_functions
 from autopar.intra_op.options import Lies
-from autopar.intra_op.prices import Prices
+from autopar.intra_op.pins.wordings import PinsLike, spell_out
+from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
 from autopar.intra_op.stored import bucket_of
 from autopar.intra_op.table import table
-from autopar.intra_op.words import PinsLike, spell_out
-from autopar.ir.capture import Captured, capture
-from autopar.ir.decompose import decompose_unknown
-from autopar.ir.fused import split_fused
-from autopar.ir.fusion import ASYNC, EXPERTS, UPDATE, fuse
+from autopar.ir.fusion import ASYNC, EXPERTS, UPDATE
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.ir.mixture import with_kernels
 from autopar.ir.offload import Offload, left_of
-from autopar.ir.passes import NORMALISING, PASSES, Pass, prepare
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
-from autopar.ir.state import StateSharding
-from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.state_sharding import StateSharding
 from autopar.ir.verify import verify
+from autopar.operators.mixture import with_kernels
 from autopar.outside import Kind
+from autopar.passes.fusion import fuse
+from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
+from autopar.passes.projections import split_fused
 from autopar.plan import Plan
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Made, fitting, solved
-from autopar.planning.fused import (
+from autopar.planning.kernel_savings import (
     applicable,
     fused,
     fused_exchange,
@@ -60,9 +62,9 @@ from autopar.planning.fused import (
     packed,
 )
 from autopar.planning.peak import simulated_peak
+from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.recomputation import Branch, Key, cheapest, key_of
 from autopar.planning.remedies import with_remedies
-from autopar.planning.repeated import Repeated
 
 FILE = Kind("the trace", ProgramError)
 
@@ -162,7 +164,9 @@ def capture_graph(
         precision=options.precision,
     )
     trace("capture.txt", lambda: format_graph(captured.graph))
-    graph = verify(split_functions(decompose_unknown(captured.graph, options.table), options.table))
+    graph = verify(
+        split_functions(decompose_unknown(captured.graph, options.table), options.table, joint)
+    )
     trace("decompose_unknown.txt", lambda: format_graph(graph))
 
     def keep(name: str, graph: Graph) -> None:

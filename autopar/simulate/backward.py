@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.memory import Recipe, Transfer
 from autopar.cost.model import NodeWork, Work
+from autopar.cost.operator_memory import Recipe, Transfer
 from autopar.ir.collective import Collective
-from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.stow import Stowed
+from autopar.simulate.buffers import Buffer, Recorder, Value
+from autopar.simulate.kept_on_host import Stowed
+from autopar.simulate.parameter import Used
+from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.task import Cause
-from autopar.simulate.weight import Used
-from autopar.simulate.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cost.host import HostCopy
+from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import Work
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective

@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.memory import Transfer, recipe, transfers
 from autopar.cost.model import NodeWork
+from autopar.cost.operator_memory import Transfer, recipe, transfers
 from autopar.cost.overlap import products
 from autopar.ir.collective import Collective
-from autopar.ir.exchange import exchanged
 from autopar.ir.graph import WRITE, Graph, Node, Repeat
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
+from autopar.operators.exchange import exchanged
 from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Products, Ran
-from autopar.simulate.memory import Buffer, Recorder, Value
-from autopar.simulate.stow import Stow
+from autopar.simulate.buffers import Buffer, Recorder, Value
+from autopar.simulate.kept_on_host import Stow
+from autopar.simulate.parameter import Used
+from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.task import Cause
-from autopar.simulate.weight import Used
-from autopar.simulate.weights import Weights
 
 _NO_WORK = NodeWork()
 

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from autopar.cost.model import CostModel, NodeWork
 from autopar.errors import SimulationError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.stages import SENT, is_trained
+from autopar.ir.stage_graphs import SENT, is_trained
 from autopar.lower.lines import Lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.simulate.backward import backward
+from autopar.simulate.buffers import Recorder, Value
 from autopar.simulate.forward import Forward
-from autopar.simulate.memory import Recorder, Value
+from autopar.simulate.optimizer_step import Updated, update, updated_of
+from autopar.simulate.parameter import Weight
+from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Task
-from autopar.simulate.update import Updated, update, updated_of
-from autopar.simulate.weight import Weight
-from autopar.simulate.weights import Weights
 
 
 def tasks(
@@ -36,8 +36,8 @@ def tasks(
     """Everything that one device does in one training step, repeated blocks unfolded.
 
     Args:
-        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see ir/stages.py),
-            whose step is that of one microbatch.
+        graph: prepared, with its repeats and a loss, or a stage of a pipeline (see
+            `autopar/ir/stage_graphs.py`), whose step is that of one microbatch.
         plan: a layout for every node of the folded graph.
         works: kernels of each node of the folded graph, run once.
         model: the prices under which layouts change, as code generation chooses them.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.cost.host import HostCopy
+from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import Work
 from autopar.ir.collective import Collective
 

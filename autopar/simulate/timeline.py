@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.cost.host import HostCopy
+from autopar.cost.host_copies import HostCopy
 from autopar.errors import SimulationError
 from autopar.ir.collective import Collective
 from autopar.simulate.task import COMPUTE, HOST, Task

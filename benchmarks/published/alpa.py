@@ -32,7 +32,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.states import state
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
-from autopar.ir.state import Groups
+from autopar.ir.state_sharding import Groups
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.pipeline import update
 from benchmarks.published.step import Captured, Part, captured, fuse, merged, parts, regions

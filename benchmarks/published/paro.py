@@ -9,7 +9,7 @@ all_reduce of whole gradients, as DeepSpeed runs it. All of it is counted, nothi
 from __future__ import annotations
 
 from autopar.intra_op.states import state
-from autopar.ir.state import Groups, StateSharding
+from autopar.ir.state_sharding import Groups, StateSharding
 
 PARAMETERS, GROUPS, MICROBATCHES = 7e9, Groups(64, 8), 8
 LEVELS = {"ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III", "ZeRO++": "GGG+I"}

@@ -10,7 +10,7 @@ nccl-tests does, for all that is gathered.
 from __future__ import annotations
 
 from autopar.cost.algorithms import INTER, INTRA, Level
-from autopar.cost.collective import collective_seconds
+from autopar.cost.collective_seconds import collective_seconds
 from autopar.cost.device import devices
 
 NODES, DEVICES, NODE_BANDWIDTH, MESSAGE = 16, 8, 6e9, 0.97e-3

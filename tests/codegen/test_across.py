@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.codegen.collectives import Communicator
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.communicator import Communicator
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.adamw import AdamW, takes
-from autopar.codegen.optimizer import fusable
 from autopar.ir.fusion import choose
+from autopar.runtime.update.adamw import AdamW, takes
+from autopar.runtime.update.optimizer import fusable
 from tests.mixed import ADAMW, error, net
 
 SHAPES = ((5, 3), (7,), (2, 3, 4))

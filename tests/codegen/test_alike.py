@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.alike import compare_ranks, text_of
-from autopar.codegen.batches import _checksum
 from autopar.errors import AutoparError, BatchError, RanksDifferError
+from autopar.runtime.batches import _checksum
+from autopar.runtime.ranks.agreement import compare_ranks, text_of
 from tests.ranks import run_ranks
 
 MESH = "cpu[1GFLOP/s 64GiB 1GB/s]: gpu=2 @10GB/s 1us"
@@ -247,7 +247,7 @@ def test_a_difference_in_python_state_is_shown_by_the_line_of_the_graph() -> Non
 def one_stays_away() -> str:
     if dist.get_rank() == 1:
         return ""
-    from autopar.codegen import alike
+    from autopar.runtime.ranks import agreement as alike
 
     alike.group_timeout = lambda: timedelta(seconds=1)
     with pytest.raises(RanksDifferError) as caught:

@@ -16,9 +16,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.codegen import collectives
-from autopar.codegen.collectives import Communicator
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication import communicator as collectives
+from autopar.runtime.communication.communicator import Communicator
 from tests.ranks import run_ranks
 
 Called = Counter[str]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.codegen.checkpoint.boxes import Box, box_of
-from autopar.codegen.checkpoint.values import decode, encode
-from autopar.codegen.state import Piece
 from autopar.errors import CheckpointError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.runtime.checkpoint.boxes import Box, box_of
+from autopar.runtime.checkpoint.values import decode, encode
+from autopar.runtime.parameters.pieces import Piece
 
 # Boxes -------------------------------------------------------------------------------------------
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.codegen.collectives import Communicator, mesh_of
 from autopar.errors import LayoutError, MeshError
 from autopar.ir.collective import Step, moves
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
+from autopar.runtime.communication.communicator import Communicator, mesh_of
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")

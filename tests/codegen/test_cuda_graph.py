@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.cuda_graph import WARM, CudaGraph, Results, refuse
 from autopar.errors import ProgramError
+from autopar.runtime.cuda_graph import WARM, CudaGraph, Results, refuse
 from tests.mixed import net
 
 CUDA = torch.device("cuda")

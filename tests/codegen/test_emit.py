@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.codegen.emit import emit
-from autopar.codegen.load import load
-from autopar.codegen.runtime import Runtime
 from autopar.cost.model import AnalyticModel
 from autopar.ir.collective import Resharder
+from autopar.ir.graph_text import fingerprint, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import fingerprint, parse_graph
 from autopar.plan import NodePlan, Plan
+from autopar.runtime.module_loader import load
+from autopar.runtime.runtime import Runtime
 from tests import models
 from tests.emitted import FAST, ONE, SLOW, Case, case_of, family, local_values
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from autopar.codegen.failure import Failure, Watch
 from autopar.errors import RankFailedError
+from autopar.runtime.ranks.failure import Failure, Watch
 from tests.ranks import forking
 
 COUNT = 4
@@ -245,7 +245,7 @@ def test_nobody_fails(store: str, tmp_path: Path) -> None:
 AT_THE_END = """
 import threading
 import torch.distributed as dist
-from autopar.codegen.failure import Watch
+from autopar.runtime.ranks.failure import Watch
 
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
 with Watch(store.clone(), 0, 2, interval=1e-4):

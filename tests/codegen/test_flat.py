@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.codegen import adamw, flat
-from autopar.codegen.adamw import AdamW
-from autopar.codegen.batches import TOKEN
-from autopar.codegen.flat import Flat, neighbours
-from autopar.codegen.step_check import Seen
+from autopar.runtime.batches import TOKEN
+from autopar.runtime.parameters import flat_buffers as flat
+from autopar.runtime.parameters.flat_buffers import Flat, neighbours
+from autopar.runtime.update import adamw
+from autopar.runtime.update.adamw import AdamW
+from autopar.runtime.update.step_check import Seen
 from tests.mixed import ADAMW, GROUPS, PAIR, error, judge, net, no_decay, used_whole
 from tests.ranks import run_ranks
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.collectives import Communicator
-from autopar.codegen.gradients import Gradients
-from autopar.codegen.runtime import Runtime, stored
-from autopar.codegen.weights import Weights
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.parameters.gradients import Gradients
+from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.runtime import Runtime, stored
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: data=2, tensor=2")

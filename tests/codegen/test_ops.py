@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.codegen.ops import expression
-from autopar.codegen.runtime import Runtime
 from autopar.intra_op.rules import rules
-from autopar.ir import kernels
-from autopar.ir.interpret import TORCH_DTYPES, execute, tensor_type
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
-from autopar.ir.text import parse_graph
+from autopar.operators import kernels
+from autopar.operators.interpret import TORCH_DTYPES, execute, tensor_type
+from autopar.runtime.runtime import Runtime
 
 CPU = torch.device("cpu")
 # In the examples of rules, the operands: "f64[4, 8]", "const f64[8]>" (positive), "i64[4]<8".

@@ -12,10 +12,10 @@ import torch
 
 import autopar
 from autopar import pins
-from autopar.codegen.parts import CLOCK
-from autopar.codegen.profile import Event, merged
 from autopar.errors import ProgramError
 from autopar.inter_op.schedules import schedule
+from autopar.runtime.profile import Event, merged
+from autopar.runtime.step_parts import CLOCK
 from tests import models
 from tests.ranks import run_ranks
 

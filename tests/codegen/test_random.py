@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.codegen.collectives import Communicator
-from autopar.codegen.random import Random, synchronised
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.random import Random, synchronised
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: data=2, tensor=2")

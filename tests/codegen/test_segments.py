@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.codegen.load import load
-from autopar.codegen.segments import segmented
+from autopar.runtime.module_loader import load
+from autopar.runtime.segments import segmented
 from tests import emitted
 
 # Names given twice, what is read from tables in the middle, an alias, several results, a loop.

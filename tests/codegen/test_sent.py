@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.emit import emit
-from autopar.codegen.load import load
-from autopar.codegen.state import Parameter
 from autopar.cost.model import AnalyticModel
 from autopar.explain.moves import moves
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
-from autopar.ir.across import Across, Axes
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
-from autopar.ir.text import fingerprint
+from autopar.operators.across import Across, Axes
 from autopar.plan import Plan
+from autopar.runtime.module_loader import load
+from autopar.runtime.parameters.pieces import Parameter
 from tests import models
 from tests.emitted import SLOW, Case, family, local_values
 from tests.intra_op.test_folding import random_choice

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.codegen.split import backward_input
+from autopar.runtime.pipeline.split import backward_input
 
 Net = Callable[[Tensor, Tensor, dict[str, Tensor]], list[Tensor]]
 

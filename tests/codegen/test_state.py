@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from autopar.codegen.collectives import Communicator
-from autopar.codegen.state import Parameter, Piece, State, clip
 from autopar.errors import StateError
 from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.parameters.pieces import Parameter, Piece, State, clip
 from tests.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: node=2, gpu=2")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.codegen.gradients import Gradients
 from autopar.errors import NonFiniteError, ProgramError
+from autopar.runtime.parameters.gradients import Gradients
 from tests.ranks import run_ranks
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: gpu=2 @10GB/s 1us"

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.algorithms import INTER, INTRA
-from autopar.cost.collective import KINDS, Level, algorithms, collective_seconds
+from autopar.cost.collective_seconds import KINDS, Level, algorithms, collective_seconds
 from autopar.cost.model import AnalyticModel
 from autopar.cost.protocol import PLAIN, library
 from autopar.errors import CostError, MeshError

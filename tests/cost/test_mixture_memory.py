@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.cost.memory import recipe
+from autopar.cost.operator_memory import recipe
 from autopar.ir.graph import Graph, Node, Ref
-from autopar.ir.interpret import annotate
 from autopar.ir.mesh import Mesh
-from autopar.ir.mixture import MIXTURE, mixture
 from autopar.ir.tensor import Layout, TensorType
+from autopar.operators.interpret import annotate
+from autopar.operators.mixture import MIXTURE, mixture
 from benchmarks.alive import Alive
 
 TOKENS, CHOICES, EXPERTS = 192, 2, 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost.algorithms import INTER, INTRA
-from autopar.cost.collective import KINDS
+from autopar.cost.collective_seconds import KINDS
 from autopar.cost.device import devices
 from autopar.cost.model import AnalyticModel
 from autopar.errors import CostError, MeshError

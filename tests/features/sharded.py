@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.codegen.checkpoint import publish
-from autopar.codegen.checkpoint.boxes import Box
-from autopar.codegen.checkpoint.dcp import read_parts
-from autopar.codegen.checkpoint.plans import Part
-from autopar.codegen.checkpoint.storage import Reader
-from autopar.codegen.checkpoint.values import DTYPES
-from autopar.codegen.processes import from_first_rank
+from autopar.capture.capture import Captured
 from autopar.errors import AutoparError
-from autopar.ir.capture import Captured
-from autopar.ir.text import fingerprint
+from autopar.ir.graph_text import fingerprint
+from autopar.runtime.checkpoint import publish
+from autopar.runtime.checkpoint.boxes import Box
+from autopar.runtime.checkpoint.dcp import read_parts
+from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.checkpoint.safetensors_files import Reader
+from autopar.runtime.checkpoint.values import DTYPES
+from autopar.runtime.ranks.processes import from_first_rank
 from tests.features.feature import Case
 from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 from tests.features.oracle import SEED, STEPS, Trained, train

@@ -14,26 +14,26 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.cli.common.pin_options import words
 from autopar.cli.solve import _choices
-from autopar.cli.words import words
 from autopar.codegen.emit import emit
-from autopar.codegen.folder import open_settings
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm
 from autopar.intra_op import legal
 from autopar.intra_op.contest import format_problem, read_problem
-from autopar.intra_op.pins import Pins
+from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import fingerprint, format_graph, parse_graph
 from autopar.ir.verify import verify
 from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.pipelined import placement_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
+from autopar.runtime.folder import open_settings
 from autopar.zoo.build import build
 from autopar.zoo.load import read_config
 

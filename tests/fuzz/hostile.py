@@ -16,7 +16,7 @@ PAYLOADS = (
     "{i}", "w[0]", "w[:, 0:8]", "w[:]", "a b", "", " ", ".", "a.b", "#", "# coding: utf-7", "%s",
     "class", "None", "__class__", "__import__", "eval", "p", "mesh", "torch", "outputs", "forward",
     "\ud800", "\U0001f600", "\u202eeval", "\u2066", "ﬁ", "fi", "重み", "\x1b[31m", "\x1b]8;;http://x\x07",
-    "[red]", "[link=http://x]y[/link]", "<script>alert(1)</script>", "from autopar.codegen.runtime import",
+    "[red]", "[link=http://x]y[/link]", "<script>alert(1)</script>", "from autopar.runtime.runtime import",
     "x" * 500, "٣", "0", "9" * 5000, "-", "a|b", "a:1 | b",
 )  # fmt: skip
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PinError
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.problem import FORBIDDEN, Problem
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.works import works
-from autopar.ir.capture import Captured
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import fingerprint
 from autopar.pins import data_parallel, fsdp
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan

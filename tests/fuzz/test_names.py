@@ -22,19 +22,19 @@ from torch import Tensor, nn
 import autopar
 from autopar.codegen.allowed import check_source
 from autopar.codegen.emit import emit
-from autopar.codegen.folder import standalone
-from autopar.codegen.load import load
-from autopar.codegen.pipeline_folder import program_source
-from autopar.codegen.routes import Placement
-from autopar.codegen.state import key_of
 from autopar.cost.model import AnalyticModel
 from autopar.errors import ProgramError
 from autopar.ir.action import parse_row
 from autopar.ir.graph import Graph, Node, Source
+from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import format_graph, parse_graph
+from autopar.lower.keys import key_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, make_plan
+from autopar.runtime.folder import standalone
+from autopar.runtime.module_loader import load
+from autopar.runtime.pipeline.folder import program_source
+from autopar.runtime.pipeline.routes import Placement
 from tests.emitted import family
 from tests.fuzz.hostile import PAYLOADS, RUN, TEXTS
 
@@ -182,7 +182,7 @@ from pathlib import Path
 import torch
 
 import autopar
-from autopar.codegen.load import load
+from autopar.runtime.module_loader import load
 from tests.fuzz.hostile import PAYLOADS
 from tests.fuzz.test_names import model_of
 

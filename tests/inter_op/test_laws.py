@@ -6,8 +6,8 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.laws import law
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
-from autopar.inter_op.simulate import StageCost, simulate
 
 SCHEDULES = (
     ("gpipe", {}), ("1f1b", {}), ("eager_1f1b", {"extra": 2}), ("interleaved_1f1b", {"chunks": 3}),

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.capture.capture import capture
 from autopar.errors import GraphError
 from autopar.inter_op.layers import find_layers
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
-from autopar.ir.passes import NORMALISING, prepare
-from autopar.ir.stages import cut
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
+from autopar.ir.stage_graphs import cut
+from autopar.passes.normalise import NORMALISING, prepare
 from tests.families import make
 from tests.models import Model, gpt2
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import DeadlockError, ScheduleError
-from autopar.inter_op.lower import Lowered, Queue, lower
 from autopar.inter_op.rendezvous import check
 from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule, schedules
-from autopar.inter_op.simulate import StageCost, simulate
+from autopar.inter_op.transfers import Lowered, Queue, lower
 from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action, parse_row
 
 WAYS: tuple[tuple[Queue, int], ...] = (("link", 1), ("link", 0), ("link", 3), ("rank", 0))

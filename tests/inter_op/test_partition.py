@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import CostError, InfeasibleError
 from autopar.inter_op.partition import TOGETHER, partition
-from autopar.inter_op.stage import Candidate, Found, Law, Pipeline, Progress
+from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 

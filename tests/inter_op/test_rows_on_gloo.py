@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.inter_op.lower import Lowered, Queue, lower
 from autopar.inter_op.schedules import schedule, schedules
+from autopar.inter_op.transfers import Lowered, Queue, lower
 from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action
 from tests.ranks import run_ranks
 

@@ -18,11 +18,11 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.inter_op import schedules as package
+from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule, Times
+from autopar.inter_op.schedule_time import Prepared, StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule, schedules
 from autopar.inter_op.schedules.dualpipe_v import published
-from autopar.inter_op.simulate import Prepared, StageCost, prepare, simulate
-from autopar.inter_op.timeline import Timeline
 from autopar.ir.action import Action, dependencies
 
 NAMES = tuple(schedules())

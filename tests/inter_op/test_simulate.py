@@ -13,8 +13,8 @@ import pytest
 from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.gantt import IDLE, gantt, legend
 from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.schedule_time import StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule, schedules
-from autopar.inter_op.simulate import StageCost, prepare, simulate
 from autopar.ir.action import Action, dependencies, parse_row
 
 

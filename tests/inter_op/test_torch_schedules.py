@@ -9,11 +9,11 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autopar.errors import ScheduleError
-from autopar.inter_op.lower import Lowered, lower
 from autopar.inter_op.rendezvous import check
 from autopar.inter_op.schedule import Row, Schedule
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
-from autopar.inter_op.simulate import StageCost, simulate
+from autopar.inter_op.transfers import Lowered, lower
 from autopar.ir.action import COMPUTE, TRANSFER, Action
 
 SIZES = tuple(product(range(1, 9), range(1, 17)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.intra_op.audit import KEPT, audit
+from autopar.intra_op.proofs.audit import KEPT, audit
 from autopar.intra_op.rule import OpRule, rule
 from autopar.intra_op.rules import rules
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from autopar.intra_op.dim_names import name_dims
-from autopar.intra_op.dims import Dims, find_dims
-from autopar.intra_op.roles import Roles
+from autopar.intra_op.pins.dim_names import name_dims
+from autopar.intra_op.pins.dims import Dims, find_dims
+from autopar.intra_op.pins.roles import Roles
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from tests import words
 from tests.families import FAMILIES
 from tests.intra_op.test_pins import graph as gpt2

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.intra_op.case import read_example
-from autopar.intra_op.discover import discover, source
-from autopar.intra_op.prove import prove
+from autopar.intra_op.proofs.case import read_example
+from autopar.intra_op.proofs.discover import discover, source
+from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rule import OpRule, Signature, resolve, rule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies
-from autopar.ir.exchange import across
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.operators.exchange import across
 
 RULES = rules()
 TWO = Mesh.parse("cpu: x=2")

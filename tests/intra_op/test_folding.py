@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import Built, build
 from autopar.intra_op.problem import FORBIDDEN, Edge, Problem, evaluate, frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
+from autopar.passes.normalise import prepare
 from tests import models
 
 # A slow device with quick links: even small models are worth splitting.

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanError
 from autopar.intra_op import legal
@@ -15,11 +16,10 @@ from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.problem import frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
-from autopar.ir.text import fingerprint
+from autopar.passes.normalise import prepare
 from autopar.plan import NodePlan, Plan
 from tests.intra_op.test_folding import LINE, random_choice
 from tests.models import MODELS, mlp, squared_error

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn, randn
 
+from autopar.capture.capture import capture
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, Work
 from autopar.cost.overlap import TAKE_TURNS, side_by_side
 from autopar.intra_op.build import Built, build, layouts
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.options import Option
-from autopar.intra_op.overlap import solve_side_by_side
+from autopar.intra_op.overlap_objective import solve_side_by_side
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.works import works
-from autopar.ir.capture import capture
 from autopar.ir.collective import Collective
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
-from autopar.ir.text import fingerprint
+from autopar.passes.normalise import prepare
 from autopar.plan import Plan
 from autopar.simulate import Settings, run, tasks
 from autopar.simulate.settings import OVERLAPS

@@ -7,18 +7,18 @@ from functools import cache
 
 import pytest
 
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
 from autopar.errors import LayoutError, PinError
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.options import Option, node_options, parameter_options
-from autopar.intra_op.pins import Pin, Pins, joined
+from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
+from autopar.passes.normalise import prepare
 from autopar.plan import NodePlan
 from tests.intra_op.test_folding import LINE
 from tests.models import gpt2

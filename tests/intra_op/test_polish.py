@@ -6,15 +6,15 @@ import math
 
 import pytest
 
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.capture import capture
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
+from autopar.passes.normalise import prepare
 from tests import models
 
 

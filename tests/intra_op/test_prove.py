@@ -9,18 +9,18 @@ from functools import partial
 
 import pytest
 
+from autopar.capture.capture import capture
 from autopar.errors import RuleError
-from autopar.intra_op.case import read_example
-from autopar.intra_op.prove import aliased, prove, prove_aliased, prove_node
+from autopar.intra_op.proofs.case import read_example
+from autopar.intra_op.proofs.prove import aliased, prove, prove_aliased, prove_node
 from autopar.intra_op.rule import OpRule, Signature, resolve, rule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import Strategy, strategies
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph, Node, Ref
-from autopar.ir.localise import localise
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
 from autopar.ir.tensor import TensorType
+from autopar.operators.localise import localise
+from autopar.passes.normalise import prepare
 from tests.models import MODELS, conv_net
 
 RULES = rules()
@@ -134,7 +134,7 @@ def test_a_layout_that_is_wrong_backwards_only_is_caught(monkeypatch: pytest.Mon
             for s in found
         )
 
-    monkeypatch.setattr("autopar.intra_op.prove.strategies", forgetful)
+    monkeypatch.setattr("autopar.intra_op.proofs.prove.strategies", forgetful)
     report = prove(RULES["aten.linear"])
     assert {f.value for f in report.failures} >= {f"gradient of operand {i}" for i in range(3)}
     assert all(failure.value.startswith("gradient") for failure in report.failures)

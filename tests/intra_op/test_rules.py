@@ -18,10 +18,10 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.rules.view import reshape_spec
 from autopar.intra_op.strategy import strategies
 from autopar.ir.graph import Node, Ref
-from autopar.ir.interpret import execute, tensor_type
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
-from autopar.ir.text import parse_graph
+from autopar.operators.interpret import execute, tensor_type
 
 MESH = Mesh.parse("cpu: gpu=2")
 

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.codegen.calibrate import attention, problems
-from autopar.cost.memory import recipe
+from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel, Gemm, NodeWork, Work
+from autopar.cost.operator_memory import recipe
 from autopar.cost.work import adamw_work, optimizer_work
 from autopar.intra_op.build import build, layouts
+from autopar.intra_op.kernel_work import fused, works
+from autopar.intra_op.pins.wordings import spell_out
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.words import spell_out
-from autopar.intra_op.works import fused, works
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
-from autopar.ir.text import fingerprint
+from autopar.passes.normalise import prepare
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
-from autopar.simulate.update import Updated, update_works
+from autopar.runtime.communication.measure import attention, problems
+from autopar.simulate.optimizer_step import Updated, update_works
 from autopar_kernels.registry import operators
 from tests.models import gpt2, llama, vit
 

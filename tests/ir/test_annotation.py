@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.capture import capture
 from autopar.errors import AnnotationError
-from autopar.ir.annotation import Annotation
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import run
+from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
 from autopar.ir.tensor import Layout
-from autopar.ir.text import format_graph, parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.annotation import Annotation
+from autopar.operators.interpret import run
+from autopar.passes.normalise import prepare
 
 MESH = Mesh.parse("cpu: data=2, tensor=4, one=1")
 

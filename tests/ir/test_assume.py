@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture.capture import capture
 from autopar.errors import AssumptionError, CaptureError
-from autopar.ir.assume import ASSUME
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import run
-from autopar.ir.passes import prepare
-from autopar.ir.text import format_graph, parse_graph
+from autopar.ir.graph_text import format_graph, parse_graph
+from autopar.operators.assume import ASSUME
+from autopar.operators.interpret import run
+from autopar.passes.normalise import prepare
 from tests.ranks import run_ranks
 
 

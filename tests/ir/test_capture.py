@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.capture.capture import Captured, capture
 from autopar.errors import BatchError
-from autopar.ir.capture import Captured, capture
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import run
-from autopar.ir.text import format_graph, parse_graph
+from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
 from autopar.zoo.build import build, example_inputs
 from tests import models
 
@@ -161,7 +161,7 @@ def test_a_model_without_memory_gives_the_graph_of_a_real_one(device: str) -> No
     # Whether a copy is asked for depends on strides, which the kernels of the CPU may choose.
     assert set(written(captured.graph) - written(real)) <= {"aten.contiguous"}
     assert not written(real) - written(captured.graph)
-    # Buffers that no checkpoint has are computed, see autopar/ir/unsaved.py.
+    # Buffers that no checkpoint has are computed, see autopar/capture/unsaved.py.
     saved = planned.state_dict()
     assert all(captured.buffers[name].is_meta for name in captured.buffers if name in saved)
     # What was planned runs on a real device.

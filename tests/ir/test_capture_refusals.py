@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
 from autopar.errors import BatchError, CaptureError
-from autopar.ir.capture import capture
 from tests import models
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
+from autopar.capture.decompose import decompose_unknown
 from autopar.intra_op.rules import rules
-from autopar.ir.capture import capture
-from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import run
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
 
 KNOWN = set(rules())
 

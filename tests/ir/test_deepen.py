@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import GraphError
-from autopar.ir.deepen import LEAST, deepen
 from autopar.ir.graph import Graph
-from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.ir.shares import remove_shares
-from autopar.ir.text import format_graph, parse_graph
+from autopar.ir.graph_text import format_graph, parse_graph
+from autopar.passes.deepen import LEAST, deepen
+from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.passes.shares import remove_shares
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 

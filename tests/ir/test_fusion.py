@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from autopar.errors import ProgramError
 from autopar.intra_op.rules import rules
-from autopar.ir.fusion import choose, fuse, names, switches
+from autopar.ir.fusion import choose, names, switches
 from autopar.ir.graph import PREFIX, Graph
-from autopar.ir.interpret import run
-from autopar.ir.passes import FINDING, NORMALISING, prepare
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
+from autopar.passes.fusion import fuse
+from autopar.passes.normalise import FINDING, NORMALISING, prepare
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar_kernels.registry import operators
 

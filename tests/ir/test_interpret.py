@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
 from autopar.errors import GraphError
-from autopar.ir.capture import capture
 from autopar.ir.graph import Graph, Node, Ref, Repeat
-from autopar.ir.interpret import annotate, execute, run
-from autopar.ir.norms import lower_batch_norms
+from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.tensor import TensorType
-from autopar.ir.text import format_graph, parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.interpret import annotate, execute, run
+from autopar.passes.norms import lower_batch_norms
 from tests import models
 
 CPU = torch.device("cpu")

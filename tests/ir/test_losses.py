@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.losses import lower_means
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.verify import verify
+from autopar.passes.losses import lower_means
 from tests.graphs import assert_equal_runs, captured_double, checked, ops
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
-from autopar.ir.capture import capture
-from autopar.ir.interpret import run
 from autopar.ir.rewrite import writes
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
 
 Outcome = Tensor | tuple[Tensor, ...]
 

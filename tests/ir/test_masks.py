@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from autopar.ir.capture import capture
-from autopar.ir.passes import prepare
+from autopar.capture.capture import capture
+from autopar.passes.normalise import prepare
 from tests import models
 
 

@@ -10,12 +10,12 @@ from autopar.cost.model import AnalyticModel
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
-from autopar.ir.interpret import run
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.norms import lower_batch_norms
-from autopar.ir.passes import prepare
-from autopar.ir.text import parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
+from autopar.passes.normalise import prepare
+from autopar.passes.norms import lower_batch_norms
 from tests.graphs import assert_equal_runs, captured_double, leaf_values
 from tests.models import conv_net
 

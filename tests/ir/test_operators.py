@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
 from autopar.intra_op.rules import rules
-from autopar.ir.capture import capture
-from autopar.ir.passes import prepare
+from autopar.passes.normalise import prepare
 from tests.graphs import assert_equal_runs, model_values
 
 RULES = rules()

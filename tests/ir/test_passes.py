@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.graph import Graph
-from autopar.ir.passes import PASSES, prepare
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.rewrite import eliminate_dead
-from autopar.ir.shares import insert_shares
-from autopar.ir.text import parse_graph
+from autopar.passes.normalise import PASSES, prepare
+from autopar.passes.shares import insert_shares
 from tests.graphs import assert_equal_runs, captured_double, checked
 from tests.models import conv_net, gpt2
 

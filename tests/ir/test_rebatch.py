@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
-from autopar.ir.rebatch import rebatch
+from autopar.passes.rebatch import rebatch
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 

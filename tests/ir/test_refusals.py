@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
+from autopar.capture.capture import capture
 from autopar.errors import CaptureError
-from autopar.ir.capture import capture
-from autopar.ir.interpret import run
+from autopar.operators.interpret import run
 
 MISTAKES: dict[str, tuple[type[nn.Module], str]] = {}
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.ir.graph import Graph, Repeat
-from autopar.ir.interpret import execute
-from autopar.ir.passes import prepare
-from autopar.ir.repeats import find_repeats
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.verify import verify
+from autopar.operators.interpret import execute
+from autopar.passes.normalise import prepare
+from autopar.passes.repeats import find_repeats
 from tests.graphs import Values, assert_equal_runs, captured_double, evaluate, leaf_values
 from tests.models import MODELS, mlp
 

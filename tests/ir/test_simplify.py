@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.simplify import drop_identities, lower_splits
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.verify import verify
+from autopar.passes.simplify import drop_identities, lower_splits
 from tests.graphs import assert_equal_runs, checked, leaf_values, ops
 
 IDENTITIES = """

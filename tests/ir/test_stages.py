@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.capture import capture
+from autopar.capture.decompose import decompose_unknown
 from autopar.errors import StageError
 from autopar.intra_op.table import table
-from autopar.ir.capture import capture
-from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph
-from autopar.ir.interpret import run
-from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.ir.stages import alike, cut
-from autopar.ir.text import format_graph, parse_graph
+from autopar.ir.graph_text import format_graph, parse_graph
+from autopar.ir.stage_graphs import alike, cut
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
+from autopar.passes.normalise import FINDING, NORMALISING, prepare
 from tests import models
 
 

@@ -12,7 +12,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import MeshError, StateError
 from autopar.intra_op.states import STATES, state
 from autopar.ir.mesh import Mesh
-from autopar.ir.state import Groups, StateSharding, accumulation_saving, shardings
+from autopar.ir.state_sharding import Groups, StateSharding, accumulation_saving, shardings
 
 # PaRO (arXiv:2310.06003), Table 2 for 7e9 parameters on 64 devices in groups of 8, Adam: GB of
 # parameters, gradients, optimizer state and all.

@@ -14,7 +14,7 @@ from autopar.intra_op.options import parameter_options, storages, stored_option
 from autopar.intra_op.states import StateChoice
 from autopar.intra_op.stored import stored_traffic, undominated
 from autopar.ir.mesh import Mesh
-from autopar.ir.state import StateSharding, shardings
+from autopar.ir.state_sharding import StateSharding, shardings
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 

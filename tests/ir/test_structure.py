@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
+from autopar.capture.structure import Inputs, Structure
 from autopar.errors import BatchError
-from autopar.ir.structure import Inputs, Structure
 
 Pair = namedtuple("Pair", "left right")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.errors import GraphError
 from autopar.ir.graph import Arg, Graph, Name, Node, Ref, Repeat, Source
+from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
-from autopar.ir.text import fingerprint, format_graph, parse_graph
 
 MLP = """\
 graph 'mlp'

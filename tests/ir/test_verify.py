@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import GraphError
-from autopar.ir.text import parse_graph
+from autopar.ir.graph_text import parse_graph
 from autopar.ir.verify import CHECKS, verify
 
 GOOD = """\

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import autopar
+from autopar.capture.capture import capture
+from autopar.capture.unsaved import computed
 from autopar.errors import BatchError, CaptureError, ProgramError
-from autopar.ir.capture import capture
-from autopar.ir.interpret import run
-from autopar.ir.unsaved import computed
+from autopar.operators.interpret import run
 from tests.ranks import run_ranks
 
 

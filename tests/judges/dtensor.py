@@ -30,12 +30,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from autopar.intra_op.case import Case, read_example
+from autopar.intra_op.proofs.case import Case, read_example
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.strategy import Strategy, strategies
-from autopar.ir.interpret import execute
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.operators.interpret import execute
 
 Placements = tuple[Placement, ...]
 MESH = Mesh.parse("cpu: x=2")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from autopar.capture.capture import capture
+from autopar.capture.decompose import decompose_unknown
 from autopar.errors import AutoparError
 from autopar.intra_op.rules import rules
-from autopar.ir.capture import capture
-from autopar.ir.decompose import decompose_unknown
-from autopar.ir.interpret import run
-from autopar.ir.passes import NORMALISING, prepare
 from autopar.ir.verify import verify
+from autopar.operators.interpret import run
+from autopar.passes.normalise import NORMALISING, prepare
 
 PLACES = ("buffer", "view", "local")
 STEPS = 2

@@ -22,17 +22,17 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from autopar.capture.capture import Captured, capture
+from autopar.capture.decompose import decompose_unknown
 from autopar.errors import AutoparError, CaptureError, RuleError
-from autopar.intra_op.case import Case, own_randomness, read_call
+from autopar.intra_op.proofs.case import Case, own_randomness, read_call
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import PARTIAL, VARYING, Strategy, strategies
-from autopar.ir.capture import Captured, capture
-from autopar.ir.decompose import decompose_unknown
 from autopar.ir.graph import Graph, Node
-from autopar.ir.interpret import execute
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import prepare
+from autopar.operators.interpret import execute
+from autopar.passes.normalise import prepare
 
 RULES = rules()
 MESHES = (Mesh.parse("cpu: x=2"), Mesh.parse("cpu: x=4"))

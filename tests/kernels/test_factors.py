@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.intra_op.prove import prove
+from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rule import rule
 from autopar_kernels.registry import operators, register
 from autopar_kernels.registry.operator import Operator

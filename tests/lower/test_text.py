@@ -8,8 +8,8 @@ from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.lower.lines import Call, Compute, Lowered, Move, Use
+from autopar.lower.lowered_text import format_lowered, parse_lowered
 from autopar.lower.program import lower
-from autopar.lower.text import format_lowered, parse_lowered
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
 from tests.families import FAMILIES, make

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from autopar.cli.explain import explained
-from autopar.codegen.optimizer import refuse_what_steps_break
 from autopar.cost.device import device
 from autopar.errors import InfeasibleError, PlanError, PlanMismatchError, ProgramError
 from autopar.explain import Explanation
@@ -27,6 +26,7 @@ from autopar.plan import Plan
 from autopar.planning import single
 from autopar.planning.offloading import told
 from autopar.planning.single import Options, Planner, Trace, capture_graph
+from autopar.runtime.update.optimizer import refuse_what_steps_break
 from tests import models
 
 GPUS = Mesh.parse("A100-80: gpu=2")

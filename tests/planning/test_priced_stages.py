@@ -19,8 +19,8 @@ from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import capture_microbatch
+from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace
-from autopar.planning.stages import stage_graphs
 from autopar.zoo import load
 from tests.test_cli import refused, run
 from tests.test_why_cli import MODEL as SOURCE

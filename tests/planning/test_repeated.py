@@ -15,11 +15,11 @@ from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel
 from autopar.pipelined import capture_microbatch
 from autopar.plan import Plan
-from autopar.planning import stages as planning
-from autopar.planning.repeated import Repeated
-from autopar.planning.simulated import stage_figures
+from autopar.planning.pipelines import stages as planning
+from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.pipelines.simulated import stage_figures
+from autopar.planning.pipelines.stages import Devices, in_flight, plan_stages, stage_graphs
 from autopar.planning.single import Options, Trace, make_plan
-from autopar.planning.stages import Devices, in_flight, plan_stages, stage_graphs
 from tests import models
 
 WIDTHS = (64, 128, 128, 128, 32)

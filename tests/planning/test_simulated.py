@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost.model import AnalyticModel
+from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import schedule
-from autopar.inter_op.simulate import StageCost, simulate
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
-from autopar.intra_op.works import works
 from autopar.ir.mesh import Mesh
 from autopar.pipelined import Request, capture_microbatch, plan_evenly
-from autopar.planning.simulated import Simulated, simulated
+from autopar.planning.pipelines.simulated import Simulated, simulated
+from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from autopar.planning.stages import stage_graphs
 from autopar.simulate import Settings, Timeline, run, tasks
 from tests.models import gpt2
 

@@ -14,17 +14,17 @@ import pytest
 from autopar.cost.device import device
 from autopar.errors import InfeasibleError
 from autopar.inter_op.layers import find_layers, layers_at
-from autopar.inter_op.stage import Chunk, Pipeline, Stage
+from autopar.inter_op.stage_values import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import FINDING, NORMALISING, prepare
-from autopar.planning import layered as parts
-from autopar.planning.layered import Layered
-from autopar.planning.repeated import Repeated
-from autopar.planning.search import INEXACT, play, search
+from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.planning.pipelines import layered as parts
+from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.pipelines.search import INEXACT, play, search
+from autopar.planning.pipelines.stage_costs import StageCosts
+from autopar.planning.pipelines.stages import stage_graphs, weights
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
-from autopar.planning.stage_costs import StageCosts
-from autopar.planning.stages import stage_graphs, weights
 from autopar.planning.workers import Workers
 from tests.models import gpt2
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from autopar.errors import PinError
-from autopar.intra_op.pins import Pins
+from autopar.intra_op.pins.layout_pins import Pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
 from autopar.pipelined import capture_microbatch
+from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace
-from autopar.planning.stage_pins import stage_pins
-from autopar.planning.stages import stage_graphs
 from tests import models
 
 MESH = Mesh.parse("H100: gpu=2")

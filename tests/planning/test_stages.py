@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.errors import (
     BatchError,
     MeshError,
@@ -20,11 +21,10 @@ from autopar.errors import (
     ScheduleError,
     StageError,
 )
-from autopar.ir.capture import Captured
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.ir.passes import FINDING, prepare
-from autopar.ir.stages import cut
-from autopar.ir.text import fingerprint
+from autopar.ir.stage_graphs import cut
+from autopar.passes.normalise import FINDING, prepare
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipelined import (
     Request,
@@ -34,9 +34,8 @@ from autopar.pipelined import (
     plan_evenly,
     sources_of,
 )
-from autopar.planning import stages as planning
-from autopar.planning.single import Options, Trace
-from autopar.planning.stages import (
+from autopar.planning.pipelines import stages as planning
+from autopar.planning.pipelines.stages import (
     Devices,
     equal_parts,
     even_ends,
@@ -46,6 +45,7 @@ from autopar.planning.stages import (
     read_schedule,
     schedule_of,
 )
+from autopar.planning.single import Options, Trace
 from tests import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"

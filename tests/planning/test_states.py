@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.cli.model import Wanted, capture_model
-from autopar.codegen.optimizer import elementwise
+from autopar.cli.common.model_options import Wanted, capture_model
 from autopar.errors import InfeasibleError, StateError
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, make_plan
+from autopar.runtime.update.optimizer import elementwise
 
 # PaRO (arXiv:2310.06003), section 5: LLaMA-65B on 32 A100-80, mixed precision, 4 samples of 512
 # tokens a device, checkpointing; the others run out of memory.

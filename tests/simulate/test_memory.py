@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.capture.capture import Captured
 from autopar.cost.model import AnalyticModel
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.table import table
-from autopar.intra_op.works import works
-from autopar.ir.capture import Captured
 from autopar.ir.fusion import ASYNC
 from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision

@@ -17,8 +17,8 @@ from autopar.cost.model import AnalyticModel, NodeWork
 from autopar.errors import SimulationError
 from autopar.explain import moves
 from autopar.explain.moves import Move
+from autopar.intra_op.kernel_work import works
 from autopar.intra_op.table import table
-from autopar.intra_op.works import works
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron

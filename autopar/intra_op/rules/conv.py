@@ -1,5 +1,5 @@
 """Convolutions, pooling and resampling: samples and channels split; so does space, where a part of
-the output needs a part of the input and borders of its neighbours (see `autopar/ir/window.py`)."""
+the output needs a part of the input and borders of its neighbours (see `operators/window.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autopar.intra_op.rule import OpRule, all_whole, argument, rule, whole_along
 from autopar.ir.graph import Node
 from autopar.ir.tensor import TensorType
-from autopar.ir.window import halos
+from autopar.operators.window import halos
 
 
 def _sliding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:

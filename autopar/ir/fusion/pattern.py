@@ -86,7 +86,7 @@ class Pattern:
 
     Attributes:
         name: as `fuse` names it; patterns that are switched together share it.
-        kernel: a function of `autopar.ir.kernels`.
+        kernel: a function of `autopar.operators.kernels`.
         spellings: expressions, tried in order.
         arguments: of the kernel, by the names in the spellings.
         gives: names inside that are read elsewhere too, which the kernel gives as further results.

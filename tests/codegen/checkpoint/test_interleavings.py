@@ -15,12 +15,12 @@ import torch
 
 import autopar
 from autopar import files
-from autopar.codegen.checkpoint.boxes import Box
-from autopar.codegen.checkpoint.dcp import write_parts
-from autopar.codegen.checkpoint.index import MARKER
-from autopar.codegen.checkpoint.plans import Part, SavePlanner, Snapshot
-from autopar.codegen.checkpoint.storage import Writer
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint.boxes import Box
+from autopar.runtime.checkpoint.dcp import write_parts
+from autopar.runtime.checkpoint.index import MARKER
+from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.runtime.checkpoint.safetensors_files import Writer
 from tests.codegen.checkpoint.turns import Actor, Turns, stepping
 
 

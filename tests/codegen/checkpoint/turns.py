@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from autopar import files
-from autopar.codegen.checkpoint import publish, storage
+from autopar.runtime.checkpoint import publish
+from autopar.runtime.checkpoint import safetensors_files as storage
 
 OPERATIONS = frozenset(
     {"open", "close", "fsync", "rename", "unlink", "rmdir", "mkdir", "makedirs", "listdir", "lstat"}

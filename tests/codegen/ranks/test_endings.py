@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar import program as compiled
-from autopar.codegen import torch_private
 from autopar.program import Program
+from autopar.runtime import torch_private
 from tests import models
 from tests.codegen.ranks import kills
 from tests.codegen.test_failure import COUNT, LIMIT, run

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from autopar.cli import main
-from autopar.codegen.ranks.diagnosis import diagnose
-from autopar.codegen.ranks.dumps import Dump, Dumps
-from autopar.codegen.ranks.record import Record
-from autopar.codegen.ranks.recorder import Recorder
 from autopar.errors import DumpError
+from autopar.runtime.ranks.diagnosis import diagnose
+from autopar.runtime.ranks.dumps import Dump, Dumps
+from autopar.runtime.ranks.record import Record
+from autopar.runtime.ranks.recorder import Recorder
 
 EVERYONE = (0, 1, 2)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import autopar
-from autopar.codegen import torch_private
-from autopar.codegen.folder import OpenProgram
 from autopar.errors import ProgramError
 from autopar.program import Program
+from autopar.runtime import torch_private
+from autopar.runtime.folder import OpenProgram
 from tests import models
 from tests.ranks import run_ranks
 

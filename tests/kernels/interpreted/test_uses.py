@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.codegen.adamw import AdamW
-from autopar.codegen.collectives import Communicator
 from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.update.adamw import AdamW
 from autopar_kernels.linear_cross_entropy import (
     parallel_cross_entropy,
     parallel_linear_cross_entropy,

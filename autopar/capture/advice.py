@@ -1,0 +1,112 @@
+"""Errors of torch.export in the user's words: the line it stopped at, and what helps there."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from itertools import chain
+
+import torch
+
+from autopar.capture.watch import innermost, taken_out
+from autopar.errors import CaptureError
+
+_TORCH = os.path.dirname(torch.__file__)
+_HIGHER = os.path.join(_TORCH, "_higher_order_ops")
+_VALUES = "values are not known when a model is captured"
+_NUMBERS = ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
+# What a function of torch asks for that a trace does not have.
+_BY_FUNCTION = {
+    **dict.fromkeys(
+        ("numpy", "__array__"),
+        "write it with operators of torch, or wrap it as one: torch.library.custom_op",
+    ),
+    **dict.fromkeys(("tensor", "as_tensor"), "join tensors with torch.stack or torch.cat"),
+    "__deepcopy__": "copy the module in __init__, or call it itself",
+}
+_FUNCTIONS = (
+    "write it without torch.func and vmap: with batched operators, or "
+    "torch.autograd.grad(..., create_graph=True)"
+)
+_BY_MESSAGE = {
+    "functorch": _FUNCTIONS,
+    "constant's list": "write .detach() for .data, and do not change what requires a gradient",
+}
+# Files of torch and of libraries that are on the way to the error.
+_BY_FILE = {
+    os.path.join(_TORCH, "distributed"): "leave collectives out of the model: autopar puts them "
+    "where they are needed",
+    "cache_utils.py": "train without a cache of keys and values: pass use_cache=False",
+}
+_ELSE = (
+    "run model(*args, **kwargs) by itself; if it runs, write this line with operators of torch or "
+    "wrap it as one, with torch.library.custom_op"
+)
+# What a line does that chooses by a tensor's value.
+_BY_WORD = {
+    "while": "run a fixed number of rounds and let torch.where stop the update, or move the loop "
+    "out of forward",
+    "assert": "check it before the model is called, or leave the check out",
+    "for": "loop over a number that is known beforehand, such as a size",
+}
+_BY_VALUE = (
+    "choose between values with torch.where or a mask, which computes both, or move the choice out "
+    "of forward"
+)
+
+
+def explain(error: Exception, failed: str, opaque: str) -> CaptureError:
+    """What stopped torch.export, where in the user's code, and what to do about it.
+
+    Args:
+        error: what it raised.
+        failed: the name of the function of torch that failed, "" if none did.
+        opaque: a line that may be the cause of what fails after the trace.
+    """
+    message, where = str(error).strip(), innermost(error.__traceback__)
+    if "data-dependent" in message or "DataDependent" in type(error).__name__:
+        return _chosen(where, failed)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    for file in files:
+        name = os.path.basename(file).removesuffix(".py")
+        if file.startswith(_HIGHER) or name == "flex_attention":
+            return unsupported(name, where)
+    by_file = (todo for key, todo in _BY_FILE.items() if any(key in file for file in files))
+    by_message = (todo for key, todo in _BY_MESSAGE.items() if key in message)
+    return CaptureError(
+        "torch.export cannot trace the model",
+        where=where or opaque,
+        why=f"{type(error).__name__}: {message.partition(chr(10))[0].partition('. ')[0]}",
+        todo=_BY_FUNCTION.get(failed) or next(chain(by_message, by_file), _ELSE),
+    )
+
+
+def _chosen(where: str, failed: str) -> CaptureError:
+    """The error of a line that goes on in Python with a tensor's value."""
+    word = where.partition("  ")[2].split(" ")[0]
+    if failed in _NUMBERS and word not in _BY_WORD:
+        return taken_out(where)
+    return CaptureError(
+        "torch.export cannot trace the model: it chooses by values",
+        where=where,
+        why=_VALUES,
+        todo=_BY_WORD.get(word, _BY_VALUE),
+    )
+
+
+def unsupported(name: str, where: str = "") -> CaptureError:
+    """The error of an operator over functions, by its name: "cond", "scan", "vmap"."""
+    todo = {
+        "cond": "compute both branches and choose with torch.where",
+        "while_loop": "run a fixed number of rounds in a Python loop",
+        "scan": "write it as a Python loop over a known size, or as cumsum, cumprod or cummax",
+        "associative_scan": "write it as cumsum, cumprod or cummax where it is one",
+        "map": "write it with batched operators, or as a Python loop over a known size",
+        "flex_attention": "use torch.nn.functional.scaled_dot_product_attention with a mask",
+    }.get(name, _FUNCTIONS)
+    return CaptureError(
+        f"the model uses torch's {name}",
+        where=where,
+        why="a graph has no operators that run functions of the model",
+        todo=todo,
+    )

@@ -1,0 +1,383 @@
+"""A torch model -> Graph. The only file that knows torch.export."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.export import ExportedProgram
+
+from autopar.capture.advice import explain
+from autopar.capture.carried import CarriedFunction, carried
+from autopar.capture.cast import computing_in
+from autopar.capture.lowering import Lowering
+from autopar.capture.structure import Inputs, Structure
+from autopar.capture.unsaved import computed
+from autopar.capture.watch import State, Watch, changed, refuse_hooks
+from autopar.capture.wrapped import refuse_wrapped
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.graph import Graph
+from autopar.ir.precision import AS_IS, Precision
+from autopar.operators.assume import tie
+from autopar.operators.interpret import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph: the forward.
+        buffers: leaf target -> tensor of the model's buffers and constants (not copied).
+        parameter_names: every name of every parameter -> the leaf target that holds it.
+        inputs: flattens a batch into values of the input leaves.
+        output: rebuilds the model's output from the graph's named outputs.
+    """
+
+    graph: Graph
+    buffers: dict[str, Tensor]
+    parameter_names: dict[str, str]
+    inputs: Inputs
+    output: Structure
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    name: str = "",
+    known: Container[str] | None = None,
+    precision: Precision = AS_IS,
+) -> Captured:
+    """The model's forward on a batch like `model(*args, **kwargs)`.
+
+    The loss is the scalar that is returned, `output.loss`, `output["loss"]` or a tuple's first
+    floating scalar. Where a loss_fn is given it is `loss_fn(output, ...)` with those arguments of
+    the batch that its parameters name (all, if it takes **keywords); what the model does not take
+    goes to it alone.
+    Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
+    model returns besides tensors (caches) is left out.
+    Where it is said which operators are `known`, others are taken apart into those that torch
+    defines them by, if it does. With a `precision` the model is traced as if its parameters had the
+    dtype in which that computes; floating tensors of the batch are cast to it before the model sees
+    them, and the loss_fn sees them as they are.
+
+    Raises:
+        CaptureError: torch.export cannot trace the model, or an operation has no place in a Graph.
+        BatchError: model and loss_fn together do not take the batch.
+        PrecisionError: the model has nothing to compute in the precision.
+    """
+    refuse_wrapped(model)
+    with computing_in(model, precision):
+        wrapped = partial(_Flat, model, loss_fn, dtype=TORCH_DTYPES.get(precision.compute))
+        return _captured(model, args, kwargs or {}, loss_fn, name, known, wrapped)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Tensor] | None,
+    name: str,
+    known: Container[str] | None,
+    wrapped: Callable[[Inputs], _Flat],
+) -> Captured:
+    inputs = Inputs.of(_signature(model, loss_fn), args, kwargs)
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    # Tensors of their own: export would alias one tensor that is passed as two inputs.
+    batch = inputs.flatten(args, kwargs).values()
+    examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch)
+    refuse_hooks(model)
+    wrapper = wrapped(inputs)
+    program = _export(wrapper, examples)
+    lowering = Lowering(known)
+    first: dict[int, str] = {}
+    names = {k: first.setdefault(id(v), k) for k, v in _tensors(model).items()}
+    buffers = _place_leaves(lowering, program, wrapper, names)
+    for name in wrapper.seen.replaced & set(buffers):  # read, and then set for the next step
+        path, _, attribute = name.rpartition(".")
+        raise changed(model.get_submodule(path), attribute)
+    lowering.run(program.graph)
+    seen = wrapper.seen
+    results: Any = program.graph.output_node().args[0]
+    values = [lowering.read(node).name for node in results[: len(seen.labels)]]
+    outputs = dict(zip(seen.labels, values, strict=True))
+    assigned = zip(seen.assigned, results[len(values) :], strict=True)
+    lowering.finish({names[name]: node for name, node in assigned})
+    graph = Graph(
+        name or type(model).__name__,
+        tuple(sorted(lowering.nodes, key=lambda node: not node.is_leaf)),
+        tuple(sorted(outputs.items(), key=lambda item: item[0] != seen.loss)),
+        outputs.get(seen.loss or ""),
+    )
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = computed(model, buffers)
+    return Captured(tie(graph), buffers, {k: names[k] for k, _ in parameters}, inputs, seen.output)
+
+
+def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    """The traced wrapper; CaptureError at the user's line if it cannot be traced."""
+    try:
+        return torch.export.export(wrapper, examples, strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error
+
+
+def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspect.Signature:
+    """What a batch may hold: the model's parameters, then those that only the loss_fn has."""
+    taken = inspect.signature(model.forward).parameters
+    ranked = {kind: [p for p in taken.values() if p.kind is kind] for kind in _KINDS}
+    place = _KINDS[3] if ranked[_KINDS[2]] else _KINDS[1]
+    for parameter in _loss_parameters(loss_fn):
+        if parameter.name not in taken and parameter.kind not in (_KINDS[2], _KINDS[4]):
+            # A parameter after one with a default must have one too; it is never used.
+            late = any(p.default is not p.empty for p in ranked[place])
+            default = None if late else parameter.default
+            ranked[place].append(parameter.replace(kind=place, default=default))
+    return inspect.Signature([p for kind in _KINDS for p in ranked[kind]])
+
+
+_KINDS = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.KEYWORD_ONLY,
+    inspect.Parameter.VAR_KEYWORD,
+)
+
+
+def _loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Parameter]:
+    """The parameters of a loss_fn after the model's output."""
+    if loss_fn is None:
+        return []
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        return list(inspect.signature(called).parameters.values())[1:]
+    except (ValueError, TypeError) as error:
+        raise CaptureError(
+            "loss_fn does not say what it takes",
+            why=str(error),
+            todo="pass a function of the output and of arguments of the batch by name",
+        ) from error
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every name of every parameter and buffer."""
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _place_leaves(
+    lowering: Lowering, program: ExportedProgram, wrapper: _Flat, names: dict[str, str]
+) -> dict[str, Tensor]:
+    """Place the leaves; the tensors of buffers and constants by leaf target.
+
+    Args:
+        lowering: where they are placed.
+        program: the exported wrapper.
+        wrapper: what was exported.
+        names: every name of a parameter or buffer -> the name that its leaf gets.
+    """
+    tensors, inputs = _tensors(wrapper.model), iter(wrapper.inputs.names)
+    buffers: dict[str, Tensor] = {}
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+        if spec.kind.name == "USER_INPUT":
+            target = next(inputs)
+            if target in names:
+                raise CaptureError(
+                    f"the input {target!r} has the name of a parameter or buffer",
+                    why="values of a graph are told apart by name",
+                    todo="rename the argument of forward",
+                )
+            lowering.leaf(node, "input", target)
+            continue
+        assert spec.target is not None  # only inputs have none
+        target = spec.target.removeprefix("model.")
+        target = names.get(target, target)
+        if spec.kind.name == "PARAMETER":
+            if target not in tensors:
+                raise CaptureError(
+                    f"loss_fn holds the parameter {target!r}", todo="let the model hold it"
+                )
+            lowering.leaf(node, "param", target, tensors[target].requires_grad)
+        else:
+            lowering.leaf(node, "buffer", target)
+            buffers[target] = tensors.get(target, program.constants.get(spec.target))
+    return buffers
+
+
+@dataclass
+class _Seen:
+    """What one traced call returned and did.
+
+    Attributes:
+        output, labels, loss: the structure of what it returned, its tensors' names, which of them
+            is the loss.
+        assigned: buffers that it set, self.n = self.n + 1.
+        replaced: other tensors of modules that it set.
+    """
+
+    output: Structure
+    labels: tuple[str, ...] = ()
+    loss: str | None = None
+    assigned: tuple[str, ...] = ()
+    replaced: frozenset[str] = frozenset()
+
+
+class _Flat(nn.Module):
+    """The model with tensors in and tensors out; `seen` describes what came out.
+
+    A module's own attributes would not do: torch.export restores them after tracing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        inputs: Inputs,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.training = model.training
+        self.model, self.inputs = model, inputs
+        self.loss_fn = _Loss(loss_fn) if inspect.isroutine(loss_fn) else loss_fn
+        parameters = _loss_parameters(loss_fn)
+        self.for_loss = {parameter.name for parameter in parameters}
+        self.all_for_loss = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.for_loss_only = self.for_loss - set(inspect.signature(model.forward).parameters)
+        self.seen = _Seen(Structure(None))
+        self.watch = Watch()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        batch = dict(zip(self.inputs.names, tensors, strict=True))
+        state, buffers = State(self.model), _Buffers(self.model)
+        try:
+            with self.watch, carried():
+                named = self._call(batch)
+            assigned = buffers.assigned()
+            self.seen.assigned, self.seen.replaced = tuple(assigned), state.replaced()
+        finally:
+            state.restore()
+        _refuse_own_gradients(named.values())
+        return (*named.values(), *assigned.values())
+
+    def _cast(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch in the dtype of the parameters."""
+        if self.dtype is None:
+            return batch
+        return {k: t.to(self.dtype) if t.is_floating_point() else t for k, t in batch.items()}
+
+    def _call(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What model and loss_fn return, by name."""
+        args, kwargs = self.inputs.rebuild(self._cast(batch), without=self.for_loss_only)
+        value = self.model(*args, **kwargs)
+        root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
+        output = Structure.of(value, root, constants=False)
+        named = output.flatten(value)
+        if self.loss_fn is not None:
+            # The model's own loss, where it has one, is not the one to differentiate.
+            if "loss" in named:
+                output = Structure.of(value, "output", constants=False)
+                named = output.flatten(value)
+            given = self.inputs.structure.rebuild(batch)
+            if not self.all_for_loss:
+                given = {name: item for name, item in given.items() if name in self.for_loss}
+            named = {"loss": self.loss_fn(value, **given), **named}
+        self.seen.output, self.seen.labels = output, tuple(named)
+        self.seen.loss = _loss_name(named, isinstance(value, (tuple, list)))
+        return named
+
+
+class _Buffers:
+    """A model's buffers before a call, in which some may be set: self.n = self.n + 1."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        for path, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.held[f"{path}.{key}".lstrip(".")] = module, key, buffer
+
+    def assigned(self) -> dict[str, Tensor]:
+        """What buffers were set to, by name; the modules have again the tensors that they had.
+
+        Raises:
+            CaptureError: one was set to something of another type, or is another's buffer, too.
+        """
+        found: dict[str, Tensor] = {}
+        for name, (module, key, buffer) in self.held.items():
+            value = module._buffers.get(key)
+            module._buffers[key] = buffer
+            if value is buffer:
+                continue
+            others = (b for n, (*_, b) in self.held.items() if n != name)
+            if value is None or any(other is buffer for other in others):
+                raise changed(module, key)
+            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+                raise changed(module, key)
+            found[name] = value
+        return found
+
+
+# Functions that torch makes for operators of other libraries, which stay, and for branches, which
+# are refused by name elsewhere; and those that stand for the user's.
+_KEPT = ("GeneratedBackwardFor", "CondAutogradOp", CarriedFunction.__name__)
+_FUNCTIONS = {"BackwardHookFunction": "remove the backward hooks of modules"}
+
+
+def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
+    """CaptureError if a torch.autograd.Function that is not carried is on the way to an output.
+
+    A trace keeps its forward only: the gradient would be that of the forward, not its own.
+    """
+    waiting = [output.grad_fn for output in outputs]
+    met = set()
+    while waiting:
+        step = waiting.pop()
+        if step is None or step in met:
+            continue
+        met.add(step)
+        waiting += [before for before, _ in step.next_functions]
+        name = type(step).__name__.removesuffix("Backward")
+        if isinstance(step, BackwardCFunction) and not name.startswith(_KEPT):
+            raise CaptureError(
+                f"the model uses the torch.autograd.Function {name}",
+                why="its own backward would be lost",
+                todo=_FUNCTIONS.get(name)
+                or "write its forward with operators of torch, or register it as an operator "
+                "with torch.library.custom_op and register_autograd",
+            )
+
+
+class _Loss(nn.Module):
+    """A function as a module, so that its operators are known to come from it."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
+def _loss_name(named: dict[str, Tensor], positional: bool) -> str | None:
+    def fits(tensor: Tensor) -> bool:
+        return tensor.ndim == 0 and tensor.is_floating_point()
+
+    if "loss" in named:
+        return "loss" if fits(named["loss"]) else None
+    if positional:
+        return next((name for name, tensor in named.items() if fits(tensor)), None)
+    return None

@@ -1,0 +1,50 @@
+"""A model as if its parameters had another dtype, while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from autopar.errors import PrecisionError
+from autopar.ir.precision import Precision
+from autopar.operators.interpret import TORCH_DTYPES
+
+
+@contextmanager
+def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Inside, the floating parameters of a model have the dtype in which it is to compute.
+
+    They have no values there; afterwards the model is as it was. Buffers stay as they are.
+
+    Raises:
+        PrecisionError: the model has no floating parameter.
+    """
+    if not precision.compute:
+        yield
+        return
+    dtype = TORCH_DTYPES[precision.compute]
+    made: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_floating_point():
+                places.append((module, name, parameter))
+                if id(parameter) not in made:
+                    # On the CPU memory that is not written takes no room.
+                    empty = torch.empty_like(parameter, dtype=dtype)
+                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    if not places:
+        raise PrecisionError(
+            f"a model without floating parameters cannot compute in {precision.compute}",
+            todo="leave out the precision",
+        )
+    try:
+        for module, name, parameter in places:
+            setattr(module, name, made[id(parameter)])  # modules may follow what is set (nn.LSTM)
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)

@@ -1,0 +1,149 @@
+"""Operators that nobody knows -> what torch's table of definitions makes them of.
+
+torch defines many operators by others, for backends that lack a kernel. Where all of these others
+are known, they take the operator's place and can be split, which the operator itself could not be.
+Beside `capture`, the only file that traces with private parts of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.capture.lowering import Lowering
+from autopar.errors import CaptureError
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.rewrite import Editor, rewrite
+from autopar.ir.splits import SPLITS
+from autopar.ir.tensor import TensorType
+from autopar.operators.interpret import TORCH_DTYPES, execute
+
+Table = dict[Any, Callable[..., Any]]
+
+
+def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
+    """`graph` with unknown operators replaced by their definitions, where these are known.
+
+    Args:
+        graph: as captured.
+        known: names of operators that stay as they are.
+
+    Returns:
+        A graph of the same outputs, up to rounding. An operator stays whole if torch has no
+        definition of it, if that holds an operator that is not known either, or if it draws random
+        numbers. The parts have the operator's source.
+    """
+    unknown = [node for node in graph.nodes if _asks(node, known)]
+    if not unknown:
+        return graph
+    table = {op: f for op, f in decomposition_table.items() if _name(op) not in known}
+    results: dict[str, list[Ref]] = {}
+
+    def lower(node: Node, editor: Editor) -> Node | Ref | None:
+        first = node.args[0] if node.args else None
+        if node.op == "getitem" and isinstance(first, Ref) and first.name in results:
+            index = node.args[1]
+            assert isinstance(index, int)
+            return results[first.name][index]
+        if not _asks(node, known):
+            return None
+        parts = _definition(node, editor, table, known)
+        if parts is None:
+            return None
+        results[node.name] = list(_place(node, editor, *parts))
+        # One with several results has no readers left but those above, and goes.
+        return results[node.name][0] if len(node.types) == 1 else None
+
+    return rewrite(graph, lower)
+
+
+def _asks(node: Node, known: Container[str]) -> bool:
+    if node.is_leaf or node.op in known or node.op in SPLITS or node.op == "aten.unbind.int":
+        return False  # what takes tensors to pieces is lowered by a pass of its own
+    return node.op.startswith("aten.")
+
+
+def _name(op: Any) -> str:
+    return str(op).removesuffix(".default")
+
+
+def _definition(
+    node: Node, editor: Editor, table: Table, known: Container[str]
+) -> tuple[list[str], Lowering, list[str]] | None:
+    """(the values it reads, its parts with a leaf for each, the names of its results)."""
+    inputs = list(dict.fromkeys(node.inputs))
+    graph = _trace(node, [editor[name].type for name in inputs], inputs, table)
+    if graph is None:
+        return None
+    lowering = Lowering(known)
+    leaves = [item for item in graph.nodes if item.op == "placeholder"]
+    for leaf, name in zip(leaves, inputs, strict=True):
+        lowering.leaf(leaf, "input", name, editor[name].requires_grad and node.requires_grad)
+    try:
+        lowering.run(graph)
+        found: Any = graph.output_node().args[0]
+        read = [found] if isinstance(found, fx.Node) else list(found)
+        if not all(isinstance(item, fx.Node) for item in read):
+            return None  # a result that is a list of tensors
+        results = [lowering.read(item).name for item in read]
+    except CaptureError:
+        return None
+    made = {item.name: item for item in lowering.nodes}
+    parts = [item for item in lowering.nodes if not item.is_leaf]
+    fits = [made[name].type for name in results] == list(node.types)
+    if not fits or any(part.op not in known for part in parts):
+        return None
+    return inputs, lowering, results
+
+
+def _trace(node: Node, types: list[TensorType], inputs: list[str], table: Table) -> fx.Graph | None:
+    """The definition as operators on tensors of these types, above autograd; None without one."""
+
+    def call(*tensors: Tensor) -> Any:
+        return execute(node, dict(zip(inputs, tensors, strict=True)), torch.device("cpu"))
+
+    operator = _overload(node.op)
+    if operator is None or operator not in table:
+        return None
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return None
+    with FakeTensorMode():
+        fakes = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in types]
+        try:
+            traced = make_fx(call, decomposition_table=table, pre_dispatch=True)(*fakes)
+        except Exception:  # definitions are Python, and may refuse in any way
+            return None
+    return traced.graph
+
+
+def _overload(op: str) -> OpOverload | None:
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    found = getattr(found, "default", found)
+    return found if isinstance(found, OpOverload) else None
+
+
+def _place(
+    node: Node, editor: Editor, inputs: list[str], lowering: Lowering, results: list[str]
+) -> Iterator[Ref]:
+    """Append the parts in the place of `node`; references to its results."""
+    leaves = [item.name for item in lowering.nodes if item.is_leaf]
+    names = dict(zip(leaves, inputs, strict=True))
+
+    def rename(name: str) -> Arg:
+        return Ref(names[name])
+
+    for part in lowering.nodes:
+        if not part.is_leaf:
+            names[part.name] = editor.fresh(f"{node.name}_{part.name}")
+            editor.put(replace(part.map_refs(rename), name=names[part.name], source=node.source))
+    yield from (Ref(names[name]) for name in results)

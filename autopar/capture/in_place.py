@@ -1,0 +1,295 @@
+"""In-place writes of a traced program: what they leave, as values, and back through views.
+
+Of torch's operators that write, nearly all have a functional twin: one that takes the same and
+returns what the other leaves in what it writes. It is found by the schemas of both, so that an
+operator needs no line here to be understood; one without a twin is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.traced import tensors_of
+from autopar.errors import CaptureError
+from autopar.ir.graph import Arg, Ref
+
+# Views whose elements stand in the order of the elements they look at.
+_RESHAPES = re.compile(
+    r"aten\.(_unsafe_view|view|view_as|reshape|reshape_as|flatten|unflatten|squeeze|unsqueeze)_?\b"
+)
+_PIECES = re.compile(r"aten\.(unsafe_)?(split|split_with_sizes|chunk|tensor_split|unbind)\b")
+_TRANSPOSES = re.compile(r"aten\.(transpose|t|swapaxes|swapdims|mT|numpy_T)_?\b")
+# These write into running figures, which their schemas keep to themselves.
+_NORMS = ("aten.batch_norm.default", "aten.native_batch_norm.default")
+NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_RUNNING = (3, 4)  # among the arguments of a norm, and among the results of its twin
+
+
+@dataclass(frozen=True)
+class Functional:
+    """An operator that returns what a traced one leaves in the tensors that it writes.
+
+    Attributes:
+        target: the operator.
+        args, kwargs: what it is called with, as traced.
+        value: a fake value like what it returns.
+        written: the traced tensors, each with the number of the result that is left in it.
+        returned: for every result of the traced operator the tensor that is written, or the number
+            of a result.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+    written: tuple[tuple[fx.Node, int], ...]
+    returned: tuple[fx.Node | int, ...]
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a traced operator changes elements of a tensor.
+
+    Operators that change shapes and strides only (`unsqueeze_`) are views.
+    """
+    if str(node.target) in _NORMS:
+        return node.args[5] is True and all(node.args[at] is not None for at in _RUNNING)
+    # Private but old; only a schema tells what an operator of another library writes.
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is not None and schema.is_mutable and torch.Tag.inplace_view not in node.target.tags  # type: ignore[union-attr]
+    )
+
+
+def is_composed(node: fx.Node) -> bool:
+    """Whether a traced operator writes by others that torch makes it of."""
+    tracks = str(node.target) == "aten.instance_norm.default" and node.args[5] is True
+    return tracks and any(node.args[at] is not None for at in _RUNNING)
+
+
+def functional(node: fx.Node) -> Functional:
+    """What stands for a traced operator that writes.
+
+    Raises:
+        CaptureError: torch has no operator that returns what it writes, or it would give a tensor
+            another shape.
+    """
+    if str(node.target) in _NORMS:
+        return _norm(node)
+    target: Any = node.target
+    schema = target._schema
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    found = _twin(target)
+    if found is None:
+        raise CaptureError(
+            f"nothing stands for {target}, which writes into a tensor",
+            why="torch has no operator that returns what it leaves there",
+            todo="write it with other operators of torch",
+        )
+    twin, names = found
+    args, kwargs = _arguments(target, twin, names, given)
+    written: list[fx.Node] = []
+    for argument in filter(_is_written, schema.arguments):
+        value = given.get(argument.name)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        written += [item for item in items if isinstance(item, fx.Node)]
+    operands, keywords = fx.node.map_arg((args, kwargs), lambda item: item.meta["val"])
+    value = twin(*operands, **keywords)
+    own = sum(not _is_alias(result) for result in schema.returns)
+    results = tensors_of(value)
+    if len(results) != own + len(written):
+        raise CaptureError(
+            f"{target} writes into several lists of tensors",
+            todo="write into one tensor, or one list, after the other",
+        )
+    left = tuple(zip(written, range(own, len(results)), strict=True))
+    for item, at in left:
+        if results[at].shape != item.meta["val"].shape:
+            raise CaptureError(
+                f"{target} resizes the tensor that it writes into",
+                todo="use the operation without out=, or make a new tensor",
+            )
+    aliases, others = iter(written), iter(range(own))
+    returned = tuple(next(aliases) if _is_alias(r) else next(others) for r in schema.returns)
+    return Functional(twin, args, kwargs, value, left, returned)
+
+
+def _norm(node: fx.Node) -> Functional:
+    """Of a batch norm in training: what it returns, and its running figures."""
+    args = (*node.args[:5], True, *node.args[6:8])
+    operands = fx.node.map_arg(args, lambda item: item.meta["val"])
+    written = tuple((node.args[at], at) for at in _RUNNING)
+    count = len(tensors_of(node.meta["val"]))
+    return Functional(NORM, args, {}, NORM(*operands), written, tuple(range(count)))  # type: ignore[arg-type]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _is_alias(result: Any) -> bool:
+    return result.alias_info is not None
+
+
+def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
+    """The functional twin, and for each of its arguments the name of the other's."""
+    schema = target._schema
+    own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    results = sum(not _is_alias(r) for r in schema.returns)
+    results += sum(map(_is_written, schema.arguments))
+    for twin in _candidates(target):
+        theirs = [(a.name, str(a.type)) for a in twin._schema.arguments]
+        if twin._schema.is_mutable or len(twin._schema.returns) != results:
+            continue
+        if sorted(own) == sorted(theirs):
+            return twin, {name: name for name, _ in own}
+        if [kind for _, kind in own] == [kind for _, kind in theirs]:
+            return twin, {new: old for (old, _), (new, _) in zip(own, theirs, strict=True)}
+    return None
+
+
+def _candidates(target: Any) -> Iterator[Any]:
+    """Operators that may do what `target` does: those of its name, first of its own overload."""
+    packet = target.overloadpacket
+    name, library = packet.__name__, getattr(torch.ops, target.namespace)
+    plain = re.sub(r"^__i(\w+)__$", r"__\1__", name)  # __iand__
+    plain = plain if plain != name else name.removesuffix("_")
+    for wish in dict.fromkeys((plain, f"{plain}_functional", name, f"{name}_functional")):
+        if not hasattr(library, wish):
+            continue
+        found = getattr(library, wish)
+        overloads = sorted(found.overloads(), key=lambda each: each != target._overloadname)
+        yield from (getattr(found, overload) for overload in overloads)
+
+
+def _arguments(
+    target: Any, twin: Any, names: dict[str, str], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the twin is called with: what is given, and defaults that it does not have itself."""
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    gap = False
+    for argument in twin._schema.arguments:
+        name = names[argument.name]
+        same = argument.has_default_value() and argument.default_value == defaults.get(name)
+        if name not in given and same:
+            gap = True
+        elif argument.kwarg_only or gap:
+            kwargs[argument.name] = given.get(name, defaults.get(name))
+        else:
+            args.append(given.get(name, defaults.get(name)))
+    return tuple(args), kwargs
+
+
+def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
+    """Tell whether torch can differentiate a twin; a few are for values only.
+
+    Args:
+        call: of the twin.
+        flows: tells of an operand whether a gradient flows through it.
+    """
+
+    def flowing(item: fx.Node) -> Any:
+        value = item.meta["val"]
+        return value.detach().requires_grad_(flows(item)) if isinstance(value, Tensor) else value
+
+    with torch.enable_grad():
+        args, kwargs = fx.node.map_arg((call.args, call.kwargs), flowing)
+        results = tensors_of(call.target(*args, **kwargs))
+    return not any("NotImplemented" in str(result.grad_fn) for result in results)
+
+
+def is_idle(node: fx.Node | None) -> bool:
+    """Whether a traced operator gave the model the very tensor back: a cast to the same dtype."""
+    if node is None or not re.match(r"aten\.(to|type_as|contiguous)\b", str(node.target)):
+        return False
+    before: Any = node.args[0]
+    values = before.meta["val"], node.meta["val"]
+    return bool(values[0].untyped_storage() == values[1].untyped_storage())
+
+
+def view_name(node: fx.Node, leaf: str) -> str:
+    """The view that an operator takes which changes a tensor's shape: of `unsqueeze_`, `unsqueeze`.
+
+    Raises:
+        CaptureError: it does more than that, or the tensor is the `leaf` and outlives the forward.
+    """
+    found = _twin(node.target)
+    if found is None or not any(map(_is_alias, found[0]._schema.returns)):
+        raise CaptureError(
+            f"{node.target} gives a tensor other memory",
+            todo="make a new tensor, or copy_ into this one",
+        )
+    name = str(found[0]).removesuffix(".default")
+    if leaf and name != "aten.detach":
+        raise CaptureError(
+            f"{node.target} changes the shape of {leaf!r}",
+            why="it would have another one in the next step",
+            todo=f"use {name.split('.')[1]}, which makes a view",
+        )
+    return name
+
+
+def functional_name(op: str) -> str:
+    """ "aten.unsqueeze_" -> "aten.unsqueeze"."""
+    return re.sub(r"_(?=\.|$)", "", op, count=1)
+
+
+def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
+    """The operator and its arguments that give a tensor's value once a view of it is overwritten.
+
+    Args:
+        view: the traced operator that made the view.
+        parent: a fake tensor like the one that is looked at.
+        old, new: the value that was looked at, and the view's new value.
+
+    Raises:
+        CaptureError: the view is of a kind that cannot be put back.
+    """
+    op = str(view.target)
+    rest: tuple[Any, ...]
+    rest = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in view.args[1:])
+    sizes = tuple(map(int, parent.shape))
+    if op == "aten.slice.Tensor":
+        return "aten.slice_scatter", (old, new, *rest)
+    if op == "aten.select.int":
+        return "aten.select_scatter", (old, new, *rest)
+    if _TRANSPOSES.match(op):
+        return functional_name(op.removesuffix(".default")), (new, *rest)
+    if op == "aten.permute.default":
+        order = [int(dim) % len(sizes) for dim in view.args[1]]  # type: ignore[union-attr, arg-type]
+        return "aten.permute", (new, tuple(map(order.index, range(len(sizes)))))
+    if view.target is operator.getitem and _PIECES.match(str(view.args[0].target)):  # type: ignore[union-attr]
+        return _put_back_piece(view, old, new)
+    value = view.meta["val"]
+    if _RESHAPES.match(op):
+        return "aten.reshape", (new, sizes)
+    if (value.shape, value.stride()) == (parent.shape, parent.stride()):
+        return "aten.alias", (new,)
+    raise CaptureError(
+        f"a tensor is written through its view {op}",
+        todo="write through slices, transposes or reshapes, or make a new tensor",
+    )
+
+
+def _put_back_piece(view: fx.Node, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
+    """The same for one of the pieces that a tensor is cut into."""
+    whole, index = view.args
+    assert isinstance(whole, fx.Node)
+    assert isinstance(index, int)
+    pieces = whole.meta["val"]
+    at = 1 if "unbind" in str(whole.target) else 2
+    dim = whole.args[at] if len(whole.args) > at else whole.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    if at == 1:
+        return "aten.select_scatter", (old, new, dim, index)
+    sizes = [int(piece.shape[dim]) for piece in pieces]
+    start = sum(sizes[:index])
+    return "aten.slice_scatter", (old, new, dim, start, start + sizes[index])

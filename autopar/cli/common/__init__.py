@@ -1,0 +1,1 @@
+"""What several commands share: their options, prices and output."""

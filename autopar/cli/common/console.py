@@ -1,0 +1,136 @@
+"""What every command prints with: output, stages on stderr, errors in red."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.status import Status
+
+from autopar.errors import AutoparError, ProgramError
+from autopar.lower.literals import printable
+from autopar.outside import Kind
+from autopar.planning.single import Trace
+
+FILE = Kind("the file", ProgramError)
+WIDTH = 120  # of text that goes into a file or a pipe
+
+
+class Seconds(click.FloatRange):
+    """A time of up to thirty years; neither nothing (nan) nor for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number."""
+        found = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{value!r} is no number", param, ctx)
+        return found
+
+
+SECONDS = Seconds()
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+
+
+class Group(click.Group):
+    """Commands whose named errors are printed in red, with exit code 2 and no traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; exit code 2 after a named error."""
+        try:
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return result
+        except AutoparError as error:
+            click.secho(str(error), fg="red", err=True)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever reads has enough: click ends quietly
+                raise
+            why = error.strerror or str(error)
+            click.secho(str(ProgramError("cannot print", why=why)), fg="red", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is not tried again
+        ctx.exit(2)
+
+
+class Console(rich.console.Console):
+    """Prints texts from outside as they are: no markup, and nothing that steers a terminal."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments with escapes in place of characters that are not printed."""
+        for text, style, control in super().render(renderable, options):
+            shown = text if control else "\n".join(map(printable, text.split("\n")))
+            yield Segment(shown, style, control)
+
+
+def say(text: str, *, fg: str | None = None, err: bool = False) -> None:
+    """Print lines of which parts come from outside."""
+    click.secho("\n".join(map(printable, text.split("\n"))), fg=fg, err=err)
+
+
+class Stages(Trace):
+    """A trace that also tells how far planning is."""
+
+    def __init__(self, folder: Path | None, stage: Callable[[str], None]) -> None:
+        super().__init__(folder)
+        self.stage = stage
+
+    def __call__(self, name: str, text: Callable[[], str]) -> None:
+        """Keep one value; ProgramError where it cannot be written."""
+        if name == "problem.json":
+            self.stage("solve")
+        with writing(self.folder):
+            super().__call__(name, text)
+
+
+@contextmanager
+def stages(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that names the stage at work; nothing unless a person watches."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda name: None
+        return
+    began = time.perf_counter()
+    with Status("capture", console=console) as status:
+        yield lambda name: status.update(f"{name}  ({time.perf_counter() - began:.0f} s)")
+
+
+@contextmanager
+def writing(path: Path | None) -> Iterator[None]:
+    """A block that writes to `path`: what the system refuses is a ProgramError."""
+    try:
+        yield
+    except OSError as error:
+        raise ProgramError(f"cannot write {path}", why=str(error)) from error
+
+
+def print_out(*parts: RenderableType) -> None:
+    """Print to stdout, as wide as the terminal, or WIDTH into a file or a pipe."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    for part in parts:
+        console.print(part)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(value, indent=1))

@@ -1,0 +1,110 @@
+"""What the options of `autopar plan` fix beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from autopar import pins
+from autopar.errors import PinError, PlanError
+from autopar.intra_op.pins.named_dims import layout
+from autopar.plan import Plan
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+PLANS: dict[str, Callable[..., pins.Word]] = {
+    "data_parallel": pins.data_parallel,
+    "fsdp": pins.fsdp,
+    "megatron": pins.megatron,
+    "megatron_sp": pins.megatron_sp,
+    "gshard": pins.gshard,
+    "alexnet_split": pins.alexnet_split,
+}
+MANY = ("data_parallel", "fsdp")  # take any number of axes
+
+
+def fixed_beforehand(command: Command) -> Command:
+    """The options --pin, --pins, --layout and --from."""
+    for option in (
+        click.option(
+            "--from",
+            "source",
+            type=click.Path(path_type=Path),
+            metavar="PLAN",
+            help="Keep the pins of a plan file, as they are or edited.",
+        ),
+        click.option(
+            "--layout",
+            "layouts",
+            metavar="DIM=AXES",
+            multiple=True,
+            help='Split a named dimension: "heads=gpu", "batch=node,gpu". Repeatable.',
+        ),
+        click.option(
+            "--pins",
+            "plans",
+            metavar="PLAN[:AXES]",
+            multiple=True,
+            help=f"A plan of the literature, along axes: {', '.join(PLANS)}. Repeatable.",
+        ),
+        click.option(
+            "--pin",
+            "texts",
+            metavar="NAME=LAYOUT",
+            multiple=True,
+            help='Fix a layout: "transformer.h.*.mlp.c_fc.weight=[768, 3072@gpu]". Repeatable.',
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def words(
+    texts: tuple[str, ...], plans: tuple[str, ...], layouts: tuple[str, ...], source: Path | None
+) -> list[Mapping[str, str] | pins.Word]:
+    """What those options say, as `pins=` takes it.
+
+    Raises:
+        PinError: one of them cannot be read.
+        PlanError: the plan file is none, or has no pins.
+    """
+    found: list[Mapping[str, str] | pins.Word] = [_kept(source)] if source else []
+    found += [_plan(text) for text in plans]
+    if layouts:
+        found.append(layout(dict(_pair(text, '--layout "heads=gpu"') for text in layouts)))
+    return [*found, *(dict([_pair(text, '--pin "NAME=[8, 16@gpu]"')]) for text in texts)]
+
+
+def _plan(text: str) -> pins.Word:
+    """A plan by its name and axes, "megatron:gpu"."""
+    name, _, given = text.partition(":")
+    axes = [axis.strip() for axis in given.split(",") if axis.strip()]
+    if name not in PLANS or (len(axes) != 1 and name not in MANY):
+        raise PinError(
+            f"cannot read the plan {text!r}",
+            why=f"{name} takes one axis" if name in PLANS else f"plans are {', '.join(PLANS)}",
+            todo='write e.g. "megatron:gpu", "fsdp:node,gpu" or "data_parallel" for all axes',
+        )
+    return PLANS[name](*axes)
+
+
+def _pair(text: str, form: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise PinError(f"cannot read the pin {text!r}", todo=f"write {form}")
+    return name.strip(), value.strip()
+
+
+def _kept(source: Path) -> dict[str, str]:
+    """The pins of a plan file."""
+    found = Plan.load(source).pins
+    if not found:
+        raise PlanError(
+            "the plan has no pins to keep",
+            where=str(source),
+            why="it has no table [pins]; its layouts are those that the planner chose",
+            todo='add the table with lines such as "lm_head.weight" = "[50257@gpu, 768]"',
+        )
+    return found

@@ -1,0 +1,336 @@
+"""Plans of pipelines as `explain`, `simulate` and `emit` take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.capture.capture import Captured
+from autopar.cli.common.console import FILE, WIDTH, Console, Stages, print_json, print_out
+from autopar.cli.common.model_options import Wanted, capture_model, model_of
+from autopar.cli.common.price_model import prices
+from autopar.cost.device import device
+from autopar.errors import PlanMismatchError
+from autopar.inter_op.gantt import gantt, legend
+from autopar.intra_op import legal
+from autopar.intra_op.rule import OpRule
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.passes.shares import remove_shares
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipelined import capture_microbatch, files_of, sources_of
+from autopar.plan import Plan
+from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.simulated import Simulated, simulated
+from autopar.planning.pipelines.stages import held_beside, in_flight, stage_graphs
+from autopar.planning.single import Options, Trace
+from autopar.runtime import folder
+from autopar.runtime.update.update import Training
+from autopar.zoo import load
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        plan, graph: its own.
+        whole: the mesh of the pipeline.
+        repeated: how often it runs in a step, and beside how many equal ones.
+    """
+
+    plan: Plan
+    graph: Graph
+    whole: Mesh
+    repeated: Repeated
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A pipeline's plan whose layouts are known to be possible.
+
+    Attributes:
+        plan: the pipeline's.
+        graphs: of its stages.
+        step: a simulated one.
+    """
+
+    plan: PipelinePlan
+    graphs: tuple[Graph, ...]
+    step: Simulated
+
+    def stage(self, number: int) -> Stage:
+        """One of its stages."""
+        plan = self.plan
+        schedule = schedule_of(plan.schedule, len(self.step.ranks), plan.microbatches)
+        beside = held_beside(schedule, number)
+        repeated = Repeated(plan.microbatches, in_flight(schedule, number), beside)
+        return Stage(plan.stages[number].plan, self.graphs[number], plan.mesh, repeated)
+
+
+def check_stage(plan: PipelinePlan, number: int | None) -> None:
+    """UsageError where a pipeline has no stage of that number."""
+    if number is not None and number >= len(plan.stages):
+        raise click.UsageError(f"there is no stage {number}, only 0 to {len(plan.stages) - 1}")
+
+
+def open_pipeline(
+    plan: PipelinePlan,
+    file: Path,
+    model: str | None,
+    given: Wanted,
+    known: dict[str, OpRule],
+    calibration: Path | None,
+    stage: Callable[[str], None],
+) -> Opened:
+    """A plan with the stages that it is for, simulated.
+
+    Raises:
+        PlanError: it names code to run, or has layouts that are not possible.
+        PlanMismatchError: it is for another model.
+        CalibrationError: see `prices`.
+    """
+    options = _priced(plan, known, calibration)
+    wanted = model_of(plan, file, model, given)
+    if wanted.batch is None:
+        graph = _captured(plan, wanted, options, stage).graph
+    else:  # of a deep model a few blocks are traced
+        part = _microbatch(plan, wanted)
+        graph = remove_shares(capture_model(part, options, Stages(None, stage)))
+    plan.check(fingerprint(graph), plan.mesh)
+    stage("strategies")
+    graphs = stage_graphs(graph, plan.ends, Trace(None))
+    for own, one in zip(graphs, plan.stages, strict=True):
+        one.plan.check(fingerprint(own), {node.name for node in own.folded}, one.plan.mesh)
+        legal.check(own, one.plan, known)
+    stage("simulate")
+    return Opened(plan, graphs, simulated(graphs, plan, options))
+
+
+def _priced(plan: PipelinePlan, known: dict[str, OpRule], calibration: Path | None) -> Options:
+    """Rules and prices; who asks is told, as of a model in one piece, where these are others."""
+    prices(plan.stages[0].plan, calibration, plan.mesh)
+    return Options(
+        table=known,
+        calibration=calibration,
+        precision=plan.precision,
+        fuse=plan.stages[0].plan.fuse,
+    )
+
+
+def _captured(
+    plan: PipelinePlan, wanted: Wanted, options: Options, stage: Callable[[str], None]
+) -> Captured:
+    """The model on one microbatch, every block traced."""
+    module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
+    trace = Stages(None, stage)
+    return capture_microbatch(module, (), inputs, plan.microbatches, options, trace)
+
+
+def _microbatch(plan: PipelinePlan, wanted: Wanted) -> Wanted:
+    """The model on one microbatch, its batch being given."""
+    assert wanted.batch is not None
+    if wanted.batch % plan.microbatches:
+        raise PlanMismatchError(
+            f"a batch of {wanted.batch} does not divide into the plan's microbatches",
+            why=f"there are {plan.microbatches} of them",
+            todo="leave out --batch, or plan for this batch",
+        )
+    return replace(wanted, batch=wanted.batch // plan.microbatches)
+
+
+def files(
+    plan: PipelinePlan,
+    file: Path,
+    model: str | None,
+    given: Wanted,
+    known: dict[str, OpRule],
+    calibration: Path | None,
+    stage: Callable[[str], None],
+) -> dict[str, str]:
+    """The folder of a pipeline's plan, name -> text; raises what `open_pipeline` does."""
+    options = _priced(plan, known, calibration)
+    captured = _captured(plan, model_of(plan, file, model, given), options, stage)
+    plan.check(fingerprint(captured.graph), plan.mesh)
+    stage("emit")
+    made = files_of(captured, plan, sources_of(captured, plan, options))
+    tied = {k: v for k, v in captured.parameter_names.items() if k != v}
+    return {**made, "program.toml": folder.settings(tied, Training(torch.optim.AdamW))}
+
+
+def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:
+    """Print the pipeline, and write its trace where one is asked for."""
+    if trace_json is not None:
+        FILE.write(trace_json, to_trace(opened))
+    print_json(to_json(opened)) if as_json else print_out(*render(opened))
+
+
+def render(opened: Opened) -> list[RenderableType]:
+    """The step, the stages, what each group of devices does when, and its memory."""
+    plan, step = opened.plan, opened.step
+    head = (
+        f"{plan.graph.partition(' ')[0]} on {plan.mesh}\n"
+        f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
+        f"{format_seconds(step.seconds)} a step, {step.timeline.bubble:.1%} bubble; simulated"
+    )
+    head += f"\n{plan.precision.caution}" if plan.precision.caution else ""
+    return [
+        head,
+        "",
+        _stages(opened),
+        "",
+        _picture(step),
+        legend(step.timeline),
+        "",
+        _memory(opened),
+    ]
+
+
+def _stages(opened: Opened) -> Table:
+    """A row for each stage."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    heads = ("stage", "ranks", "mesh", "modules", "forward", "backward", "once", "receives")
+    for name in heads:
+        right = name in ("forward", "backward", "once", "receives")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    rows = zip(opened.plan.stages, opened.graphs, opened.step.stages, strict=True)
+    for number, (stage, graph, figures) in enumerate(rows):
+        ranks = ", ".join(_span(stage.ranks(copy)) for copy in range(len(stage.starts)))
+        seconds = (figures.forward, figures.backward, figures.once)
+        arriving = format_seconds(figures.arriving) if figures.arriving else "-"
+        axes = ", ".join(f"{axis.name}={axis.size}" for axis in stage.plan.mesh.axes)
+        table.add_row(
+            str(number), ranks, axes, _modules(graph), *map(format_seconds, seconds), arriving
+        )
+    return table
+
+
+def _modules(graph: Graph) -> str:
+    """The first and the last module of a stage."""
+    found = [node.source.module for node in graph.nodes if not node.is_leaf and node.source.module]
+    names = list(dict.fromkeys(found))
+    return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "-"
+
+
+def _picture(step: Simulated) -> Text:
+    """The schedule in time, a line for each group of ranks."""
+    console = Console()
+    labels = [f"ranks {_span(ranks)}" for ranks in step.ranks]
+    width = max(map(len, labels)) + 1
+    whole = console.width if console.is_terminal else WIDTH
+    lines = gantt(step.timeline, max(whole - width, 1))
+    return Text("\n").join(
+        Text(label.ljust(width)) + line for label, line in zip(labels, lines, strict=True)
+    )
+
+
+def _memory(opened: Opened) -> Table:
+    """Bytes and idle time of each group of ranks."""
+    step, timeline = opened.step, opened.step.timeline
+    limit = device(opened.plan.mesh).memory
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("ranks", "memory", "of", "activations", "idle"):
+        table.add_column(name, justify="left" if name == "ranks" else "right")
+    figures = zip(
+        step.ranks, step.memory, timeline.peak_bytes, timeline.peak_activations, timeline.idle,
+        strict=True,
+    )  # fmt: skip
+    for ranks, nbytes, kept, most, idle in figures:
+        table.add_row(
+            _span(ranks), format_bytes(nbytes), f"{nbytes / limit:.1%}",
+            f"{format_bytes(kept)} of {most}", f"{idle:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def to_json(opened: Opened) -> dict[str, Any]:
+    """What `render` shows, for scripts."""
+    plan, step = opened.plan, opened.step
+    return {
+        "simulated": True,
+        "graph": plan.graph,
+        "mesh": str(plan.mesh),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "step_seconds": step.seconds,
+        "bubble": step.timeline.bubble,
+        "predicted": plan.predicted,
+        "stages": [
+            {
+                "starts": stage.starts,
+                "mesh": str(stage.plan.mesh),
+                "modules": _modules(graph),
+                **asdict(figures),
+            }
+            for stage, graph, figures in zip(plan.stages, opened.graphs, step.stages, strict=True)
+        ],
+        "ranks": [
+            {"ranks": ranks, "peak_bytes": nbytes, "idle": idle}
+            for ranks, nbytes, idle in zip(step.ranks, step.memory, step.timeline.idle, strict=True)
+        ],
+    }
+
+
+def to_trace(opened: Opened) -> str:
+    """The simulated step in Chrome's trace format, in the form of a measured one."""
+    step, stages = opened.step, opened.step.stages
+    place = {
+        (number, copy): stage.starts[copy]
+        for number, stage in enumerate(opened.plan.stages)
+        for copy in range(len(stage.starts))
+    }
+    events: list[dict[str, Any]] = []
+    free: dict[tuple[int, int], float] = {}
+    for ranks in step.ranks:
+        title = f"rank{'s' * (len(ranks) > 1)} {_span(ranks)}, simulated"
+        first = ranks[0]
+        events.append(_named("process_name", first, 0, title))
+        events += [
+            _named("thread_name", first, at, row) for at, row in enumerate(("step", "network"))
+        ]
+    for span in sorted((s for row in step.timeline.spans for s in row), key=lambda s: s.end):
+        action = span.action
+        here = place[action.stage, action.copy]
+        events.append(_event(str(action), "action", here, 0, span.start, span.end))
+        to = action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+        there = place.get((to, action.copy), here)
+        if there != here:
+            figures = stages[max(to, action.stage)]
+            seconds = figures.arriving if action.kind == "F" else figures.returning
+            begin = max(span.end, free.get((here, there), 0.0))
+            free[here, there] = begin + seconds
+            kind = "SEND_F" if action.kind == "F" else "SEND_B"
+            name = str(action._replace(kind=kind))
+            events.append(_event(name, "communication", here, 1, begin, begin + seconds))
+    for ranks in step.ranks:
+        begin = step.timeline.seconds
+        name = "gradients and optimizer"
+        events.append(_event(name, "phase", ranks[0], 0, begin, begin + step.once))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(
+    name: str, kind: str, process: int, thread: int, start: float, end: float
+) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"name": name, "cat": kind, "ph": "X", "pid": process, "tid": thread, **times}

@@ -1,0 +1,260 @@
+"""What stages cost: asked for lazily, bounded and guessed where it is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import CostError
+from autopar.inter_op.stage_values import Candidate
+from autopar.inter_op.submeshes import SubMesh
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# (first layer, last layer, both counted in; sub-mesh; microbatches)
+Cell = tuple[int, int, SubMesh, int]
+StageCost = Callable[[int, int, SubMesh, int], Sequence[Candidate]]
+LowerBound = Callable[[int, int, SubMesh, int], Candidate]
+
+_SECONDS, _ONCE, _FIXED, _EACH, _TRANSIENT = range(5)
+_FIGURES = 5
+# A guess keeps so much of what a known price is above the best known efficiency, for each doubling
+# of devices, microbatches or work between the two.
+_MEMORY = 0.75
+# Guesses keep less than what they are drawn from, so that what nearly fits is asked for.
+_FRUGAL = 0.95
+_SHARES = (0.25, 0.5, 0.75, 0.95)  # of activations that may be computed again
+# With `scaling`, other layers or more of them are at most so much more efficient.
+_UNLIKE = 0.8
+
+
+@dataclass(frozen=True)
+class Table:
+    """Options of every row of ranges and every sub-mesh.
+
+    Attributes:
+        figures: [rows, submeshes, options, 5]: seconds, seconds once, fixed bytes, bytes per
+            microbatch, transient bytes.
+        count: [rows, submeshes], how many options there are.
+    """
+
+    figures: Floats
+    count: Ints
+
+
+class Prices:
+    """Frontiers of stage costs by signature: the kinds of the layers, sub-mesh and microbatches.
+
+    With `scaling`, bounds are raised by what is known: no price is nearer to its bound than the
+    best known one, nor than a known one of the same kinds of layers with at most its devices and
+    microbatches and at least its layers; one of other layers says nearly as much. Guesses take it
+    that a range could keep nothing in flight for `again` times its seconds more, or part of it.
+
+    Attributes:
+        row: [layers, layers], the number of the signature of (first, last).
+        ranges: for each signature the first range that has it.
+        known: (microbatches, signature, sub-mesh) -> the candidates that were answered.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Hashable],
+        submeshes: Sequence[SubMesh],
+        stage_cost: StageCost,
+        lower_bound: LowerBound,
+        scaling: bool = False,
+        ahead: Callable[[Sequence[Cell]], None] | None = None,
+        again: float = 0.0,
+    ) -> None:
+        self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
+        self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
+        self._stage_cost, self._lower_bound, self._scaling = stage_cost, lower_bound, scaling
+        self._ahead, self._again = ahead, again
+        self.row, self.ranges = _signatures(self.kinds)
+        families: dict[tuple[Hashable, ...], int] = {}
+        self.family = np.array(
+            [
+                families.setdefault(
+                    tuple(kind for kind, _ in groupby(self.kinds[first : last + 1])), len(families)
+                )
+                for first, last in self.ranges
+            ]
+        )
+        self.lengths = np.array([last - first + 1 for first, last in self.ranges])
+        self.sizes = np.array([part.size for part in submeshes])
+        self._bounds: dict[int, Floats] = {}
+
+    def bounds(self, microbatches: int) -> Floats:
+        """[rows, submeshes, 5] of optimistic figures."""
+        if microbatches not in self._bounds:
+            found = np.zeros((len(self.ranges), len(self.submeshes), _FIGURES))
+            for row, (first, last) in enumerate(self.ranges):
+                for q, part in enumerate(self.submeshes):
+                    found[row, q] = _figures(self._lower_bound(first, last, part, microbatches))
+            self._bounds[microbatches] = found
+        return self._bounds[microbatches]
+
+    def ask(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        """Have the candidates of (microbatches, signature, sub-mesh) known, each asked for once.
+
+        Raises:
+            CostError: a figure that is negative or not finite.
+        """
+        keys = [key for key in dict.fromkeys(keys) if key not in self.known]
+        if self._ahead is not None:
+            self._ahead([(*self.ranges[row], self.submeshes[q], count) for count, row, q in keys])
+        for microbatches, row, submesh in keys:
+            first, last = self.ranges[row]
+            part = self.submeshes[submesh]
+            answer = tuple(self._stage_cost(first, last, part, microbatches))
+            for candidate in answer:
+                figures = _figures(candidate)
+                if not (np.isfinite(figures).all() and (figures >= 0).all()):
+                    raise CostError(
+                        f"layers {first} to {last} on {part} are priced {candidate}",
+                        why="seconds and bytes are finite and not negative",
+                    )
+            self.known[microbatches, row, submesh] = answer
+
+    @property
+    def families(self) -> int:
+        """Of how many sub-meshes, microbatches and sets of layers anything was asked."""
+        return len({(b, self.family[row], q) for b, row, q in self.known})
+
+    def table(self, microbatches: int, unknown: str) -> Table:
+        """All options. What was not asked for is bounded, guessed or left out.
+
+        Args:
+            microbatches: of a step.
+            unknown: "bound", "guess" or "none".
+        """
+        known = {(row, q): c for (b, row, q), c in self.known.items() if b == microbatches}
+        bounds = self.bounds(microbatches)
+        options = max((len(answer) for answer in self.known.values()), default=1)
+        figures = np.zeros((*bounds.shape[:2], max(options, 1), _FIGURES))
+        count = np.zeros(bounds.shape[:2], dtype=np.int64)
+        if unknown == "bound" or (unknown == "guess" and not any(self.known.values())):
+            figures[:, :, 0] = bounds
+            if unknown == "bound" and self._scaling:
+                figures[:, :, 0, _SECONDS] *= self._ratios(microbatches)
+            count[:] = 1
+        elif unknown == "guess":
+            figures, count = self._guesses(microbatches, figures.shape[2])
+        for (row, q), answer in known.items():
+            count[row, q] = len(answer)
+            for k, candidate in enumerate(answer):
+                figures[row, q, k] = _figures(candidate)
+        return Table(figures, count)
+
+    def _ratios(self, microbatches: int) -> Floats:
+        """[rows, submeshes]: how many times its bound a price is at least, by what is known."""
+        found = np.ones((len(self.ranges), len(self.submeshes)))
+        for (b, row, q), answer in self.known.items():
+            bound = self.bounds(b)[row, q, _SECONDS]
+            if answer and bound > 0:
+                ratio = min(candidate.seconds for candidate in answer) / bound
+                like = (self.family == self.family[row]) & (self.lengths <= self.lengths[row])
+                worse = (self.sizes >= self.sizes[q])[None, :] & (b <= microbatches)
+                least = np.where(like, ratio, _UNLIKE * ratio)[:, None]
+                found = np.where(worse, np.maximum(found, least), found)
+        return np.maximum(found, self.best_ratio())
+
+    def best_ratio(self) -> float:
+        """How many times its bound the known price is that is nearest to it."""
+        ratios = [
+            min(candidate.seconds for candidate in answer) / bound
+            for (b, row, q), answer in self.known.items()
+            if answer and (bound := self.bounds(b)[row, q, _SECONDS]) > 0
+        ]
+        return max(1.0, min(ratios, default=1.0))
+
+    def _guesses(self, microbatches: int, options: int) -> tuple[Floats, Ints]:
+        """Frontiers like that of the most similar known price, in the ratio of their bounds.
+
+        Seconds are drawn towards the best ratio of a price to its bound that is known, the more the
+        less similar the two are, so that what might be good is asked for.
+        """
+        points = [(key, self._frugal(answer)) for key, answer in self.known.items() if answer]
+        options = max(options, *(len(answer) for _, answer in points))
+        bounds = self.bounds(microbatches)
+        devices = self.sizes[None, :]
+        work = np.log2(np.maximum(bounds[:, :, _SECONDS] * devices * microbatches, 1e-30))
+        distance = np.empty((len(points), *bounds.shape[:2]))
+        origins = np.empty((len(points), _FIGURES))
+        fronts = np.zeros((len(points), options, _FIGURES))
+        for at, ((b, row, q), answer) in enumerate(points):
+            origins[at] = self.bounds(b)[row, q]
+            for k in range(options):
+                fronts[at, k] = _figures(answer[min(k, len(answer) - 1)])
+            there = np.log2(max(origins[at, _SECONDS] * self.sizes[q] * b, 1e-30))
+            distance[at] = (
+                np.abs(np.log2(devices / self.sizes[q]))
+                + 0.5 * abs(np.log2(microbatches / b))
+                + 0.05 * np.abs(work - there)
+                + 0.3 * (self.family[:, None] != self.family[row])
+            )
+        ratios = fronts[:, :, _SECONDS].min(axis=1) / np.maximum(origins[:, _SECONDS], 1e-30)
+        nearest = distance.argmin(axis=0)
+        apart = np.take_along_axis(distance, nearest[None], axis=0)[0]
+        origin, front = origins[nearest], fronts[nearest]
+        scale = bounds / np.where(origin > 0, origin, np.inf)
+        length = self.lengths[:, None] / np.array(
+            [self.lengths[row] for (_, row, _), _ in points]
+        )[nearest]  # fmt: skip
+        fewer = np.array([self.sizes[q] for (_, _, q), _ in points])[nearest] / devices
+        fixed = np.where(scale[:, :, _FIXED] > 0, scale[:, :, _FIXED], length * fewer)
+        each = np.where(scale[:, :, _EACH] > 0, scale[:, :, _EACH], scale[:, :, _SECONDS])
+        counts = np.array([b for (b, _, _), _ in points])[nearest] / microbatches
+        scales = np.stack(
+            [scale[:, :, _SECONDS], fixed, _FRUGAL * fixed, _FRUGAL * each, fewer * counts], axis=-1
+        )
+        figures = front * scales[:, :, None]
+        ratio, best = np.maximum(ratios[nearest], 1e-30), self.best_ratio()
+        drawn = (best + (ratio - best) * _MEMORY**apart) / ratio
+        figures[..., _SECONDS] *= drawn[:, :, None]
+        count = np.array([len(answer) for _, answer in points])[nearest]
+        return figures, count
+
+    def _frugal(self, answer: Sequence[Candidate]) -> Sequence[Candidate]:
+        """An answer with ways that compute some of it again, where it has none."""
+        if not self._again or any(way.recompute != "none" for way in answer):
+            return answer
+        one = min(answer, key=lambda way: way.seconds)
+        return [
+            *answer,
+            *(
+                replace(
+                    one,
+                    backward=one.backward + share * self._again * one.seconds,
+                    per_microbatch=(1 - share) * one.per_microbatch,
+                )
+                for share in _SHARES
+            ),
+        ]
+
+
+def _signatures(kinds: tuple[Hashable, ...]) -> tuple[Ints, list[tuple[int, int]]]:
+    """[layers, layers] of signature numbers, and the first range of each signature."""
+    size = len(kinds)
+    row = np.full((size, size), -1, dtype=np.int64)
+    numbers: dict[tuple[int, Hashable], int] = {}
+    ranges: list[tuple[int, int]] = []
+    for first in range(size):
+        at = -1
+        for last in range(first, size):
+            # A range is a shorter one and one more layer.
+            at = numbers.setdefault((at, kinds[last]), len(numbers))
+            if at == len(ranges):
+                ranges.append((first, last))
+            row[first, last] = at
+    return row, ranges
+
+
+def _figures(candidate: Candidate) -> Floats:
+    one = candidate
+    return np.array([one.seconds, one.once, one.fixed, one.per_microbatch, one.transient])

@@ -1,0 +1,167 @@
+"""What edges of a problem take less where linears run beside their resharding.
+
+An all_gather of what one linear reads, or a reduce_scatter of what it gives, and the linear's
+kernels are known from both ends of an edge. Where several linears read a share, they are taken to
+be the quickest that read its layout, so that never more is saved than they can hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cost.overlap import hidden, products
+from autopar.intra_op.kernel_work import node_work
+from autopar.intra_op.options import Option, operand_types
+from autopar.intra_op.price_cache import Prices
+from autopar.intra_op.problem import Edge, Matrix
+from autopar.intra_op.rule import OpRule, resolve
+from autopar.ir.collective import Resharder, Step, moves
+from autopar.ir.fusion.async_tensor_parallel import LINEAR, Beside, runs_beside
+from autopar.ir.graph import Node
+from autopar.ir.tensor import Layout
+
+Seconds = tuple[float, float]  # forwards and backwards
+_NOTHING = (0.0, 0.0)
+
+
+class Hidden:
+    """Seconds less of the edges of one problem.
+
+    Args:
+        beside: which linears may run beside collectives.
+        near: axes whose devices read one another's memory.
+        prices: of kernels and collectives.
+        resharder: of the problem.
+        table: rules by operator.
+        slowdown: of what runs side by side.
+        options: node -> its choices.
+
+    Attributes:
+        found: edge, by number -> seconds less of each pair of choices; those with any.
+    """
+
+    def __init__(
+        self,
+        beside: Beside,
+        near: Collection[str],
+        prices: Prices,
+        resharder: Resharder,
+        table: dict[str, OpRule],
+        slowdown: float,
+        options: Callable[[str], tuple[Option, ...]],
+    ) -> None:
+        self.beside, self.near, self.prices = beside, near, prices
+        self.resharder, self.table, self.slowdown = resharder, table, slowdown
+        self.options = options
+        self._known: dict[tuple[str, Option], Seconds] = {}
+        self.found: dict[int, Matrix] = {}
+
+    def less(
+        self,
+        number: int,
+        edge: Edge,
+        source: Node,
+        reader: Node,
+        index: int,
+        times: Sequence[int],
+    ) -> Edge:
+        """An edge with its costs under these conditions.
+
+        Args:
+            number: of the edge.
+            edge: resharding alone.
+            source, reader: of the folded graph.
+            index: of the operand.
+            times: how often a step does it forwards and backwards.
+        """
+        linears = self.beside.readers(reader) if self.near and index == 0 else ()
+        op = "all_gather" if linears else "reduce_scatter"
+        if self.near and source.op == LINEAR and self.beside.reader(source) is reader:
+            linears = linears or (source,)
+        found = self._less(op, source, reader, index, times, linears) if linears else None
+        if found is None:
+            return edge
+        self.found[number] = found
+        return replace(edge, cost=np.where(found > 0, np.maximum(edge.cost - found, 0), edge.cost))
+
+    def _less(
+        self,
+        op: str,
+        source: Node,
+        reader: Node,
+        index: int,
+        times: Sequence[int],
+        linears: tuple[Node, ...],
+    ) -> Matrix | None:
+        rows, columns = self.options(source.name), self.options(reader.name)
+        found = np.zeros((len(rows), len(columns)))
+        for step in self._steps(op, source, [option.results[0] for option in rows]):
+            parts = self.prices.mesh.axis_size(step.axes[0])
+            calls = (step.forward, step.backward)
+            sent = [0.0 if call is None else self.prices.model.collective(call) for call in calls]
+            for b, column in enumerate(columns):
+                if not self._same(column.operands[index], step.dst):
+                    continue
+                for a, row in enumerate(rows):
+                    if not self._same(row.results[0], step.src):
+                        continue
+                    if op == "reduce_scatter":
+                        taken = self._products(source, row)
+                    elif reader.op == LINEAR:
+                        taken = self._products(reader, column)
+                    else:
+                        taken = self._least(linears, step.dst)
+                    found[a, b] = sum(
+                        count * hidden(kernels, seconds, parts, self.slowdown)
+                        for count, kernels, seconds in zip(times, taken, sent, strict=True)
+                    )
+        return found if found.any() else None
+
+    def _steps(self, op: str, value: Node, sources: list[Layout]) -> Iterator[Step]:
+        """The steps from these layouts that linears run beside, where they are the cheapest way."""
+        tensor, grad = value.type, value.requires_grad
+        for layout in dict.fromkeys(sources):
+            for step in moves(layout, tensor, self.prices.mesh, grad):
+                if step.op == op and step.axes[0] in self.near:
+                    way = self.resharder.steps(tensor, layout, step.dst, grad)
+                    made = runs_beside(op, value, way, self.near, self.resharder)
+                    if made is not None:
+                        yield made
+
+    @staticmethod
+    def _same(one: Layout, other: Layout) -> bool:
+        """Whether nothing is done between two layouts."""
+        alike = one.dims == other.dims and set(one.partial) == set(other.partial)
+        return alike and set(one.varying) == set(other.varying)
+
+    def _least(self, linears: tuple[Node, ...], layout: Layout) -> Seconds:
+        """Of linears that read a layout, each as quick as it may be."""
+        total = _NOTHING
+        for linear in linears:
+            fitting = [
+                self._products(linear, option)
+                for option in self.options(linear.name)
+                if self._same(option.operands[0], layout)
+            ]
+            if not fitting:
+                return _NOTHING
+            least = tuple(map(min, zip(*fitting, strict=True)))
+            total = (total[0] + least[0], total[1] + least[1])
+        return total
+
+    def _products(self, linear: Node, option: Option) -> Seconds:
+        """Seconds of the kernels that run beside a collective."""
+        key = linear.name, option
+        if key not in self._known:
+            graph, mesh = self.beside.graph, self.prices.mesh
+            types = operand_types(graph, linear)
+            signature = resolve(self.table[linear.op], linear, types, linear.types)
+            work = node_work(graph, linear, option.operands, option.results, signature, mesh)
+            trained = graph[linear.inputs[0]].requires_grad
+            ahead, back, _ = products(work, trained)
+            compute = self.prices.model.compute
+            self._known[key] = sum(map(compute, ahead)), sum(map(compute, back))
+        return self._known[key]

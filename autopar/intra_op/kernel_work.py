@@ -1,0 +1,355 @@
+"""What one device computes for an operator under given layouts: the kernels that a model prices.
+
+Forwards an operator is one kernel. Backwards a matrix product is one product for each input that
+needs a gradient, of the same FLOPs with the three lengths permuted; everything else reads what was
+saved and the gradient of its results and writes those of its inputs. Views launch nothing; the
+gradient of a part of a value is written into a whole one, and gradients of a value with several
+readers are added.
+
+Attention counts as one fused kernel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1): two
+products forwards and five backwards, of which one recomputes the weights, and no bytes for the
+weights, which are never written. A causal mask leaves out half of the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autopar.cost.model import Gemm, NodeWork, Work
+from autopar.intra_op.local import Layouts, Local
+from autopar.intra_op.options import operand_types
+from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
+from autopar.ir.graph import PREFIX, WRITE, Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import DTYPE_BYTES, TensorType
+from autopar.operators.across import CHUNK
+from autopar.operators.mixture import MIXTURE
+from autopar.plan import Plan
+
+# Matrix products: which operands are multiplied.
+_PRODUCTS = {
+    "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
+    "bmm": (0, 1), "inner": (0, 1), "tensordot": (0, 1), "einsum": (0, 1), "addmm": (1, 2),
+    "baddbmm": (1, 2), "addbmm": (1, 2), "addmv": (1, 2),
+}  # fmt: skip
+# Operators that read as much of their first operand as they write.
+_LOOK_UPS = ("embedding", "gather", "index_select", "index")
+# Elementwise operators of two operands: a kernel for the gradient of each.
+_BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
+_SUMS = ("add", "sub", "expand")  # the gradient of an operand is that of the result, or its sum
+_PARTS = ("slice", "select", "narrow")
+_SORT = 16  # times that a radix sort of 64 bits, 8 at a time, reads or writes its keys
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
+
+
+def node_work(
+    graph: Graph,
+    node: Node,
+    operands: Layouts,
+    results: Layouts,
+    signature: Signature | None,
+    mesh: Mesh,
+) -> NodeWork:
+    """The kernels of `node`, once, on the busiest device.
+
+    Args:
+        graph: normalised and annotated.
+        node: one of its nodes.
+        operands, results: layouts of what it reads and gives, in the order of `node.inputs` and
+            `node.types`.
+        signature: its rule applied to it, None where it has none and runs whole.
+        mesh: the devices.
+
+    Returns:
+        Kernels with local FLOPs and bytes. Empty for leaves and for views forwards; without
+        `backward` where no gradient flows.
+    """
+    if node.is_leaf or not node.types or node.name in graph.aside:
+        return NodeWork()
+    local = Local(graph, node, operands, results, signature, mesh)
+    if node.op == MIXTURE and signature is not None:
+        return _mixture(local, signature)
+    if node.alias is not None or (node.op.startswith("autopar.") and node.op != WRITE):
+        return NodeWork((), _view_gradient(local) if node.requires_grad else ())
+    if node.op.startswith(PREFIX):
+        return _kernel(local, node.op.removeprefix(PREFIX))
+    name = base(node.op)
+    if name in _PRODUCTS and signature is not None and len(local.operands) > 1:
+        return _product(local, signature, *_PRODUCTS[name])
+    write = _KERNELS.get(name)
+    if write is not None:
+        return write(local)
+    return _plain(local, name)
+
+
+def base(op: str) -> str:
+    """An operator's name without namespace and overload: "aten.add.Tensor" is "add"."""
+    return op.removeprefix("aten.").split(".")[0]
+
+
+def works(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
+    """The kernels of every node of `graph.folded` under a plan, each run once.
+
+    A node of a repeated block runs `graph.multiplicity[name]` times a step.
+
+    Args:
+        graph: prepared, with its repeats.
+        plan: has a layout for every such node.
+        table: rules by operator.
+    """
+    found = {}
+    for node in graph.folded:
+        entry = plan.nodes[node.name]
+        rule = table.get(node.op)
+        signature = None
+        if rule is not None and not node.is_leaf:
+            signature = resolve(rule, node, operand_types(graph, node), node.types)
+        operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
+        found[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
+    return found
+
+
+def fused(chain: Sequence[Work], nbytes: float) -> Work:
+    """Kernels that a compiler makes one: their FLOPs, one launch, and the bytes of the ends only.
+
+    Args:
+        chain: kernels that run one after another, none of them with a `gemm`.
+        nbytes: what the chain reads from outside and what of it is read later.
+    """
+    return Work("fused", math.fsum(work.flops for work in chain), nbytes, chain[0].dtype)
+
+
+def _product(local: Local, signature: Signature, left: int, right: int) -> NodeWork:
+    """A matrix product and the products for the gradients of its operands.
+
+    A factor is contracted if the result lacks it; of the others it counts for the batch if both
+    operands have it, else for m or n.
+    """
+    a, b = (_factors(signature.operands[i]) for i in (left, right))
+    out = _factors(signature.results[0])
+    lengths = {"batch": 1, "m": 1, "n": 1, "k": 1}
+    for factor, size in local.sizes.items():
+        if factor not in a | b:
+            continue
+        side = "m" if factor in a else "n"
+        side = "batch" if factor in a & b else side
+        lengths[side if factor in out else "k"] *= size
+    gemm = Gemm(**lengths)
+    whole = sum(local.operands[i].nbytes for i in (left, right)) + local.results[0].nbytes
+    added = local.read + local.written - whole
+    forward = local.work(gemm.flops, whole + added, gemm)
+    backward = []
+    shapes = {left: Gemm(gemm.batch, gemm.m, gemm.k, gemm.n)}
+    shapes[right] = Gemm(gemm.batch, gemm.k, gemm.n, gemm.m)
+    for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
+        if wanted and i in shapes:
+            backward.append(local.gradient(gemm.flops, whole, shapes[i]))
+        elif wanted:  # a bias: the sum of the result's gradient
+            backward.append(_sum_gradient(local, local.operands[i]))
+    return NodeWork((forward,), tuple(backward))
+
+
+def _factors(dims: Dims) -> set[str]:
+    return {factor for dim in dims for factor in dim}
+
+
+def _sum_gradient(local: Local, operand: TensorType) -> Work:
+    """The gradient of an operand that was broadcast: that of the result, summed."""
+    read = local.results[0].nbytes
+    return local.gradient(local.results[0].numel, read + operand.nbytes)
+
+
+def _attention(local: Local) -> NodeWork:
+    """Both products of fused attention as one, m queries by n keys, as long in k as both."""
+    query, key, value = (tensor.shape for tensor in local.operands[:3])
+    keys = key[-2]
+    if argument(local.node, 5, "is_causal") is True:
+        keys = (keys + 1) // 2
+    batch = math.prod(local.results[0].shape[:-2])
+    d, e = query[-1], value[-1]
+    gemm = Gemm(batch, query[-2], keys, d + e)
+    forward = local.work(gemm.flops, local.read + local.written, gemm)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
+    moved = 2 * (local.read + local.written)  # each with its gradient
+    return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
+
+
+def _kernel(local: Local, name: str) -> NodeWork:
+    """A kernel in the place of several operators: each operand crosses the memory bus once."""
+    if name == "linear_cross_entropy":
+        return _chunked_loss(local)
+    forward = local.work(local.flops, local.read + local.written + local.extra)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    made = sum(
+        tensor.nbytes for tensor, needs in zip(local.operands, local.wanted, strict=True) if needs
+    )
+    if name.startswith("add_"):  # both terms have one gradient
+        made -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
+    moved = local.written + local.saved + local.extra + made
+    return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
+
+
+def _chunked_loss(local: Local) -> NodeWork:
+    """`kernels.linear_cross_entropy`, all of whose work is forwards but the scaling of gradients.
+
+    Three products, a chunk of rows at a time, of which each reads the weight anew or adds to its
+    gradient in at least f32; statistics read logits, and their gradient takes their place.
+    """
+    x, weight, labels = local.operands
+    rows, (words, features) = labels.numel, weight.shape
+    size = DTYPE_BYTES[x.dtype]
+    chunks, logits, wide = -(-rows // CHUNK), rows * words * size, max(size, 4) * weight.numel
+    gemm = Gemm(1, rows, words, features)
+    product = local.work(gemm.flops, x.nbytes + chunks * weight.nbytes + logits, gemm)
+    if not local.node.requires_grad:
+        return NodeWork((product, local.work(5.0 * rows * words, logits + labels.nbytes)))
+    passes = local.work(10.0 * rows * words, 3.0 * logits + 2 * labels.nbytes)
+    into_x, into_weight = Gemm(1, rows, features, words), Gemm(1, words, features, rows)
+    rounded = 0 if wide == weight.nbytes else wide + weight.nbytes
+    forward = (
+        product,
+        passes,
+        local.work(gemm.flops, logits + chunks * weight.nbytes + x.nbytes, into_x),
+        local.work(gemm.flops, logits + x.nbytes + chunks * wide, into_weight),
+        local.work(weight.numel * chunks, (3.0 * chunks + 1) * wide + rounded),
+    )
+    return NodeWork(forward, tuple(local.gradient(t.numel, 2.0 * t.nbytes) for t in (x, weight)))
+
+
+def _mixture(local: Local, signature: Signature) -> NodeWork:
+    """Three products for the rows of the experts here, which are chosen equally often.
+
+    Beside them rows are sorted by expert and looked up, gates and the rest multiplied, and what is
+    found is scaled and added up in the dtype of the weights; backwards likewise. Kernels scale and
+    add up what they read, and write nothing in between.
+    """
+    down, x, ids, weights = local.operands[2:]
+    experts, width, inner = down.shape
+    rows = ids.numel * experts // signature.sizes["e"]
+    each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
+    wide, narrow = size * rows * width, size * rows * inner
+    moved = down.nbytes + wide + narrow
+    kernels = bool(local.node.keyword("kernels"))
+    exact = 0 if kernels else DTYPE_BYTES[weights.dtype] * rows * width
+
+    def products(make: Callable[..., Work], *lengths: tuple[int, int, int]) -> list[Work]:
+        gemms = [Gemm(experts, *length) for length in lengths]
+        return [make(gemm.flops, moved, gemm) for gemm in gemms]
+
+    into, out = (each, inner, width), (each, width, inner)
+    forward = products(local.work, into, into, out)
+    forward.append(local.work(2 * rows * inner, _SORT * ids.nbytes + 2 * wide + 3 * narrow))
+    forward.append(local.work(2 * rows * width, wide + 3 * exact + local.written))
+    backward: list[Work] = []
+    if local.node.requires_grad:
+        backward += products(local.gradient, into, out, out)
+        own = ((inner, width, each), (inner, width, each), (width, inner, each))
+        wanted = [gemm for gemm, needs in zip(own, local.wanted, strict=False) if needs]
+        backward += products(local.gradient, *wanted)
+        read = local.results[0].nbytes if not kernels else wide  # a row of the result's for each
+        backward.append(local.gradient(4 * rows * width, 2 * wide + 3 * exact + read))
+        backward.append(local.gradient(4 * rows * inner, 6 * narrow))
+        backward.append(local.gradient(2 * rows * width, (5 - kernels) * wide + x.nbytes))
+    return NodeWork(tuple(forward), tuple(backward))
+
+
+def _convolution(local: Local) -> NodeWork:
+    """A convolution as an implicit product: pixels x channels out x (channels in x kernel).
+
+    See Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", arXiv 1410.0759, section 3.
+    """
+    image, weight, out = local.operands[0], local.operands[1], local.results[0]
+    channels = weight.shape[0]
+    transposed = "transpose" in local.node.op
+    pixels = (image.numel if transposed else out.numel) // max(channels, 1)
+    groups = argument(local.node, 6, "groups", 1)
+    groups = groups if isinstance(groups, int) and channels % groups == 0 else 1
+    n, k = channels // groups, weight.numel // max(channels, 1)
+    gemm = Gemm(groups, pixels, k, n) if transposed else Gemm(groups, pixels, n, k)
+    forward = local.work(gemm.flops, local.read + local.written, gemm)
+    moved = image.nbytes + weight.nbytes + out.nbytes
+    backward = []
+    shapes = (
+        Gemm(gemm.batch, gemm.m, gemm.k, gemm.n),
+        Gemm(gemm.batch, gemm.k, gemm.n, gemm.m),
+    )
+    for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
+        if wanted and i < len(shapes):
+            backward.append(local.gradient(gemm.flops, moved, shapes[i]))
+        elif wanted:
+            backward.append(_sum_gradient(local, local.operands[i]))
+    return NodeWork((forward,), tuple(backward))
+
+
+def _look_up(local: Local) -> NodeWork:
+    """Reads of the table what it writes; the gradient is added into a table of zeros."""
+    beside = local.read - local.operands[0].nbytes
+    forward = local.work(local.flops, beside + 2 * local.written)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    into = local.operands[0].nbytes
+    moved = into + beside + 3 * local.written
+    return NodeWork((forward,), (local.gradient(local.flops, moved),))
+
+
+def _plain(local: Local, name: str) -> NodeWork:
+    """What vector units do, as fast as memory allows."""
+    forward = local.work(local.flops, local.read + local.written + local.extra)
+    if not local.node.requires_grad:
+        return NodeWork((forward,))
+    wanted = [t for t, needs in zip(local.operands, local.wanted, strict=True) if needs]
+    if name in _SUMS:
+        return NodeWork((forward,), _passed_on(local, wanted, negated=name == "sub"))
+    given = local.written
+    if name in _BINARY and len(wanted) > 1:
+        each = local.saved / len(wanted) + given
+        backward = [local.gradient(local.flops, each + given) for _ in wanted]
+        backward += _passed_on(local, wanted)
+        return NodeWork((forward,), tuple(backward))
+    made = sum(tensor.nbytes for tensor in wanted)
+    moved = given + local.saved + local.extra + made
+    return NodeWork((forward,), (local.gradient(local.flops, moved),))
+
+
+def _passed_on(
+    local: Local, wanted: Sequence[TensorType], negated: bool = False
+) -> tuple[Work, ...]:
+    """The result's gradient handed to operands: free for one of its shape, a sum for others."""
+    whole = local.results[0]
+    found = [_sum_gradient(local, tensor) for tensor in wanted if tensor.shape != whole.shape]
+    if negated:
+        found.append(local.gradient(whole.numel, 2 * whole.nbytes))
+    return tuple(found)
+
+
+def _view_gradient(local: Local) -> tuple[Work, ...]:
+    """Kernels behind a value that shares storage with another."""
+    node, given = local.node, local.written
+    name = base(node.op)
+    if node.op == "autopar.share":
+        readers = sum(local.graph[user].requires_grad for user in local.graph.users[node.name])
+        return tuple(local.gradient(node.type.numel, 3 * given) for _ in range(readers - 1))
+    if name in _PARTS and local.operands[0].nbytes > given:
+        return (local.gradient(0.0, local.operands[0].nbytes + 2 * given),)
+    if name in _SPLITS:
+        return (local.gradient(0.0, 2 * given),)
+    if name in _SUMS and local.operands[0].nbytes < given:
+        return (_sum_gradient(local, local.operands[0]),)
+    return ()
+
+
+# FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them.
+_BACKWARD_FLOPS = {
+    "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
+    "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,
+}  # fmt: skip
+_KERNELS: dict[str, Callable[[Local], NodeWork]] = {
+    "scaled_dot_product_attention": _attention,
+    **{f"conv{space}d": _convolution for space in (1, 2, 3)},
+    **{f"conv_transpose{space}d": _convolution for space in (1, 2, 3)},
+    **dict.fromkeys(_LOOK_UPS, _look_up),
+}

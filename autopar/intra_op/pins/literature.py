@@ -1,0 +1,366 @@
+"""Plans of the literature as words: each gives the pins that make it, on any model it fits.
+
+They speak of the mesh axes that they are given and of nothing else, so that they combine: data
+parallelism along one axis and Megatron's along another is
+
+    pins=[autopar.pins.data_parallel("node"), autopar.pins.megatron("gpu")]
+
+What a plan of the literature does not say is left to the solver.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from autopar.errors import PinError
+from autopar.intra_op.pins.roles import Linear, is_conv
+from autopar.intra_op.pins.wordings import Axes, Subject, write
+from autopar.ir.graph import Node
+from autopar.ir.tensor import Layout
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The batch split along axes, by default along all; parameters stored and used whole.
+
+    Where a state sharding is asked for, that says how they are stored. Each parameter's gradient is
+    summed along the axes (arXiv:2006.15704). Raises PinError if no operator that reads a parameter
+    can split the batch so often.
+    """
+
+    axes: Axes = ()
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        axes = subject.axes(self.axes or subject.mesh.names)
+        if not axes:
+            return {}
+        pins = {
+            subject.key(node): write(node.type.shape, {}, axes, stored=subject.stored)
+            for node in subject.parameters()
+        }
+        return {**pins, **_batch(subject, axes, str(self))}
+
+    def __str__(self) -> str:
+        return f"data_parallel({_quoted(self.axes)})"
+
+
+@dataclass(frozen=True)
+class FullyShardedDataParallel:
+    """The batch split along axes; parameters stored in parts, used whole.
+
+    Each is cut in its first dimension that divides, else in the first that is long enough; one that
+    has none stays whole. It is gathered where it is used, and its gradient summed into the parts
+    (ZeRO-3, arXiv:1910.02054, section 5.3; FSDP, arXiv:2304.11277, section 3). Raises PinError as
+    data parallelism does.
+    """
+
+    axes: Axes = ()
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        axes = subject.axes(self.axes or subject.mesh.names)
+        if not axes:
+            return {}
+        pins = {}
+        for node in subject.parameters():
+            used = write(node.type.shape, {}, axes)
+            dim = _first_dim(node.type.shape, subject.ways(axes))
+            stored = write(node.type.shape, {} if dim is None else {dim: axes}, axes)
+            pins[subject.key(node)] = f"{stored.partition(' along')[0]} => {used}"
+        return {**pins, **_batch(subject, axes, str(self))}
+
+    def __str__(self) -> str:
+        return f"fsdp({_quoted(self.axes)})"
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """Tensor parallelism of pairs of linears along one axis.
+
+    A linear that reads the residual stream is split by outputs, one whose result is added to the
+    stream by inputs, and all between them, heads of attention or features of the perceptron, with
+    them. The stream is whole, so that it takes one all_reduce a pair and direction
+    (arXiv:1909.08053, section 3); embeddings and the head are split by the vocabulary where their
+    operators can. With `sequence` the stream is split by positions instead, and the
+    all_reduce becomes a reduce_scatter and an all_gather (arXiv:2205.05198, section 4.2.2). All
+    else that lies outside the blocks is left to the solver.
+
+    Raises PinError if there is no such pair, or if what lies between does not split so often.
+    """
+
+    axis: str
+    sequence: bool = False
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        axes, roles = subject.axes((self.axis,)), subject.roles
+        if not axes:
+            return {}
+        if not roles.inner:
+            raise _unfit(
+                subject,
+                str(self),
+                "pairs of linears, of which the first reads a residual stream and the second's "
+                f"result is added to it; found {len(roles.linears)} linears and "
+                f"{len(roles.residuals)} residual additions, but no such pair",
+            )
+        self._check_sizes(subject, roles.inner)
+        between, streams = {*roles.inner, *self._vocabulary(subject)}, set(roles.streams)
+        scope, pins = _blocks(subject), {}
+        for node in subject.parameters():
+            outer = subject.dims.outer(node.name)
+            inner = [dim for dim, cls in enumerate(outer) if cls in between]
+            if inner or (node.name in scope and streams.intersection(outer)):
+                split = dict.fromkeys(inner[:1], axes)
+                pins[subject.key(node)] = write(node.type.shape, split, axes, stored=subject.stored)
+        return {**pins, **self._stream(subject, axes)}
+
+    def _vocabulary(self, subject: Subject) -> list[int]:
+        """Vocabularies that are split: those that no operator keeps whole."""
+        ways, kept = subject.mesh.axis_size(self.axis), {a.cls for a in subject.dims.apart}
+        named = (c for c, name in enumerate(subject.names) if name.split(".")[0] == "vocab")
+        return [c for c in named if c not in kept and subject.dims.divides(c, ways)]
+
+    def _check_sizes(self, subject: Subject, inner: Iterable[int]) -> None:
+        ways = subject.mesh.axis_size(self.axis)
+        for cls in inner:
+            if not subject.dims.divides(cls, ways):
+                raise _unfit(
+                    subject,
+                    str(self),
+                    f"inner dimensions that split {ways} ways; {subject.names[cls]!r} has "
+                    f"{subject.dims.sizes[cls]}",
+                )
+
+    def _stream(self, subject: Subject, axes: Axes) -> dict[str, str]:
+        """Pins of the stream itself and of what is made of it position by position.
+
+        Results of linears are partial sums, as are others that contract what is beside the stream.
+        """
+        roles, dims = subject.roles, subject.dims
+        positions = roles.positions[:1] if self.sequence else ()
+        if self.sequence and not positions:
+            raise _unfit(subject, str(self), "a dimension of positions in the residual stream")
+        shapes = {dims.outer(name) for name in roles.residuals}
+        shapes |= {tuple(None if c in roles.streams else c for c in outer) for outer in shapes}
+        pins, owed = self._branches(subject, axes)
+        free = {*owed, *(item.node for item in roles.linears)}
+        scope = _blocks(subject) - free
+        for node in subject.operators():
+            streamed = node.name in scope and dims.outer(node.name) in shapes
+            whole = node.op != "autopar.share" and _summed(subject, node) <= set(roles.streams)
+            if not streamed or not whole:
+                continue
+            places = (dims.place(node.name, cls) for cls in positions)
+            split = {dim: axes for dim in places if dim is not None}
+            text = write(node.type.shape, split, axes)
+            if subject.allows(node, text):
+                pins[subject.key(node)] = text
+        return pins
+
+    def _branches(self, subject: Subject, axes: Axes) -> tuple[dict[str, str], set[str]]:
+        """Pins of what is made of the linears' partial sums before it joins the stream.
+
+        Whatever can stay a partial sum does, so that branches side by side are summed once.
+        """
+        graph, roles, streams = subject.graph, subject.roles, set(subject.roles.streams)
+        owed, pins = {item.node for item in roles.linears if item.gives & streams}, {}
+        for node in subject.operators():
+            inputs = {graph.template[name] for name in node.inputs} - roles.parametric
+            text = _owed(node, axes)
+            inside = inputs and inputs <= owed and node.name not in {*roles.residuals, *owed}
+            if inside and subject.allows(node, text):
+                owed.add(node.name)
+                if node.op != "autopar.share":
+                    pins[subject.key(node)] = text
+        return pins, owed
+
+    def __str__(self) -> str:
+        return f"megatron{'_sp' * self.sequence}({self.axis!r})"
+
+
+@dataclass(frozen=True)
+class GShard:
+    """Experts split along an axis, everything else data-parallel along it.
+
+    Tokens go to their experts and come back by an all_to_all each (arXiv:2006.16668, section 3.2).
+    Raises PinError if no linear has a matrix of its own for each expert, or if those cannot be
+    split.
+    """
+
+    axis: str
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        axes, dims = subject.axes((self.axis,)), subject.dims
+        if not axes:
+            return {}
+        experts = {cls for item in subject.roles.linears for cls in item.along}
+        if not experts:
+            raise _unfit(
+                subject,
+                str(self),
+                "linears with a matrix for each expert: batched products of a parameter whose "
+                "dimension of experts stands in the activations, too",
+            )
+        for cls in experts:
+            if not dims.divides(cls, subject.ways(axes)):
+                found = f"{subject.names[cls]!r} has {dims.sizes[cls]}"
+                wanted = f"experts that split {subject.ways(axes)} ways; {found}"
+                raise _unfit(subject, str(self), wanted)
+        pins = DataParallel(axes)(subject)
+        own = [item for item in subject.roles.linears if item.along]
+        # An expert's values stay with it until they are combined.
+        linears = [item.node for item in own]
+        for node in _made_of(subject, linears, lambda n: bool(experts & {*dims.outer(n.name)})):
+            pins.pop(subject.key(node), None)
+        for item in own:
+            _split_own(subject, item, item.along, axes, pins)
+        return pins
+
+    def __str__(self) -> str:
+        return f"gshard({self.axis!r})"
+
+
+@dataclass(frozen=True)
+class AlexNetSplit:
+    """Convolutions data-parallel along an axis, fully connected layers split by outputs along it.
+
+    "One weird trick" (arXiv:1404.5997, section 4). A layer with fewer outputs than devices is left
+    to the solver. Raises PinError if there are no convolutions or no fully connected layers.
+    """
+
+    axis: str
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        axes, roles, dims = subject.axes((self.axis,)), subject.roles, subject.dims
+        if not axes:
+            return {}
+        if not roles.convolutions or not roles.linears:
+            found = f"{len(roles.convolutions)} convolutions, {len(roles.linears)} linears"
+            wanted = f"convolutions and fully connected layers; found {found}"
+            raise _unfit(subject, str(self), wanted)
+        pins = DataParallel(axes)(subject)
+        layers = [item.node for item in roles.linears]
+        for node in _made_of(subject, layers, lambda node: not is_conv(node)):
+            pins.pop(subject.key(node), None)
+        for item in roles.linears:
+            fitting = frozenset(c for c in item.gives if dims.divides(c, subject.ways(axes)))
+            _split_own(subject, item, fitting, axes, pins)
+        return pins
+
+    def __str__(self) -> str:
+        return f"alexnet_split({self.axis!r})"
+
+
+def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
+    """Pins that split the batch in every value that has it, and leave its sums owed.
+
+    Where no strategy allows that, what becomes of the batch is the solver's; so is what becomes of
+    labels and counts, which every device has whole: what is made of them may cost it nothing.
+    """
+    dims, batch, ways = subject.dims, subject.roles.batch[:1], subject.ways(axes)
+    cut, owed = dict[str, str](), dict[str, str]()
+    for node in subject.operators():
+        if node.op == "autopar.share" or not batch or not node.type.floating:
+            continue
+        place = _cut(subject, node.name, batch[0], ways)
+        if place is not None:
+            text = write(node.type.shape, {place: axes}, axes)
+            if subject.allows(node, text):
+                cut[subject.key(node)] = text
+        elif node.type.floating and batch[0] in _summed(subject, node):
+            places = [_cut(subject, name, batch[0], ways) for name in node.inputs]
+            if any(p is not None for p in places) and subject.allows(node, _owed(node, axes)):
+                owed[subject.key(node)] = _owed(node, axes)
+    if not cut:
+        found = f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
+        wanted = f"inputs with a batch, and operators that split it {ways} ways"
+        raise _unfit(subject, plan, f"{wanted}; {found}")
+    return {**cut, **owed}
+
+
+def _cut(subject: Subject, value: str, cls: int, ways: int) -> int | None:
+    """The dimension of a value that, split so many ways, splits a class."""
+    place = subject.dims.place(value, cls)
+    return place if place is not None and subject.dims.cuts(value, place, ways) else None
+
+
+def _owed(node: Node, axes: Axes) -> str:
+    """The pin of a partial sum along axes."""
+    layout = Layout.replicated(len(node.type.shape))
+    owed = replace(layout, partial=axes).format(node.type.shape)
+    return f"{owed} along {', '.join(axes)}"
+
+
+def _blocks(subject: Subject) -> set[str]:
+    """The nodes of the repeated blocks, or all nodes if a residual addition is in none of them."""
+    graph = subject.graph
+    inside = {name for repeat in graph.repeats for name in repeat.iterations[0]}
+    return inside if inside.issuperset(subject.roles.residuals) else set(graph.template.values())
+
+
+def _summed(subject: Subject, node: Node) -> set[int | None]:
+    """The classes that an operator sums over; None among them where that is not known."""
+    signature = subject.dims.signatures.get(node.name)
+    if signature is None:
+        return {None}
+    operands, results = (
+        {f for dims in side for dim in dims for f in dim if signature.sizes[f] > 1}
+        for side in (signature.operands, signature.results)
+    )
+    return {subject.dims.leading(node.name, factor) for factor in operands - results}
+
+
+def _made_of(
+    subject: Subject, starts: Iterable[str], through: Callable[[Node], bool]
+) -> list[Node]:
+    """Operators `through` that read a value of `starts`, directly or by one another."""
+    reached, found = set(starts), []
+    for node in subject.operators():
+        inputs = {subject.graph.template[name] for name in node.inputs}
+        if inputs & reached and through(node):
+            reached.add(node.name)
+            found.append(node)
+    return found
+
+
+def _split_own(
+    subject: Subject, item: Linear, classes: frozenset[int], axes: Axes, pins: dict[str, str]
+) -> None:
+    """Pin a linear and the parameters that it reads to be split by classes that they have."""
+    graph, own, ahead = subject.graph, [item.node], list(subject.graph[item.node].inputs)
+    while ahead:
+        name = graph.template[ahead.pop()]
+        if name in subject.roles.parametric:
+            own += [name] if graph[name].op == "param" else []
+            ahead += graph[name].inputs
+    for name, cls in itertools.product(own, sorted(classes)):
+        node, place = graph[name], subject.dims.place(name, cls)
+        if place is not None:
+            stored = node.op == "param"
+            pins[subject.key(node)] = write(node.type.shape, {place: axes}, axes, stored=stored)
+
+
+def _first_dim(shape: tuple[int, ...], ways: int) -> int | None:
+    """The first dimension that splits evenly, else the first that is long enough."""
+    even = [dim for dim, size in enumerate(shape) if size % ways == 0 and size]
+    long = [dim for dim, size in enumerate(shape) if size >= ways]
+    return next(iter(even or long), None)
+
+
+def _unfit(subject: Subject, plan: str, looked_for: str) -> PinError:
+    return PinError(
+        f"{plan} does not apply to {subject.graph.name}",
+        where=f"mesh {subject.mesh}",
+        why=f"it looks for {looked_for}",
+        todo="try another plan of autopar.pins, another axis, or leave it to the solver",
+    )
+
+
+def _quoted(axes: Axes) -> str:
+    return ", ".join(map(repr, axes))

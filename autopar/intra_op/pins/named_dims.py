@@ -1,0 +1,147 @@
+"""A plan in the names of dimensions, Mesh-TensorFlow's way (arXiv:1811.02084, section 3).
+
+    autopar.layout({"batch": "node", "heads": "gpu", "vocab": "gpu"})
+
+splits every parameter and value that has such a dimension over the axes named for it, where a
+strategy of its operator allows that. The names are those of dim_names.py, found and not written
+down by the user; `autopar explain plan.toml --dims` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PinError
+from autopar.intra_op.pins.wordings import Axes, Subject, write
+from autopar.ir.graph import Node
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """Names of dimensions, each with the mesh axes that split it.
+
+    As a word it raises PinError if there is no dimension of that name, if nothing can split it so
+    often, or if a value has two dimensions that ask for the same axis; MeshError if there is no
+    such axis.
+    """
+
+    split: tuple[tuple[str, Axes], ...]
+
+    def __call__(self, subject: Subject) -> dict[str, str]:
+        """The pins of one model on one mesh."""
+        wanted = {
+            cls: (name, axes)
+            for name, given in self.split
+            if (axes := subject.axes(given))
+            for cls in self._classes(subject, name, axes)
+        }
+        self._check_axes(subject, wanted)
+        pins, met = {}, set[str]()
+        for node in (*subject.parameters(), *subject.operators()):
+            split = _allowed(subject, node, {cls: axes for cls, (_, axes) in wanted.items()})
+            if split:
+                pins[subject.key(node)] = _pin(subject, node, split)
+            outer = subject.dims.outer(node.name)
+            if node.op != "param":
+                met.update(name for cls, (name, _) in wanted.items() if cls in _led(outer, split))
+        for name, _ in wanted.values():
+            if name not in met:
+                raise self._splits_nowhere(subject, name)
+        return pins
+
+    def _classes(self, subject: Subject, name: str, axes: Axes) -> list[int]:
+        """The classes of a name that can be cut so often."""
+        found = [cls for cls, own in enumerate(subject.names) if name in (own, own.split(".")[0])]
+        if not found:
+            known = dict.fromkeys(own.split(".")[0] for own in subject.names)
+            raise PinError(
+                f"{subject.graph.name} has no dimension {name!r}",
+                where=str(self),
+                why=f"its dimensions are {', '.join(known)}",
+                todo="`autopar explain plan.toml --dims` shows where they are",
+            )
+        ways = subject.ways(axes)
+        fitting = [cls for cls in found if subject.dims.sizes[cls] >= ways]
+        if not fitting:
+            sizes = ", ".join(
+                f"{subject.names[cls]} has {subject.dims.sizes[cls]}" for cls in found
+            )
+            raise PinError(
+                f"{name!r} does not split {ways} ways over {', '.join(axes)}",
+                where=str(self),
+                why=sizes,
+                todo="name fewer axes for it, or another dimension",
+            )
+        return fitting
+
+    def _check_axes(self, subject: Subject, wanted: dict[int, tuple[str, Axes]]) -> None:
+        """PinError if two names ask for the same axis in one value."""
+        for node in (*subject.parameters(), *subject.operators()):
+            taken: dict[str, str] = {}
+            for cls in subject.dims.outer(node.name):
+                name, axes = wanted.get(-1 if cls is None else cls, ("", ()))
+                for axis in axes:
+                    if taken.setdefault(axis, name) != name:
+                        raise PinError(
+                            f"{taken[axis]!r} and {name!r} both ask for the axis {axis!r}",
+                            where=f"{node.op} {subject.key(node)}",
+                            why="it has both dimensions, and an axis splits one of a value",
+                            todo="give one of them another axis",
+                        )
+
+    def _splits_nowhere(self, subject: Subject, name: str) -> PinError:
+        classes = {c for c, own in enumerate(subject.names) if name in (own, own.split(".")[0])}
+        kept = [apart for apart in subject.dims.apart if apart.cls in classes]
+        found = [f"{apart.op} (%{apart.node}) {apart.why}" for apart in kept[:3]]
+        return PinError(
+            f"no operator splits {name!r}",
+            where=str(self),
+            why="; ".join(found) + (f"; and {len(kept) - 3} more" if len(kept) > 3 else "")
+            or "no operator has it as the outermost part of a dimension",
+            todo="name another dimension",
+        )
+
+    def __str__(self) -> str:
+        rows = (f'"{name}": "{", ".join(axes)}"' for name, axes in self.split)
+        return f"layout({{{', '.join(rows)}}})"
+
+
+def layout(split: Mapping[str, str | Sequence[str]]) -> NamedLayout:
+    """A value for `pins=` that splits named dimensions over mesh axes.
+
+    Args:
+        split: the name of a dimension -> one mesh axis or several, as a sequence or as "node, gpu".
+            "heads" means every dimension of that use, "heads.2" one of several.
+    """
+    rows = []
+    for name, axes in split.items():
+        given = axes.split(",") if isinstance(axes, str) else axes
+        rows.append((name, tuple(axis.strip() for axis in given)))
+    return NamedLayout(tuple(rows))
+
+
+def _allowed(subject: Subject, node: Node, wanted: Mapping[int, Axes]) -> dict[int, Axes]:
+    """Dimension -> axes: all that a strategy of the node allows, the first named first."""
+    split: dict[int, Axes] = {}
+    for cls, axes in wanted.items():
+        place = subject.dims.place(node.name, cls)
+        taken = {axis for given in split.values() for axis in given}
+        if place is None or taken.intersection(axes):
+            continue
+        if not subject.dims.cuts(node.name, place, subject.ways(axes)):
+            continue
+        more = {**split, place: axes}
+        if node.op == "param" or subject.allows(node, _pin(subject, node, more)):
+            split = more
+    return split
+
+
+def _led(outer: tuple[int | None, ...], split: Mapping[int, Axes]) -> set[int | None]:
+    """The classes of the dimensions that are split."""
+    return {outer[dim] for dim in split}
+
+
+def _pin(subject: Subject, node: Node, split: Mapping[int, Axes]) -> str:
+    used = {axis for axes in split.values() for axis in axes}
+    return write(node.type.shape, split, subject.axes(tuple(used)))

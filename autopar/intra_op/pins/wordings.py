@@ -1,0 +1,172 @@
+"""What a user may say of a plan in other words than layouts, and how it becomes pins.
+
+A word is any callable that takes a `Subject`, which is a graph with its mesh, and returns pins by
+name. Those of experts.py are frozen dataclasses. Words and plain mappings combine: the pins of all
+of them must be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.errors import AutoparError, PinError
+from autopar.fields import Table, Text, shown
+from autopar.intra_op.options import Option, node_options
+from autopar.intra_op.pins.dim_names import name_dims
+from autopar.intra_op.pins.dims import Dims, find_dims
+from autopar.intra_op.pins.layout_pins import Pin, joined
+from autopar.intra_op.pins.roles import Roles
+from autopar.intra_op.rule import OpRule
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a word speaks of.
+
+    Attributes:
+        graph: normalised, with its repeats; nodes of the first block stand for those of all.
+        mesh: the devices.
+        rules: by operator.
+        stored: whether words say where the states of parameters lie; not if a user said it.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    rules: Mapping[str, OpRule]
+    stored: bool = True
+    _options: dict[str, tuple[Option, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def dims(self) -> Dims:
+        """The classes of dimensions."""
+        return find_dims(self.graph, self.rules)
+
+    @cached_property
+    def roles(self) -> Roles:
+        """What the classes are to the model."""
+        return Roles(self.dims)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The name of each class."""
+        return name_dims(self.roles)
+
+    def axes(self, names: Axes) -> Axes:
+        """Those of some mesh axes that have more than one device, in the mesh's order.
+
+        Raises:
+            MeshError: the mesh has no such axis.
+        """
+        for name in names:
+            self.mesh.axis(name)
+        return tuple(axis.name for axis in self.mesh.axes if axis.name in names and axis.size > 1)
+
+    def ways(self, axes: Axes) -> int:
+        """Number of devices along some axes."""
+        ways = 1
+        for axis in axes:
+            ways *= self.mesh.axis_size(axis)
+        return ways
+
+    def parameters(self) -> tuple[Node, ...]:
+        """The parameters that are read, of all blocks the first one's."""
+        return tuple(n for n in self.graph.folded if n.op == "param" and self.graph.users[n.name])
+
+    def operators(self) -> Iterator[Node]:
+        """The nodes that have a choice of their own and are no parameters."""
+        for node in self.graph.folded:
+            share = node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
+            if not node.is_leaf and not share:
+                yield node
+
+    def key(self, node: Node) -> str:
+        """The name under which a node is pinned; a parameter's own unless it was cut in pieces."""
+        if node.op != "param":
+            return f"%{node.name}"
+        pieces = [leaf for leaf in self.parameters() if leaf.target == node.target]
+        return node.target if len(pieces) == 1 else f"%{self.graph.users[node.name][0]}"
+
+    def allows(self, node: Node, text: str) -> bool:
+        """Whether an operator has a strategy that agrees with a pin."""
+        if node.name not in self._options:
+            self._options[node.name], _ = node_options(
+                self.graph, node, self.mesh, dict(self.rules)
+            )
+        return any(Pin.parse(text).agrees(option) for option in self._options[node.name])
+
+
+Word = Callable[[Subject], Mapping[str, str]]
+PinsLike = Mapping[str, str] | Word | Sequence[Mapping[str, str] | Word]
+
+
+def write(
+    shape: tuple[int, ...], split: Mapping[int, Axes], along: Axes, *, stored: bool = False
+) -> str:
+    """A pin that splits some dimensions of a value along some axes, which do nothing else to it.
+
+    With `stored` it is a parameter's that is stored as it is used.
+    """
+    layout = Layout(tuple(split.get(dim, ()) for dim in range(len(shape)))).format(shape)
+    return f"{f'{layout} => ' if stored else ''}{layout} along {', '.join(along)}"
+
+
+def spell_out(
+    pins: PinsLike | None,
+    graph: Graph,
+    mesh: Mesh,
+    rules: Mapping[str, OpRule],
+    stored: bool = True,
+) -> dict[str, str]:
+    """Everything that was said, as pins by name; arguments as of `Subject`.
+
+    Raises:
+        PinError: a word does not apply to this model, or is none.
+        MeshError: the mesh has no such axis.
+    """
+    if pins is None:
+        return {}
+    said = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
+    subject = Subject(graph, mesh, rules, stored)
+    groups = []
+    for word in said:
+        if not isinstance(word, Mapping) and not callable(word):
+            raise PinError(
+                f"{word!r} is no pin",
+                todo="pass mappings of names to layouts, autopar.pins.megatron(...) and the like, "
+                "or autopar.layout(...)",
+            )
+        groups.append(_texts(word if isinstance(word, Mapping) else _said(word, subject)))
+    return joined(groups)
+
+
+def _said(word: Word, subject: Subject) -> object:
+    """What a word gives; PinError where one of the user's own fails."""
+    try:
+        return word(subject)
+    except AutoparError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise PinError(
+            f"the pins {shown(word)} fail",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass a function of an autopar.pins.Subject that returns pins by name",
+        ) from error
+
+
+def _texts(pins: object) -> Mapping[str, str]:
+    """Pins by name; PinError unless names and layouts are texts."""
+    try:
+        return Table(Text())(pins)
+    except ValueError as error:
+        raise PinError(
+            f"{shown(pins)} are no pins",
+            why=str(error),
+            todo='pass names with layouts, {"lm_head.weight": "[50257@gpu, 768]"}',
+        ) from error

@@ -1,0 +1,157 @@
+"""What is known of a mesh's prices, from one problem to the next.
+
+Problems of stages, and of one model with more or fewer blocks computed again, ask the same of the
+same devices: the cheapest ways between layouts, what the states of a parameter take, and the
+choices of every operator with their kernels and what they allocate. Operators that are alike but
+for names are asked about once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from autopar.cost.model import Checked, CostModel
+from autopar.intra_op.allocations import Around, Rows, amounts, around
+from autopar.intra_op.kernel_work import node_work
+from autopar.intra_op.options import (
+    Lies,
+    Option,
+    node_options,
+    operand_types,
+    parameter_options,
+)
+from autopar.intra_op.rule import OpRule, Signature
+from autopar.intra_op.stored import StoredTraffic, stored_traffic
+from autopar.ir.collective import Resharder
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
+from autopar.ir.tensor import TensorType
+from autopar.operators.exchange import exchanged
+
+Seconds = tuple[float, float]  # forward and backward
+Operator = tuple[tuple[Option, ...], Signature | None, tuple[Seconds, ...], tuple[Seconds, ...]]
+Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
+
+
+class Prices:
+    """Prices on one mesh.
+
+    Args:
+        mesh: the devices.
+        model: prices, in seconds.
+    """
+
+    def __init__(self, mesh: Mesh, model: CostModel) -> None:
+        self.mesh, self.model = mesh, Checked(model)
+        self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
+        self._operators: dict[Hashable, Operator] = {}
+        self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
+        self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
+
+    def resharder(self, precision: Precision) -> Resharder:
+        """The cheapest ways between layouts in a precision."""
+        key = tuple(precision.widened.items())
+        if key not in self._resharders:
+            self._resharders[key] = Resharder(self.mesh, self.model.collective, precision.widened)
+        return self._resharders[key]
+
+    def stored(
+        self,
+        tensor: TensorType,
+        trained: bool,
+        lies: Lies | None,
+        bucket: int,
+        precision: Precision,
+    ) -> Stored:
+        """Every choice of a parameter, and what each one sends and holds; see `stored.py`.
+
+        Raises:
+            CostError: a price that is negative or not finite.
+        """
+        key = (tensor, trained, lies, bucket, precision)
+        if key not in self._stored:
+            options = parameter_options(tensor, self.mesh, trained, lies)
+            self._stored[key] = (
+                options,
+                tuple(
+                    stored_traffic(
+                        tensor, trained, option.storage, self.mesh, self.model, bucket, precision
+                    )
+                    for option in options
+                    if option.storage is not None
+                ),
+            )
+        return self._stored[key]
+
+    def operator(self, graph: Graph, node: Node, table: dict[str, OpRule]) -> Operator:
+        """What is asked of a node.
+
+        Returns:
+            its choices, its signature if it has a rule, and for each choice the seconds of its
+            kernels, and of what it sends itself, forwards and backwards.
+
+        Raises:
+            CostError: a price that is negative or not finite.
+        """
+        key = _kind(graph, node)
+        if key not in self._operators:
+            options, signature = node_options(graph, node, self.mesh, table)
+            self._operators[key] = (
+                options,
+                signature,
+                tuple(self._kernels(graph, node, option, signature) for option in options),
+                tuple(self._exchange(graph, node, option) for option in options),
+            )
+        return self._operators[key]
+
+    def allocated(
+        self,
+        graph: Graph,
+        node: Node,
+        options: tuple[Option, ...],
+        options_of: Callable[[str], tuple[Option, ...]],
+        accelerator: bool,
+    ) -> Rows:
+        """Bytes of one copy of what a node allocates under its choices, or some; see `amounts`.
+
+        Not to be changed.
+        """
+        near, kind = around(graph, node, options_of), _kind(graph, node)
+        known = self._operators.get(kind)
+        if known is None or len(options) < len(known[0]):
+            return amounts(graph, node, options, near, self.mesh, accelerator)
+        key = kind, near, accelerator
+        if key not in self._allocated:
+            self._allocated[key] = amounts(graph, node, options, near, self.mesh, accelerator)
+        return self._allocated[key]
+
+    def _kernels(
+        self, graph: Graph, node: Node, option: Option, signature: Signature | None
+    ) -> Seconds:
+        work = node_work(graph, node, option.operands, option.results, signature, self.mesh)
+        forward, backward = (sum(map(self.model.compute, w)) for w in (work.forward, work.backward))
+        return forward, backward
+
+    def _exchange(self, graph: Graph, node: Node, option: Option) -> Seconds:
+        asked = exchanged(node, operand_types(graph, node), option.operands, self.mesh)
+        forward, backward = (sum(map(self.model.collective, calls)) for calls in asked)
+        return forward, backward
+
+
+def _kind(graph: Graph, node: Node) -> Hashable:
+    """What nodes have in common that are alike but for names, and whose operands are."""
+    place = {name: at for at, name in enumerate(dict.fromkeys(node.inputs))}
+    return (
+        node.op,
+        node.form,
+        node.types,
+        node.requires_grad,
+        tuple(map(place.get, node.inputs)),
+        None if node.alias is None else place.get(node.alias),
+        tuple(place.get(name) for name in node.saved),
+        node.saved_types,
+        tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs),
+        sum(graph[user].requires_grad for user in graph.users[node.name]),
+        node.name in graph.aside,
+    )

@@ -1,0 +1,1 @@
+"""Proofs of sharding rules, and rules that are discovered by running operators."""

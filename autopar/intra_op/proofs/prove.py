@@ -1,0 +1,143 @@
+"""Proofs of rules: shard the operands, run the operator on every rank, recombine, compare.
+
+A rule claims that its layouts are right in both directions. Here the claim is put to the test with
+no process group: on every example of the rule and every strategy of small meshes the operator runs
+once whole and once for each rank, on the parts that the layouts deal out. What is owed a sum is
+dealt out as random parts of that sum. Forwards the ranks' results must recombine to the whole one;
+backwards, from a gradient dealt out likewise, the gradients of the operands must.
+
+    kind    value on a rank          gradient on a rank
+    S       its slice                its slice
+    R       the whole                the whole
+    V       the whole                a part of the sum
+    P       a part of the sum        the whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import RuleError
+from autopar.intra_op.proofs.case import (
+    Case,
+    Device,
+    Failure,
+    own_randomness,
+    read_call,
+    read_example,
+    read_node,
+)
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.strategy import strategies
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.operators.interpret import tensor_type
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one rule.
+
+    Attributes:
+        op: operator name.
+        strategies: number of strategies that were run.
+        failures: every strategy that was wrong.
+    """
+
+    op: str
+    strategies: int
+    failures: tuple[Failure, ...]
+
+    @property
+    def proved(self) -> bool:
+        """Whether something was run and nothing was wrong."""
+        return self.strategies > 0 and not self.failures
+
+    def __str__(self) -> str:
+        verdict = "\n".join(map(str, self.failures)) or "proved"
+        return f"{self.op}: {self.strategies} strategies, {verdict}"
+
+
+def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "cpu") -> Report:
+    """Run a rule's examples under every strategy, on one axis of each size and on two axes.
+
+    Operators that draw random numbers, or leave memory as it is, are compared by shape only.
+
+    Raises:
+        RuleError: an example cannot be read or run, or the rule does not fit it.
+    """
+    with own_randomness(device):
+        cases = [read_example(rule, text, device) for text in rule.examples]
+        return _report(rule, cases, mesh_sizes)
+
+
+def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
+    """The same with one value in the place of several operands, where torch takes that.
+
+    Raises:
+        RuleError: an example cannot be read or run, or the rule does not fit it.
+    """
+    with own_randomness("cpu"):
+        cases = [aliased(read_example(rule, text)) for text in rule.examples]
+        return _report(rule, [case for case in cases if case is not None], mesh_sizes)
+
+
+def aliased(case: Case) -> Case | None:
+    """An operator that reads one value as several operands, each of them in a layout of its own.
+
+    It is the largest operand of a dtype in the place of all, or else one of several of a type.
+
+    Returns:
+        None where no operands are alike, or torch refuses such calls.
+    """
+    ordered = sorted(case.operands, key=Tensor.numel, reverse=True)
+    for alike in (_dtype, tensor_type):
+        first: dict[object, Tensor] = {}
+        for value in ordered:
+            first.setdefault(alike(value), value)
+        if len(first) == len(ordered):
+            continue
+        copies = [
+            first[alike(value)].detach().clone().requires_grad_(value.requires_grad)
+            for value in case.operands
+        ]
+        try:
+            return read_call(case.rule, case.node, copies)
+        except RuleError:
+            continue
+    return None
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    return value.dtype
+
+
+def prove_node(
+    rule: OpRule, graph: Graph, node: Node, mesh_sizes: tuple[int, ...] = (2,)
+) -> Report:
+    """The same for one node of a graph, on random operands of the shapes it has there.
+
+    Floating operands become float64, integers are 0 or 1 and so valid as indices.
+
+    Raises:
+        RuleError: torch refuses the node, or the rule does not fit it.
+    """
+    with own_randomness("cpu"):
+        return _report(rule, [read_node(rule, graph, node)], mesh_sizes)
+
+
+def _report(rule: OpRule, cases: Sequence[Case], mesh_sizes: tuple[int, ...]) -> Report:
+    meshes = [Mesh.parse(f"cpu: x={size}") for size in mesh_sizes]
+    meshes += [Mesh.parse(f"cpu: y={mesh_sizes[0]}, x={size}") for size in mesh_sizes]
+    runs = [
+        (case, strategy, mesh)
+        for case in cases
+        for mesh in meshes
+        for strategy in strategies(case.signature, mesh)
+    ]
+    found = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
+    return Report(rule.op, len(runs), tuple(failure for failure in found if failure is not None))

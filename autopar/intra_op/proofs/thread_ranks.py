@@ -1,0 +1,127 @@
+"""The devices of a mesh as threads of one process, for proofs of operators that exchange values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+from autopar.operators.across import Across, Axes
+
+Value = TypeVar("Value")
+_PATIENCE = 60.0  # seconds: threads that wait for one that never comes end with an error
+
+
+class _Table:
+    """Where the devices of one group lay down values and take up one another's."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.values: list[Any] = [None] * size
+
+    def swap(self, index: int, value: Any) -> list[Any]:
+        """What all devices have laid down, once each has."""
+        self.values[index] = value
+        self.barrier.wait(_PATIENCE)
+        found = list(self.values)
+        self.barrier.wait(_PATIENCE)
+        return found
+
+
+@dataclass(frozen=True)
+class _ThreadPeers:
+    """See `autopar.operators.peers.Peers`; `index` is the block that is held here."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    coordinate: dict[str, int]
+    index: int
+    size: int
+    table: _Table
+
+    def own(self, extent: int) -> tuple[int, int]:
+        (bounds,) = Layout((self.axes,)).bounds((extent,), self.mesh, self.coordinate)
+        return bounds
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.swap(self.index, x.detach().clone())).sum(0).to(x.dtype)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.swap(self.index, x.detach().clone())).amax(0)
+
+    def stack(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.swap(self.index, x.detach().clone()))
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        sent = self.table.swap(self.index, (before.detach().clone(), after.detach().clone()))
+        head = sent[self.index - 1][1] if self.index else None
+        return head, sent[self.index + 1][0] if self.index + 1 < self.size else None
+
+
+@dataclass
+class _Room:
+    """The tables of all groups of a mesh, made when the first device comes to one."""
+
+    mesh: Mesh
+    tables: dict[tuple[Any, ...], _Table] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def table(self, key: tuple[Any, ...], size: int) -> _Table:
+        with self.lock:
+            return self.tables.setdefault(key, _Table(size))
+
+    def leave(self) -> None:
+        """Let nobody wait for one that has failed."""
+        with self.lock:
+            for table in self.tables.values():
+                table.barrier.abort()
+
+
+class ThreadDevice(Across):
+    """One device of a mesh, in a thread of its own."""
+
+    def __init__(self, room: _Room, rank: int) -> None:
+        self.room, self.coordinate = room, room.mesh.coordinate(rank)
+
+    def group(self, axes: Axes) -> _ThreadPeers:
+        """The threads along these axes."""
+        names, mesh = (axes,) if isinstance(axes, str) else tuple(axes), self.room.mesh
+        index, size = 0, 1
+        for name in names:
+            index = index * mesh.axis_size(name) + self.coordinate[name]
+            size *= mesh.axis_size(name)
+        others = tuple(v for n, v in self.coordinate.items() if n not in names)
+        return _ThreadPeers(
+            mesh, names, self.coordinate, index, size, self.room.table((names, others), size)
+        )
+
+
+def on_all_devices(mesh: Mesh, run: Callable[[int, ThreadDevice], Value]) -> Sequence[Value]:
+    """What `run` returns for each rank and device of a mesh, run side by side.
+
+    Raises:
+        Exception: whatever the first device raised that did not just wait for another.
+    """
+    room = _Room(mesh)
+
+    def one(rank: int) -> Value:
+        try:
+            return run(rank, ThreadDevice(room, rank))
+        except BaseException:
+            room.leave()
+            raise
+
+    with ThreadPoolExecutor(mesh.size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(mesh.size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    own = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (own or errors)[0]
+    return [future.result() for future in futures]

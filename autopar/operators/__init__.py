@@ -1,0 +1,1 @@
+"""The operators of the IR in torch: running a graph, and autopar's own operators."""

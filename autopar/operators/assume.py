@@ -1,0 +1,118 @@
+"""What a model is assumed to find in its tensors, checked whenever the program runs.
+
+Where a branch only raises or mends (see branches.py), the trace goes past it, and the graph keeps
+the condition beside a value that goes on:
+
+    %h_1 = autopar.assume(%h, %all, True, 'model.py:7  if not (x > 0).all():')
+
+is %h, for which an AssumptionError is raised if %all is not what was assumed. The condition is
+whole on every device that computes it, so they raise together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.errors import AssumptionError
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.operators.branches import Guard, guard
+
+ASSUME = "autopar.assume"
+_CHECK = "autopar.check"  # in a trace, before it is known what goes on
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("check(Tensor condition, bool expected, str where) -> Tensor")
+_LIBRARY.impl(
+    "check", lambda condition, expected, where: condition.clone(), "CompositeExplicitAutograd"
+)
+_TRUTH = ("__bool__", "is_nonzero", "item", "_assert")
+
+
+def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> bool | None:
+    """The truth value that a traced tensor is assumed to have; None if that cannot be said.
+
+    Args:
+        name, args: the function of torch that asks, and its arguments.
+        frame: from where.
+        where: the user's line.
+    """
+    if name not in _TRUTH or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
+        return None
+    condition = args[0]
+    if name == "item" and condition.dtype is not torch.bool:
+        return None
+    # torch._assert is asked as a whole, and runs where nobody watches.
+    found = Guard(True, True) if name == "_assert" else guard(frame)
+    if found is None:
+        return None
+    if found.checked:
+        condition = condition.detach().reshape(())
+        truth = condition if condition.dtype is torch.bool else condition != 0
+        torch.ops.autopar.check(truth, found.value, where)
+    return found.value
+
+
+def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
+    """`x`, if a condition is as expected.
+
+    Raises:
+        AssumptionError: it is not.
+    """
+    if not isinstance(condition, FakeTensor) and bool(condition) != expected:
+        raise AssumptionError(
+            "the batch takes a branch that the model was captured without",
+            where=where,
+            why=f"its condition was assumed to be {expected} for every batch",
+            todo="correct the batch or the numbers that this line guards against, or choose by "
+            "torch.where, which computes both sides",
+        )
+    return x
+
+
+def tie(graph: Graph) -> Graph:
+    """`graph` with each check tied to a value that is needed, so that it is run.
+
+    That is the last floating value before it which is read behind it, in a repeated block one of
+    the block's own; else the first one behind it, or an output.
+    """
+    while (at := next((i for i, n in enumerate(graph.nodes) if n.op == _CHECK), None)) is not None:
+        graph = _tied(graph, at)
+    return graph
+
+
+def _tied(graph: Graph, at: int) -> Graph:
+    check = graph.nodes[at]
+    before, after = list(graph.nodes[:at]), list(graph.nodes[at + 1 :])
+    read = {name for node in after for name in node.inputs if node.op != _CHECK}
+    read |= {name for _, name in graph.outputs}
+
+    def carries(node: Node) -> bool:
+        return not node.is_leaf and len(node.types) == 1 and node.type.floating
+
+    carrier = next((n for n in reversed(before) if carries(n) and n.name in read), None)
+    if carrier is None:
+        carrier = next((n for n in after if carries(n)), None)
+        if carrier is None:  # nothing is computed that the batch could spoil
+            return replace(graph, nodes=tuple(before + after))
+        place = after.index(carrier) + 1
+        before, after = before + after[:place], after[place:]
+    tied = replace(
+        check,
+        op=ASSUME,
+        args=(Ref(carrier.name), *check.args),
+        types=carrier.types,
+        requires_grad=carrier.requires_grad,
+    )
+
+    def renamed(name: str) -> str:
+        return tied.name if name == carrier.name else name
+
+    after = [node.map_refs(lambda name: Ref(renamed(name))) for node in after]
+    outputs = tuple((user, renamed(name)) for user, name in graph.outputs)
+    loss = graph.loss and renamed(graph.loss)
+    return replace(graph, nodes=(*before, tied, *after), outputs=outputs, loss=loss)

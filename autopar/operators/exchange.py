@@ -1,0 +1,244 @@
+"""Which operators run across parts of a dimension, in what form, and what they send.
+
+Most operators run on parts as they are. Those listed here need more where a dimension that they
+look into is split: a start (a table of words), a sum over all parts (softmax), or a border of the
+neighbour (a convolution). Their form on one device calls a method of `autopar/operators/across.py`;
+`exchanged` prices what that method sends, so that the planner knows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Arg, Node, Ref
+from autopar.ir.mesh import Mesh
+from autopar.ir.rewrite import argument
+from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
+from autopar.operators.across import CHUNK
+from autopar.operators.mixture import MIXTURE
+from autopar.operators.window import halos, windowed, without_padding
+
+Types = tuple[TensorType, ...]
+Layouts = tuple[Layout, ...]
+Kwargs = tuple[tuple[str, Arg], ...]
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """An operator's form on parts of dimensions of one operand, mostly the first.
+
+    Attributes:
+        method: of `Across`.
+        dims: which dimensions it looks into, by node and operand types.
+        write: the arguments of the method, but for `axis` and `size`.
+        sized: whether the method is told the whole extent of the dimension.
+        operand: which one it looks into.
+        forward, backward: the all_reduces it makes; of how many values for each row, and their
+            dtype, "" for that of the operand, "wide" if that is at least f32. A row is all that
+            differs in the looked-into dimensions only.
+    """
+
+    method: str
+    dims: Callable[[Node, Types], tuple[int, ...]]
+    write: Callable[[Node], tuple[tuple[Arg, ...], Kwargs]]
+    sized: bool = False
+    forward: tuple[tuple[int, str], ...] = ()
+    backward: tuple[tuple[int, str], ...] = ()
+    operand: int = 0
+
+
+def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
+    """`node` as the steps of one device, where its layouts split a dimension that it looks into.
+
+    Args:
+        node: an operator with global shapes.
+        types, operands: of the tensors it reads.
+
+    Returns:
+        Nodes that call methods of `Across` ("mesh.embedding", with `axis`), the last of which is
+        named as `node`; empty where the operator runs on its parts as it is.
+    """
+    if windowed(node):
+        return _with_halos(node, types, operands)
+    form = _FORMS.get(node.op)
+    axes = _axes(form, node, types, operands) if form is not None else ()
+    if form is None or not axes:
+        return ()
+    args, kwargs = form.write(node)
+    more: Kwargs = (("axis", _one(axes)),)
+    if form.sized:
+        (dim,) = form.dims(node, types)
+        more += (("size", types[form.operand].shape[dim]),)
+    return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
+
+
+def exchanged(
+    node: Node, types: Types, operands: Layouts, mesh: Mesh
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What the operator itself sends under these layouts, forwards and backwards."""
+    if windowed(node):
+        return _borders(node, types, operands, mesh)
+    form = _FORMS.get(node.op)
+    axes = _axes(form, node, types, operands) if form is not None else ()
+    if form is None or not axes:
+        return (), ()
+    if form.method == "linear_cross_entropy":
+        return _chunks(axes, operands[2].local_shape(types[2].shape, mesh)), ()
+    looked = form.dims(node, types)
+    shape = operands[0].local_shape(types[0].shape, mesh)
+    rows = 1
+    for dim, size in enumerate(shape):
+        rows *= 1 if dim in looked else size
+    own = types[0].dtype
+    names = {"": own, "wide": "f32" if own in ("f16", "bf16") else own}
+    calls = [
+        tuple(
+            Collective("all_reduce", axes, rows * count * DTYPE_BYTES[names.get(dtype, dtype)])
+            for count, dtype in numbers
+        )
+        for numbers in (form.forward, form.backward)
+    ]
+    if node.op == "aten.cross_entropy_loss" and argument(node, 5, "label_smoothing", 0.0):
+        most, sums = calls[0]
+        calls[0] = (most, replace(sums, nbytes=sums.nbytes // 2 * 3))
+    return calls[0], calls[1] if node.requires_grad else ()
+
+
+def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:
+    """Three float32 numbers of every row, gathered a chunk of rows at a time."""
+    count, ways = math.prod(rows), 3 * DTYPE_BYTES["f32"]
+    sizes = (min(CHUNK, count - start) for start in range(0, count, CHUNK))
+    return tuple(Collective("all_gather", axes, size * ways) for size in sizes)
+
+
+def _one(axes: tuple[str, ...]) -> Arg:
+    """A single axis by its name."""
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _axes(form: _Form, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
+    """The mesh axes that split what the operator looks into."""
+    return tuple(
+        axis for dim in form.dims(node, types) for axis in operands[form.operand].dims[dim]
+    )
+
+
+def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
+    """Borders of the neighbours first; then the operator, which no longer pads there."""
+    steps: list[Node] = []
+    value = node.args[0]
+    split = {dim: halo for dim, halo in halos(node, types).items() if operands[0].dims[dim]}
+    for dim, halo in split.items():
+        args = (value, dim, halo.before, halo.after, *((halo.fill,) if halo.fill else ()))
+        name = f"{node.name}_halo{len(steps) or ''}"
+        kwargs: Kwargs = (("axis", _one(operands[0].dims[dim])),)
+        step = replace(node, name=name, op="mesh.halo", args=args, kwargs=kwargs, types=types[:1])
+        steps.append(step)
+        value = Ref(name)
+    if not steps:
+        return ()
+    return (*steps, without_padding(node, value, types, frozenset(split)))
+
+
+def _borders(
+    node: Node, types: Types, operands: Layouts, mesh: Mesh
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """One message to each side that needs a border."""
+    shape = list(operands[0].local_shape(types[0].shape, mesh))
+    calls = []
+    for dim, halo in halos(node, types).items():
+        if not operands[0].dims[dim]:
+            continue
+        for width in (halo.before, halo.after):
+            if width > 0:
+                border = TensorType(types[0].dtype, (*shape[:dim], width, *shape[dim + 1 :]))
+                calls.append(Collective("send", operands[0].dims[dim], border.nbytes))
+        shape[dim] += halo.before + halo.after
+    return tuple(calls), tuple(calls) if node.requires_grad else ()
+
+
+def _dim(position: int) -> Callable[[Node, Types], tuple[int, ...]]:
+    """The one dimension that argument number `position` names."""
+
+    def dims(node: Node, types: Types) -> tuple[int, ...]:
+        at = argument(node, position, "dim")
+        rank = len(types[0].shape)
+        return (at % rank,) if isinstance(at, int) and rank else ()
+
+    return dims
+
+
+def _some(node: Node, types: Types) -> tuple[int, ...]:
+    """The dimensions that the second argument names, all of them if none."""
+    named, rank = argument(node, 1, "dim"), len(types[0].shape)
+    numbers = named if isinstance(named, tuple) else () if named is None else (named,)
+    return tuple(int(str(n)) % rank for n in numbers if rank) or tuple(range(rank))
+
+
+def _every(node: Node, types: Types) -> tuple[int, ...]:
+    return tuple(range(len(types[0].shape)))
+
+
+def _classes(node: Node, types: Types) -> tuple[int, ...]:
+    """Scores are (class), (sample, class) or (sample, class, ...)."""
+    if types[1].floating:  # probabilities of classes
+        return ()
+    return (1,) if len(types[0].shape) > 1 else (0,)
+
+
+def _as_is(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    return node.args, node.kwargs
+
+
+def _embedding(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    padding = argument(node, 2, "padding_idx", -1)
+    return (*node.args[:2], *((padding,) if padding != -1 else ())), ()
+
+
+def _gather(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    return node.args[:3], ()
+
+
+def _loss(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    """aten's arguments of a labelled loss, those that say nothing left out."""
+    weight = argument(node, 2, "weight")
+    reduction = argument(node, 3, "reduction", 1)
+    kwargs: Kwargs = (("reduction", _REDUCTIONS[int(str(reduction))]),)
+    for position, name, idle in ((4, "ignore_index", -100), (5, "label_smoothing", 0.0)):
+        given = argument(node, position, name, idle)
+        kwargs += ((name, given),) if given != idle else ()
+    return (*node.args[:2], *(() if weight is None else (weight,))), kwargs
+
+
+_ROW, _WIDE = (1, ""), (1, "wide")
+_INDEX = (1, "i64")
+_FIRST = (_ROW, _INDEX)  # the largest, and where it is first
+_FORMS = {
+    "aten.embedding": _Form("embedding", lambda node, types: (0,), _embedding, True),
+    "aten.gather": _Form("gather", _dim(1), _gather, True),
+    "aten.index_select": _Form("index_select", _dim(1), _as_is, True),
+    MIXTURE: _Form("mixture", lambda node, types: (0,), _as_is, True),
+    "aten.nll_loss": _Form("nll_loss", _classes, _loss, True),
+    "aten.nll_loss_nd": _Form("nll_loss", _classes, _loss, True),
+    "aten.cross_entropy_loss": _Form(
+        "cross_entropy", _classes, _loss, True, forward=(_WIDE, (2, "wide"))
+    ),
+    "kernels.linear_cross_entropy": _Form(
+        "linear_cross_entropy", lambda node, types: (0,), _as_is, True, operand=1
+    ),
+    "aten.softmax.int": _Form("softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
+    "aten.log_softmax.int": _Form("log_softmax", _dim(1), _as_is, False, (_WIDE, _WIDE), (_WIDE,)),
+    "aten.logsumexp": _Form("logsumexp", _some, _as_is, False, (_WIDE, _WIDE)),
+    "aten.amax": _Form("amax", _some, _as_is, False, (_ROW, _INDEX)),
+    "aten.amin": _Form("amin", _some, _as_is, False, (_ROW, _INDEX)),
+    "aten.max": _Form("amax", _every, _as_is, False, (_ROW, _INDEX)),
+    "aten.min": _Form("amin", _every, _as_is, False, (_ROW, _INDEX)),
+    "aten.max.dim": _Form("max", _dim(1), _as_is, True, (*_FIRST, _ROW)),
+    "aten.min.dim": _Form("min", _dim(1), _as_is, True, (*_FIRST, _ROW)),
+    "aten.argmax": _Form("argmax", _dim(1), _as_is, True, _FIRST),
+    "aten.argmin": _Form("argmin", _dim(1), _as_is, True, _FIRST),
+}

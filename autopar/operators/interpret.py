@@ -1,0 +1,270 @@
+"""Running a Graph with torch: on real tensors, and on fake ones to see what autograd keeps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+# There is no public way to run operators on shapes and strides as the CPU's kernels would: the meta
+# device, the public one, chooses other kernels for attention, which keep other tensors.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import GraphError
+from autopar.ir.graph import PREFIX, WRITE, Arg, Graph, Name, Node, Ref
+from autopar.ir.tensor import TensorType
+from autopar.operators.across import Across
+from autopar.operators.assume import ASSUME, assume
+from autopar.operators.mixture import MIXTURE, mixture
+from autopar.operators.own_functions import called, find
+
+TORCH_DTYPES = {
+    "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
+    "i32": torch.int32, "i64": torch.int64, "f8e4": torch.float8_e4m3fn,
+    "f8e5": torch.float8_e5m2, "f16": torch.float16, "bf16": torch.bfloat16,
+    "f32": torch.float32, "f64": torch.float64, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def tensor_type(tensor: Tensor) -> TensorType:
+    """The dtype and shape of a torch tensor."""
+    return TensorType(DTYPE_NAMES[tensor.dtype], tuple(int(size) for size in tensor.shape))
+
+
+def run(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's outputs by name, computed node by node with torch and open to autograd.
+
+    Args:
+        graph: any graph, folded or not; every node is run.
+        values: a tensor for the target of every leaf; buffers have their new ones afterwards.
+
+    Raises:
+        GraphError: a leaf has no value, or torch has no such operator.
+    """
+    device = next((value.device for value in values.values()), torch.device("cpu"))
+    results: dict[str, Any] = {}
+    writes = [node for node in graph.nodes if node.op == WRITE]
+    written = {graph[node.inputs[0]].target: node.name for node in writes}
+    for node in graph.nodes:
+        if node.is_leaf:
+            if node.target not in values:
+                raise GraphError(f"no value for {node.op} {node.target!r}", where=f"%{node.name}")
+            value = _piece(node, values[node.target])
+            results[node.name] = value.clone() if node.target in written else value
+        else:
+            results[node.name] = execute(node, results, device)
+    for target, name in written.items():
+        values[target].copy_(results[name])
+    return {name: results[node] for name, node in graph.outputs}
+
+
+def annotate(graph: Graph) -> Graph:
+    """The graph with types, requires_grad, alias, saved and saved_types read off torch.
+
+    The folded nodes run once on fake CPU tensors, which have shapes and strides but no memory; the
+    hooks for saved tensors show what autograd keeps. Other blocks get the first block's answers.
+
+    Raises:
+        GraphError: an operator is not known to torch or refuses its arguments.
+    """
+    recorded: dict[str, Node] = {}
+    results: dict[str, Any] = {}
+    template = graph.template
+    with FakeTensorMode():
+        for node in graph.folded:
+            local = node.map_refs(lambda name: Ref(template[name]))
+            if node.is_leaf:
+                results[node.name] = _fake_leaf(node)
+                recorded[node.name] = node
+            else:
+                recorded[node.name] = _observe(node, local, results)
+    nodes = []
+    counterpart = _counterparts(graph)
+    for node in graph.nodes:
+        if node.name in recorded:
+            nodes.append(recorded[node.name])
+            continue
+        first = recorded[template[node.name]]
+        if not node.is_leaf:
+            node = _transfer(node, first, counterpart[node.name])
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _counterparts(graph: Graph) -> dict[str, dict[str, str]]:
+    """For each node of a later block: first block's name -> its own block's name."""
+    maps: dict[str, dict[str, str]] = {}
+    for repeat in graph.repeats:
+        first = repeat.iterations[0]
+        for index, iteration in enumerate(repeat.iterations[1:], 1):
+            mapping = dict(zip(first, iteration, strict=True))
+            before = dict(zip(first, repeat.iterations[index - 1], strict=True))
+            mapping.update((enters, before[leaves]) for enters, leaves in repeat.carried)
+            maps.update((name, mapping) for name in iteration)
+    return maps
+
+
+def _transfer(node: Node, first: Node, rename: Mapping[str, str]) -> Node:
+    return replace(
+        node,
+        types=first.types,
+        requires_grad=first.requires_grad,
+        alias=None if first.alias is None else rename.get(first.alias, first.alias),
+        saved=tuple(rename.get(name, name) for name in first.saved),
+        saved_types=first.saved_types,
+    )
+
+
+def _fake_leaf(node: Node) -> Tensor:
+    dtype = TORCH_DTYPES[node.type.dtype]
+    return torch.empty(node.type.shape, dtype=dtype, requires_grad=node.requires_grad)
+
+
+def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
+    """Run one node and describe it; `local` reads the folded names, `node` its own."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = results[node.name] = _execute_fake(local, results)
+    tensors = _tensors(value)
+    # A reader of several values of one storage is told apart by offset and strides.
+    near = {name: results[own] for name, own in zip(node.inputs, local.inputs, strict=True)}
+    candidates = [(name, t) for name, value in near.items() for t in _tensors(value)]
+    saved: dict[str, None] = {}
+    others: dict[UntypedStorage, Tensor] = {}  # storage: an operator may keep it twice
+    for tensor in kept:
+        name = _find(tensor, [*candidates, *((node.name, t) for t in tensors)])
+        if name is None:
+            others.setdefault(tensor.untyped_storage(), tensor)
+        else:
+            saved[name] = None
+    return replace(
+        node,
+        types=tuple(map(tensor_type, tensors)),
+        requires_grad=any(tensor.requires_grad for tensor in tensors),
+        alias=_find(tensors[0], candidates) if tensors else None,
+        saved=tuple(saved),
+        saved_types=tuple(map(tensor_type, others.values())),
+    )
+
+
+def _execute_fake(node: Node, results: Mapping[str, Any]) -> Any:
+    """The value of a node in fake tensors; as captured, if there is no such kernel for the CPU."""
+    try:
+        return execute(node, results, torch.device("cpu"))
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
+        if node.requires_grad or not node.types:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise GraphError(
+                f"%{node.name} ({node.op}) cannot run", where=str(node.source), why=reason
+            ) from error
+    made = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in node.types]
+    return made[0] if len(made) == 1 else made
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [item for item in values if isinstance(item, Tensor)]
+
+
+def _find(tensor: Tensor, candidates: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The value that shares `tensor`'s storage, the most alike first."""
+    storage = tensor.untyped_storage()
+    same = [(name, t) for name, t in candidates if t.untyped_storage() is storage]
+    if not same:
+        return None
+
+    def likeness(item: tuple[str, Tensor]) -> tuple[bool, bool, bool]:
+        other = item[1]
+        return (
+            other.storage_offset() == tensor.storage_offset(),
+            other.numel() == tensor.numel(),
+            other.shape == tensor.shape and other.stride() == tensor.stride(),
+        )
+
+    return max(same, key=likeness)[0]
+
+
+def _piece(node: Node, value: Tensor) -> Tensor:
+    dim, start, length = (node.keyword(key) for key in ("dim", "start", "length"))
+    if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
+        return value.narrow(dim, start, length)
+    return value
+
+
+def execute(
+    node: Node, results: Mapping[str, Any], device: torch.device, mesh: Across | None = None
+) -> Any:
+    """The value of one operator node, as torch computes it.
+
+    Args:
+        node: an operator, no leaf.
+        results: the value of every node it reads, by name.
+        device: where operators that read no tensor (zeros, arange) create theirs.
+        mesh: what localised operators ("mesh.embedding") call.
+
+    Returns:
+        A tensor, or a tuple or list of them for an operator with several results.
+
+    Raises:
+        GraphError: torch has no such operator.
+    """
+    args = [_materialise(arg, results) for arg in node.args]
+    kwargs = {key: _materialise(value, results) for key, value in node.kwargs}
+    if node.op == "getitem":
+        return args[0][args[1]]
+    if node.op.startswith("mesh."):
+        return getattr(mesh, node.op.removeprefix("mesh."))(*args, **kwargs)
+    if node.op.startswith(PREFIX):
+        # Importing them makes torch operators of them, which most graphs have no use for.
+        kernels = importlib.import_module("autopar.operators.kernels")
+        return getattr(kernels, node.op.removeprefix(PREFIX))(*args, **kwargs)
+    if node.op in ("autopar.share", "autopar.shard"):
+        return args[0]
+    if node.op == "autopar.detach":
+        return args[0].detach()
+    if node.op == ASSUME:
+        return assume(*args)
+    if node.op == WRITE:
+        return args[1].clone()
+    if node.op == MIXTURE:
+        return mixture(*args, **kwargs)
+    if (function := called(node)) is not None:
+        name, first = function
+        return find(name).apply(*args[first:])
+    operator = _operator(node)
+    # Operators that create a tensor out of nothing must be told where. Which take a device, only
+    # their schema tells, private as the attribute is.
+    takes_device = any(argument.name == "device" for argument in operator._schema.arguments)
+    if takes_device and not node.inputs:
+        kwargs["device"] = device
+    return operator(*args, **kwargs)
+
+
+def _operator(node: Node) -> Any:
+    found: Any = torch.ops
+    try:
+        for part in node.op.split("."):
+            found = getattr(found, part)
+        return found if hasattr(found, "_schema") else found.default
+    except AttributeError:
+        raise GraphError(f"torch has no operator {node.op}", where=str(node.source)) from None
+
+
+def _materialise(arg: Arg, results: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return results[arg.name]
+    if isinstance(arg, Name):
+        return TORCH_DTYPES.get(arg.text) or getattr(torch, arg.text)
+    if isinstance(arg, tuple):
+        return [_materialise(item, results) for item in arg]
+    return arg

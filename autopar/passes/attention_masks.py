@@ -1,0 +1,270 @@
+"""Passes on attention: masks that were written out at length, heads that were repeated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.rewrite import Editor, argument, rewrite, writes
+from autopar.operators.interpret import execute
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+# A constant of more elements than this, repetitions not counted, is left as it was written: looking
+# at it would cost gigabytes.
+_LARGEST = 2**28
+
+
+_ANDS = {"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and"}
+
+
+def simplify_masks(graph: Graph) -> Graph:
+    """`graph` with masks of padding in short: what is known to select everything goes.
+
+    A look-up `x[i, j]` whose indices are all of each dimension, in order, is a reshape of x, and
+    an `and` with a constant that is true everywhere is its other operand.
+    """
+    numbers = _constants(graph)
+
+    def simplify(node: Node, editor: Editor) -> Node | Ref | None:
+        constants = [name for name in graph[node.name].inputs if name in numbers]
+        if node.name in numbers or not constants or len(node.inputs) < 2:
+            return None
+        if node.op == "aten.index.Tensor" and len(constants) == len(node.inputs) - 1:
+            indices = [_evaluate(graph, name) for name in graph[node.name].inputs[1:]]
+            if _everything(editor[node.inputs[0]].type.shape, indices):
+                shape = node.type.shape
+                return replace(node, op="aten.reshape", args=(node.args[0], shape), kwargs=())
+        if node.op in _ANDS and _kind(_evaluate(graph, constants[0])) == "full":
+            place = graph[node.name].inputs.index(constants[0])
+            other = Ref(node.inputs[1 - place])
+            if editor[other.name].types == node.types:
+                return other
+            if editor[other.name].type.dtype == node.type.dtype:
+                return replace(node, op="aten.expand", args=(other, node.type.shape), kwargs=())
+        return None
+
+    return rewrite(graph, simplify)
+
+
+def _everything(shape: tuple[int, ...], indices: list[Tensor | None]) -> bool:
+    """Whether `x[indices]` is a reshape of x: each index counts up along a later dimension."""
+    known = [index for index in indices if index is not None]
+    if len(known) != len(shape) or len(known) != len(indices):
+        return False
+    rank = max(index.dim() for index in known)
+    before = -1
+    for size, index in zip(shape, known, strict=True):
+        if index.numel() != size or not torch.equal(index.flatten(), torch.arange(size)):
+            return False
+        wide = [rank - index.dim() + at for at, n in enumerate(index.shape) if n > 1]
+        if len(wide) > 1 or (wide and wide[0] <= before):
+            return False
+        before = wide[0] if wide else before
+    return True
+
+
+def causal_masks(graph: Graph) -> Graph:
+    """`graph` with attention masks that are causal as `is_causal=True`, and full ones left out.
+
+    A mask can be judged if it depends on no input, parameter, buffer or random number. It is then
+    computed, once for all equal subgraphs: bool, or float with 0 where to look and the dtype's
+    lowest value or less elsewhere. Any other mask stays.
+    """
+    numbers = _constants(graph)
+    kinds: dict[int, str] = {}
+
+    def replace_mask(node: Node, editor: Editor) -> Node | None:
+        mask = argument(node, 3, "attn_mask")
+        if node.op != _ATTENTION or not isinstance(mask, Ref):
+            return None
+        name = graph[node.name].inputs[3]
+        if name not in numbers:
+            return None
+        if argument(node, 5, "is_causal") is True:
+            return None
+        key = numbers[name]
+        if key not in kinds:
+            kinds[key] = _kind(_evaluate(graph, name))
+        if not kinds[key]:
+            return None
+        dropout = argument(node, 4, "dropout_p", 0.0)
+        args: tuple[Arg, ...] = (*node.args[:3], None, dropout, kinds[key] == "causal")
+        while args[-1] in (None, False, 0.0):
+            args = args[:-1]
+        kept = ("scale", "enable_gqa")
+        return replace(node, args=args, kwargs=tuple(k for k in node.kwargs if k[0] in kept))
+
+    return rewrite(graph, replace_mask)
+
+
+def _constants(graph: Graph) -> dict[str, int]:
+    """For each value that depends on no leaf and no chance a number, equal for equal values."""
+    numbers: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.is_leaf or writes(node) or any(name not in numbers for name in node.inputs):
+            continue
+        if not _deterministic(node.op):
+            continue
+        plain = node.map_refs(lambda name: Ref(str(numbers[name])))
+        numbers[node.name] = seen.setdefault(repr((plain.op, plain.args, plain.kwargs)), len(seen))
+    return numbers
+
+
+def _deterministic(op: str) -> bool:
+    """Whether torch knows the operator and it draws no random numbers."""
+    if op in ("getitem", "autopar.detach", "autopar.share"):
+        return True
+    return _overload(op) is not None and not _has_tag(op, torch.Tag.nondeterministic_seeded)
+
+
+def _overload(op: str) -> Any:
+    """torch's operator of that name, None if it has none."""
+    namespace, name, overload = (*op.split("."), "default", "default")[:3]
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload, None)
+
+
+def _has_tag(op: str, tag: torch.Tag) -> bool:
+    return tag in getattr(_overload(op), "tags", ())
+
+
+def _elementwise(op: str) -> bool:
+    """Whether each element of the result depends on the operands' elements in its place only."""
+    return _has_tag(op, torch.Tag.pointwise) or op in _ANDS or op.startswith("aten.to.")
+
+
+def _views(op: str) -> bool:
+    """Whether the result shares its operand's storage."""
+    schema = getattr(_overload(op), "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def _evaluate(graph: Graph, name: str) -> Tensor | None:
+    """The value `name`, computed on the CPU; None if that would take too much memory.
+
+    What a mask repeats for every sequence of the batch is computed once: elementwise operators see
+    one element of every dimension that only repeats it.
+    """
+    needed = {name}
+    stack = [name]
+    while stack:
+        for read in graph[stack.pop()].inputs:
+            if read not in needed:
+                needed.add(read)
+                stack.append(read)
+    left = {n: sum(user in needed for user in graph.users[n]) for n in needed}
+    results: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        if node.name not in needed:
+            continue
+        reads = {read: results[read] for read in node.inputs}
+        elementwise = bool(reads) and _elementwise(node.op)
+        if elementwise:
+            reads = {read: _unexpanded(value) for read, value in reads.items()}
+        size = node.type.numel
+        if elementwise:
+            size = math.prod(torch.broadcast_shapes(*(value.shape for value in reads.values())))
+        if size > _LARGEST and (elementwise or not _views(node.op)):
+            return None
+        value = execute(node, reads, torch.device("cpu"))
+        results[node.name] = (value if elementwise else _repeating(value)).expand(node.type.shape)
+        for read in dict.fromkeys(node.inputs):
+            left[read] -= 1
+            if not left[read]:
+                del results[read]
+    return results[name]
+
+
+def _unexpanded(value: Tensor) -> Tensor:
+    """`value` with one element along each dimension that repeats it."""
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _repeating(value: Tensor) -> Tensor:
+    """`value` with one element along each dimension whose elements are all equal."""
+    value = _unexpanded(value)
+    for dim, size in enumerate(value.shape):
+        first = value.narrow(dim, 0, min(size, 1))
+        if size > 1 and bool((value == first).all()):
+            value = first
+    return value
+
+
+def _kind(mask: Tensor | None) -> str:
+    """ "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
+    if mask is None:
+        return ""
+    mask = _unexpanded(mask)
+    if mask.dtype != torch.bool:
+        if not mask.dtype.is_floating_point:
+            return ""
+        hidden = mask <= torch.finfo(mask.dtype).min
+        if not bool(((mask == 0) | hidden).all()):
+            return ""
+        mask = ~hidden
+    if bool(mask.all()):
+        return "full"
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return ""
+    size = mask.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool).tril()
+    return "causal" if bool((mask == causal).all()) else ""
+
+
+def group_heads(graph: Graph) -> Graph:
+    """`graph` with keys and values that are repeated for grouped queries read unrepeated.
+
+    Both must be repeated alike, each head n times in a row; attention then has enable_gqa=True.
+    """
+
+    def group(node: Node, editor: Editor) -> Node | None:
+        if node.op != _ATTENTION or node.keyword("enable_gqa") or len(node.args) < 3:
+            return None
+        query, key, value = node.args[:3]
+        sources = [_unrepeated(arg, editor) for arg in (key, value)]
+        if None in sources or not isinstance(query, Ref):
+            return None
+        heads = {editor[source.name].type.shape[-3] for source in sources if source is not None}
+        wide = {editor[name].type.shape[-3] for name in node.inputs[:3]}
+        if len(heads) != 1 or len(wide) != 1:
+            return None
+        args = (query, *sources, *node.args[3:])
+        return replace(node, args=args, kwargs=(*node.kwargs, ("enable_gqa", True)))
+
+    return rewrite(graph, group)
+
+
+def _unrepeated(arg: Arg, editor: Editor) -> Ref | None:
+    """[batch, heads, length, width] of which `arg` repeats each head in a row."""
+    if not isinstance(arg, Ref):
+        return None
+    node = editor[arg.name]
+    if node.op == "aten.repeat_interleave.self_int" and len(node.type.shape) == 4:
+        dim = argument(node, 2, "dim")
+        source = node.args[0]
+        return source if dim in (1, -3) and isinstance(source, Ref) else None
+    chain = ("aten.reshape", "aten.expand", "aten.unsqueeze")
+    nodes = []
+    for op in chain:
+        if node.op != op:
+            return None
+        nodes.append(node)
+        node = editor[node.inputs[0]]
+    batch, heads, *rest = node.type.shape
+    wide = nodes[1].type.shape
+    fits = (
+        len(rest) == 2
+        and nodes[2].type.shape == (batch, heads, 1, *rest)
+        and wide == (batch, heads, wide[2], *rest)
+        and nodes[0].type.shape == (batch, heads * wide[2], *rest)
+    )
+    return Ref(node.name) if fits else None

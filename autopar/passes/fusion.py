@@ -1,0 +1,93 @@
+"""Puts kernels in the place of what models write out, where a pattern is found.
+
+A pattern does not reach over the border of a repeated block, so that all blocks stay alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.errors import GraphError
+from autopar.ir.fusion.match import find
+from autopar.ir.fusion.pattern import Match, Pattern, Writer
+from autopar.ir.fusion.patterns import patterns
+from autopar.ir.graph import Arg, Graph, Node, Ref
+from autopar.ir.rewrite import Names, eliminate_dead
+from autopar.passes.repeats import find_repeats
+
+Home = tuple[int, int] | None  # run and block
+Known = dict[tuple[str, tuple[Arg, ...]], Ref]
+
+
+def _matches(
+    graph: Graph, chosen: tuple[str, ...], home: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[Pattern, Match], ...]:
+    """Where the patterns called `chosen` are found, in execution order, none in two."""
+    wanted = [pattern for pattern in patterns() if pattern.name in chosen]
+    found: list[tuple[Pattern, Match]] = []
+    taken: set[str] = set()
+    # From the end: what a longer pattern holds inside is no match of its own.
+    for node in reversed(graph.nodes):
+        for pattern in wanted:
+            match = find(pattern, graph, node)
+            if match is None or taken & match.inside:
+                continue
+            if len({home.get(name) for name in match.inside}) == 1:
+                found.append((pattern, match))
+                taken |= match.inside
+                break
+    return tuple(reversed(found))
+
+
+def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
+    """`graph` with kernels in the place of the patterns called `chosen`."""
+    home = _blocks(graph)
+    found = _matches(graph, chosen, home)
+    if not found:
+        return graph
+    fresh = Names(node.name for node in graph.nodes)
+    nodes = {node.name: node for node in graph.nodes}
+    known = defaultdict[Home, Known](dict)
+    for pattern, match in found:
+        writer = Writer(match.found, fresh, known[home.get(match.found.name)])
+        pattern.replace(match, writer)
+        for node in writer.nodes:
+            nodes[node.name] = node
+    return eliminate_dead(replace(graph, nodes=_in_order(graph, nodes), repeats=()))
+
+
+def _in_order(graph: Graph, nodes: Mapping[str, Node]) -> tuple[Node, ...]:
+    """The nodes in execution order: as they were, but each after what it reads."""
+    placed: dict[str, Node] = {}
+
+    def place(name: str) -> None:
+        stack = [name]
+        while stack:
+            if len(stack) > len(nodes):
+                raise GraphError(
+                    "kernels would read one another's results",
+                    where=str(nodes[name].source),
+                    todo="compile with fuse=False",
+                )
+            node = nodes[stack[-1]]
+            missing = [read for read in dict.fromkeys(node.inputs) if read not in placed]
+            if missing:
+                stack += reversed(missing)
+            else:
+                placed.setdefault(stack.pop(), node)
+
+    for node in graph.nodes:
+        place(node.name)
+    return tuple(placed.values())
+
+
+def _blocks(graph: Graph) -> dict[str, tuple[int, int]]:
+    """The run and the block to which each node belongs that is in one."""
+    return {
+        name: (run, number)
+        for run, repeat in enumerate(find_repeats(graph).repeats)
+        for number, iteration in enumerate(repeat.iterations)
+        for name in iteration
+    }

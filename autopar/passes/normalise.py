@@ -1,0 +1,59 @@
+"""Graph -> Graph: what capture wrote becomes what the planner reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.graph import Graph
+from autopar.ir.rewrite import eliminate_dead
+from autopar.ir.verify import verify
+from autopar.operators.interpret import annotate
+from autopar.passes.attention_masks import causal_masks, group_heads, simplify_masks
+from autopar.passes.bags import lower_bags
+from autopar.passes.linear import lower_linears
+from autopar.passes.losses import lower_means
+from autopar.passes.norms import lower_batch_norms
+from autopar.passes.projections import split_fused
+from autopar.passes.repeats import find_repeats
+from autopar.passes.routing import find_mixtures
+from autopar.passes.simplify import drop_identities, lower_splits
+
+Pass = Callable[[Graph], Graph]
+Trace = Callable[[str, Graph], None]
+# What gives every operator one spelling. A graph is cut into stages after these.
+NORMALISING: tuple[Pass, ...] = (
+    drop_identities,
+    lower_splits,
+    lower_linears,
+    split_fused,
+    find_mixtures,
+    lower_means,
+    lower_batch_norms,
+    lower_bags,
+    causal_masks,
+    simplify_masks,
+    group_heads,
+    eliminate_dead,
+)
+# What is found in a whole model, or in a stage of it.
+FINDING: tuple[Pass, ...] = (find_repeats, annotate)
+PASSES = (*NORMALISING, *FINDING)
+
+
+def prepare(
+    graph: Graph,
+    trace: Trace = lambda name, graph: None,
+    passes: tuple[Pass, ...] = PASSES,
+) -> Graph:
+    """The graph that is planned: normalised, with shares, repeats and what autograd keeps.
+
+    The result computes the outputs of `graph` up to rounding. Every one of `passes` is followed
+    by `verify` and by `trace(name of the pass, its result)`.
+
+    Raises:
+        GraphError: a pass made a graph that breaks an invariant, or torch refuses an operator.
+    """
+    for step in passes:
+        graph = verify(step(graph))
+        trace(step.__name__, graph)
+    return graph

@@ -1,0 +1,1 @@
+"""Planning of pipelines: stages, sub-meshes, microbatches and schedule, chosen together."""

@@ -1,0 +1,67 @@
+"""A model in layers, of which runs of equal ones stand a few times."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from autopar.inter_op.layers import Layers
+from autopar.ir.graph import Graph
+from autopar.ir.stage_graphs import cut
+
+BLOCKS = 2  # of a run of equal ones are planned
+Signature = tuple[tuple[Hashable, int], ...]  # kinds of the layers, with how many of each follow
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A model on one microbatch, as a graph that holds a run of equal layers a few times.
+
+    Attributes:
+        graph: normalised, without shares and repeats.
+        layers: of the graph.
+        more: how many equal layers the whole model has besides, in each run of them.
+        samples: of the microbatch, 0 where that is not known.
+    """
+
+    graph: Graph
+    layers: Layers
+    more: int = 0
+    samples: int = 0
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """The kinds of all layers of the whole model."""
+        return tuple(
+            kind
+            for kind, count in runs(self.layers.kinds)
+            for _ in range(count + self.more * (count > 1))
+        )
+
+    def part(self, signature: Signature) -> Graph:
+        """The graph of layers of these kinds; of a run that is longer here a few layers.
+
+        Raises:
+            StageError: they compute nothing that is needed later.
+        """
+        have, names = runs(self.layers.kinds), [kind for kind, _ in signature]
+        at = next(
+            at
+            for at in range(len(have))
+            if [kind for kind, _ in have[at : at + len(names)]] == names
+        )
+        starts = np.cumsum([0, *(count for _, count in have)]).tolist()
+        last = at + len(names) - 1
+        start, stop = starts[at], starts[last] + min(signature[-1][1], have[last][1], BLOCKS)
+        if len(names) > 1:  # of the first run its last layers, behind which the next one stands
+            start = starts[at + 1] - min(signature[0][1], have[at][1], BLOCKS)
+        cuts = [place for place in (start, stop) if 0 < place < len(self.layers)]
+        return cut(self.graph, [self.layers.ends[place - 1] for place in cuts])[1 if start else 0]
+
+
+def runs(kinds: Sequence[Hashable]) -> Signature:
+    """Kinds with how many equal ones stand side by side."""
+    return tuple((kind, len(list(same))) for kind, same in groupby(kinds))

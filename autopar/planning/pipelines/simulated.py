@@ -1,0 +1,219 @@
+"""A pipeline's plan in time: every stage is simulated, and the schedule played with these figures.
+
+A stage's forward and backward of one microbatch are those of its simulated step; where a schedule
+splits the backward, both halves count alike. What a step does once (gradients next to parameters,
+the update) follows the last microbatch. Values go from stage to stage by `ir/crossing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.cost.device import device
+from autopar.cost.measured import MeasuredModel
+from autopar.cost.model import AnalyticModel
+from autopar.cost.overlap import side_by_side
+from autopar.errors import PlanError
+from autopar.inter_op.pipeline_timeline import Timeline
+from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.intra_op.kernel_work import works
+from autopar.ir.collective import Collective
+from autopar.ir.crossing import Side, crossing
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.stage_graphs import alike
+from autopar.ir.tensor import DTYPE_BYTES
+from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.plan import Plan
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.single import Options, cost_model
+from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+
+Priced = AnalyticModel | MeasuredModel
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """A stage on its devices.
+
+    Attributes:
+        forward, backward: seconds of one microbatch.
+        once: seconds at the end of a step, for gradients and the update.
+        fixed: bytes a device of parameters, gradients and optimizer state.
+        kept: bytes that a microbatch leaves until its backward.
+        transient: further bytes, while it computes.
+        arriving: seconds of what one microbatch is sent from earlier stages.
+        returning: seconds of its gradients on their way back.
+    """
+
+    forward: float
+    backward: float
+    once: float
+    fixed: float
+    kept: float
+    transient: float
+    arriving: float = 0.0
+    returning: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of a pipeline; nothing here is measured.
+
+    Attributes:
+        stages: in execution order.
+        timeline: the actions of each group of ranks.
+        ranks: the global ranks of each group.
+        held: the stages of each group.
+        memory: bytes at the peak on a device of each group.
+    """
+
+    stages: tuple[StageFigures, ...]
+    timeline: Timeline
+    ranks: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    memory: tuple[float, ...]
+
+    @property
+    def once(self) -> float:
+        """Seconds after the last microbatch, on the rank that has most to do then."""
+        return max(sum(self.stages[number].once for number in held) for held in self.held)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.timeline.seconds + self.once
+
+
+def simulated(
+    graphs: Sequence[Graph], plan: PipelinePlan, options: Options, state_bytes: float = 2.0
+) -> Simulated:
+    """A step of a pipeline in time.
+
+    Args:
+        graphs: of the stages, as `stage_graphs` gives them.
+        plan: the pipeline's.
+        options: whose rules the plans follow, and whose prices hold.
+        state_bytes: optimizer state in units of a parameter's own bytes.
+
+    Raises:
+        ScheduleError: the plan's schedule does not exist for its sizes.
+        PlanError: the plan's stages do not stand where the schedule wants them.
+        UnknownDeviceError, CostError: a mesh cannot be priced.
+    """
+    groups = sorted({(start, s.plan.mesh.size) for s in plan.stages for start in s.starts})
+    schedule = schedule_of(plan.schedule, len(groups), plan.microbatches)
+    if schedule.stages != len(plan.stages):
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages",
+            why=f"the schedule {plan.schedule!r} deals out {schedule.stages}",
+            todo="correct the schedule, or plan again",
+        )
+    options = replace(options, whole=plan.mesh)
+    prices = cache(lambda mesh: cost_model(mesh, options))
+    known: dict[tuple[str, Mesh, tuple[object, ...]], StageFigures] = {}
+    figures = []
+    for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
+        # Stages that differ in names only take the same.
+        key = (alike(graph), stage.plan.mesh, tuple(map(str, stage.plan.nodes.values())))
+        if key not in known:
+            known[key] = stage_figures(
+                graph, stage.plan, options, prices(stage.plan.mesh), state_bytes
+            )
+        there, back = _crossings(graphs, plan, number, prices)
+        figures.append(replace(known[key], arriving=there, returning=back))
+    costs = [StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept) for s in figures]
+    timeline = simulate(
+        schedule, costs, [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
+    )
+    ranks, memory = [], []
+    for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
+        number, copy = stages[0]
+        ranks.append(plan.stages[number].ranks(copy))
+        own = [figures[number] for number, _ in stages]
+        memory.append(sum(s.fixed for s in own) + kept + max(s.transient for s in own))
+    held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
+    return Simulated(tuple(figures), timeline, tuple(ranks), held, tuple(memory))
+
+
+def predicted(
+    graphs: Sequence[Graph], plan: PipelinePlan, options: Options, state_bytes: float = 2.0
+) -> dict[str, float]:
+    """What a plan promises: seconds of a step, the part of it that ranks are idle, and peak bytes.
+
+    Arguments and errors are those of `simulated`.
+    """
+    found = simulated(graphs, plan, options, state_bytes)
+    return {
+        "step_seconds": found.seconds,
+        "bubble": found.timeline.bubble,
+        "peak_bytes": max(found.memory),
+    }
+
+
+def stage_figures(
+    graph: Graph, plan: Plan, options: Options, model: Priced, state_bytes: float = 2.0
+) -> StageFigures:
+    """What one stage takes, from a simulation of its step on one microbatch under some prices."""
+    chip = device(plan.mesh)
+    settings = replace(settings_on(plan.mesh.device, state_bytes), overlap=frozenset())
+    done = tasks(graph, plan, works(graph, plan, options.table), model, settings)
+    found = run(done, model, chip.slowdown)
+    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
+    for span in found.spans:
+        task = span.task
+        seconds["gradient" if task.cause == "gradient" else task.phase] += span.seconds
+    left = after_forward(done)
+    trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
+    fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
+    overlapped = "gradient" in settings_on(plan.mesh.device, state_bytes).overlap
+    slowdown = chip.slowdown if overlapped else 2.0
+    after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
+    return StageFigures(
+        seconds["forward"],
+        seconds["backward"],
+        after + seconds["optimizer"],
+        fixed,
+        kept,
+        max(found.memory.peak - fixed - kept, 0.0),
+    )
+
+
+def _crossings(
+    graphs: Sequence[Graph], plan: PipelinePlan, reader: int, prices: Callable[[Mesh], Priced]
+) -> tuple[float, float]:
+    """Seconds of what a stage is sent for one microbatch, and of the gradients that it sends."""
+    there = back = 0.0
+    target = plan.stages[reader]
+    for leaf in graphs[reader].leaves("received"):
+        maker = next(n for n in range(reader) if leaf.target in dict(graphs[n].outputs))
+        source = plan.stages[maker]
+        if source.starts == target.starts:
+            continue
+        node = dict(graphs[maker].outputs)[leaf.target]
+        made = source.plan.nodes[graphs[maker].template[node]].results[0][1]
+        read = target.plan.nodes[graphs[reader].template[leaf.name]].results[0][1]
+        sides = (
+            Side(source.plan.mesh, source.ranks(), made),
+            Side(target.plan.mesh, target.ranks(), read),
+        )
+        axis = _axis(plan, source, target)
+        ways = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
+        seconds = []
+        for one, other in ways:
+            way = crossing(leaf.type, one, other)
+            nbytes = way.busiest * DTYPE_BYTES[leaf.type.dtype]
+            sent = prices(plan.mesh).collective(Collective("send", (axis,), nbytes))
+            gathers = (step.forward for step in way.gathers if step.forward is not None)
+            seconds.append(sent + sum(map(prices(other.mesh).collective, gathers)))
+        there += seconds[0]
+        back += sum(seconds[1:])
+    return there, back
+
+
+def _axis(plan: PipelinePlan, source: StagePlan, target: StagePlan) -> str:
+    """The outermost axis of the whole mesh that lies between two stages."""
+    one, other = (plan.mesh.coordinate(stage.starts[0]) for stage in (source, target))
+    return next(name for name in plan.mesh.names if one[name] != other[name])

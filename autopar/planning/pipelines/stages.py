@@ -1,0 +1,397 @@
+"""Planning a pipeline: a graph is cut, and every stage is planned on its own part of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import MeshError, StageError
+from autopar.intra_op.kernel_work import node_work
+from autopar.intra_op.options import operand_types, whole_options
+from autopar.intra_op.rule import resolve
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint, format_graph
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.rewrite import writes
+from autopar.ir.stage_graphs import alike, cut, free_values
+from autopar.ir.verify import verify
+from autopar.passes.normalise import FINDING, prepare
+from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.plan import Plan
+from autopar.planning.fitting import ALIKE
+from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.pipelines.schedule_names import (
+    groups_for,
+    held_beside,
+    in_flight,
+    read_schedule,
+    schedule_of,
+)
+from autopar.planning.pipelines.simulated import predicted
+from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.single import Options, Trace, cost_model, make_plan
+from autopar.planning.workers import Workers
+
+__all__ = [
+    "Devices", "equal_parts", "even_ends", "groups_for", "held_beside", "in_flight", "legal_cuts",
+    "plan_stages", "read_schedule", "schedule_of", "stage_graphs", "translated", "weights",
+]  # fmt: skip
+
+Floats = NDArray[np.float64]
+K = TypeVar("K")
+_SLACK = 0.05  # by which a stage may be slower than the fastest slowest one, for fewer bytes
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A part of a mesh, for one or more stages.
+
+    Attributes:
+        mesh: its devices as a mesh of their own.
+        start: global rank of the first; the others follow it.
+    """
+
+    mesh: Mesh
+    start: int
+
+
+def equal_parts(mesh: Mesh, count: int) -> tuple[Devices, ...]:
+    """A mesh in equal parts of neighbouring ranks, cut along its outer axes.
+
+    Every part has all axes of the mesh, those that were cut through with fewer devices.
+
+    Raises:
+        MeshError: the outer axes do not divide into so many parts.
+    """
+    axes: list[Axis] = []
+    left = count
+    for axis in mesh.axes:
+        size = axis.size // left if axis.size % left == 0 else 1
+        if left % (axis.size // size):
+            raise MeshError(
+                f"mesh {str(mesh)!r} does not divide into {count} equal parts",
+                why=f"its axis {axis.name} has {axis.size} devices, to be cut {left} ways",
+                todo="change the number of stages or the mesh, or give the parts yourself",
+            )
+        left //= axis.size // size
+        axes.append(replace(axis, size=size))
+    if left > 1:
+        raise MeshError(
+            f"mesh {str(mesh)!r} does not divide into {count} equal parts",
+            why=f"it has {mesh.size} devices",
+            todo="use fewer stages or more devices",
+        )
+    part = replace(mesh, axes=tuple(axes))
+    return tuple(Devices(part, number * part.size) for number in range(count))
+
+
+def plan_stages(
+    graph: Graph,
+    ends: Sequence[str],
+    groups: Sequence[Devices],
+    mesh: Mesh,
+    microbatches: int,
+    schedule: str,
+    options: Options,
+    trace: Trace,
+    state_bytes: float = 2.0,
+    recompute: Sequence[str] | None = None,
+    beside: Sequence[float] | None = None,
+    workers: Workers | None = None,
+) -> PipelinePlan:
+    """The plan of a pipeline whose cuts and devices are given.
+
+    Equal stages on equal meshes are planned once for each number of microbatches in flight that
+    makes a difference. What the plan predicts is simulated, see `planning.simulated`.
+
+    Args:
+        graph: the whole model on one microbatch, normalised, without shares and repeats.
+        ends: the last node of every stage but the last.
+        groups: the devices of each rank of the schedule.
+        mesh: all devices.
+        microbatches: in a step.
+        schedule: its name and options.
+        options: for every stage.
+        trace: keeps what is planned.
+        state_bytes: optimizer state in units of a parameter's own bytes.
+        recompute: of each stage, in place of what the options say.
+        beside: of each stage, see `Repeated`. None: the stages of one rank keep as much as one
+            another.
+        workers: processes that plan stages, where no files are kept. None: this one alone.
+
+    Raises:
+        ScheduleError: the schedule is none, or does not fit the sizes.
+        StageError: the graph cannot be cut there, or copies of a stage have unequal meshes or
+            write buffers.
+        InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
+            see `make_plan`.
+    """
+    options = replace(options, whole=mesh)
+    made = schedule_of(schedule, len(groups), microbatches)
+    if made.stages != len(ends) + 1:
+        raise StageError(
+            f"{len(ends) + 1} stages for the schedule {schedule!r}",
+            why=f"on {len(groups)} groups of devices it has {made.stages}",
+            todo="cut the model into as many stages",
+        )
+    parts = stage_graphs(graph, ends, trace)
+    held = [[groups[placed[number]] for placed in made.placement] for number in range(len(parts))]
+    for number, copies in enumerate(held):
+        if any(sub.mesh != copies[0].mesh for sub in copies):
+            raise StageError(
+                f"the copies of stage {number} have unequal meshes",
+                why=", ".join(str(sub.mesh) for sub in copies),
+                todo="give all groups of devices of such a schedule one mesh",
+            )
+        written = [parts[number][name].target for n in parts[number].nodes for name in writes(n)]
+        if written and len(copies) > 1:
+            raise StageError(
+                f"schedule {schedule!r} cannot run stage {number}",
+                where=written[0],
+                why="it has a copy of the stage on two groups of devices, each of which would "
+                "write that buffer from its own microbatches",
+                todo="take a schedule with one copy, such as 1f1b",
+            )
+    meshes = [copies[0].mesh for copies in held]
+    pins = stage_pins(graph, parts, meshes, options)
+    again = recompute or [options.recompute] * len(parts)
+    shared = beside or [held_beside(made, number) for number in range(len(parts))]
+    alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
+    for number, part in enumerate(parts):
+        # Pins are by name, and equal stages differ in names.
+        pinned = str(number) if pins[number] else ""
+        key = (alike(part), meshes[number], pinned, again[number], shared[number])
+        alone.setdefault(key, []).append(number)
+    kept = {number: in_flight(made, number) for number in range(len(parts))}
+    silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
+    workers = workers if workers and trace.folder is None else Workers(0)
+
+    def planning(one: int, most: float) -> Callable[[], Plan]:
+        own = replace(options, pins=pins[one], recompute=again[one])
+        repeated = Repeated(microbatches, most, shared[one])
+        return partial(make_plan, parts[one], meshes[one], own, silent, state_bytes, repeated)
+
+    ready = _at_once(
+        {
+            (same[0], most): planning(same[0], most)
+            for same in alone.values()
+            for most in {min(map(kept.__getitem__, same)), max(map(kept.__getitem__, same))}
+        },
+        workers,
+    )
+    plans: dict[int, Plan] = {}
+    for same in alone.values():
+        one = same[0]
+        found = _by_in_flight(
+            sorted({kept[number] for number in same}),
+            lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
+        )
+        plans |= {n: translated(parts[one], found[kept[n]], parts[n]) for n in same}
+    stages = tuple(
+        StagePlan(end, tuple(sub.start for sub in held[number]), plans[number])
+        for number, end in enumerate((*ends, ""))
+    )
+    whole = PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
+    return replace(whole, predicted=predicted(parts, whole, options, state_bytes))
+
+
+def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, Plan]:
+    """Plans, worked out by several processes where there are any.
+
+    The last stage has the loss, and takes longest; so plans are dealt from there, back and forth.
+    """
+    dealt: list[list[K]] = [[] for _ in range(len(workers))]
+    for number, key in enumerate(reversed(wanted)):
+        lap, place = divmod(number, len(workers))
+        dealt[-1 - place if lap % 2 else place].append(key)
+    answers = workers.run([[wanted[key] for key in row] for row in dealt])
+    return {
+        key: plan
+        for row, plans in zip(dealt, answers, strict=True)
+        for key, plan in zip(row, plans, strict=True)
+    }
+
+
+def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> dict[float, Plan]:
+    """Plans for numbers of microbatches in flight, in ascending order.
+
+    A plan for many is one for fewer, and as good where the best for the fewest is no faster.
+    """
+    found = {kept[-1]: planned(kept[-1])}
+    left = [(0, len(kept) - 1)]
+    while left:
+        low, high = left.pop()
+        if kept[low] not in found:
+            found[kept[low]] = planned(kept[low])
+        few, many = found[kept[low]], found[kept[high]]
+        slower = many.predicted["step_seconds"] > (1 + ALIKE) * few.predicted["step_seconds"]
+        if slower and high - low > 1:
+            middle = (low + high) // 2
+            found[kept[middle]] = planned(kept[middle])
+            left += [(low, middle), (middle, high)]
+        else:
+            found |= dict.fromkeys(kept[low + 1 : high], many)
+    return found
+
+
+def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:
+    """The stages of a normalised graph, as they are planned and emitted; StageError as `cut`."""
+    found = []
+    for number, part in enumerate(cut(graph, ends)):
+        stage = prepare(verify(part), passes=FINDING)
+        trace(f"stage_{number}.txt", lambda stage=stage: format_graph(stage))  # type: ignore[misc]
+        found.append(stage)
+    return tuple(found)
+
+
+def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:
+    """The plan of a graph for another that differs from it in names only."""
+    names = dict(zip((n.name for n in graph.nodes), (n.name for n in other.nodes), strict=True))
+    return replace(
+        plan,
+        graph=fingerprint(other),
+        nodes={names[name]: entry for name, entry in plan.nodes.items()},
+        replicated={names[name]: seconds for name, seconds in plan.replicated.items()},
+    )
+
+
+def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
+    """Cuts into stages that take about the same time on one device, where little is sent.
+
+    Repeated blocks stay whole, where there are as many of them as stages. The slowest stage is
+    made as fast as it can be; among cuts that come within a few per cent of that, those are taken
+    behind which the fewest bytes are read later.
+
+    Args:
+        graph: normalised, without shares and repeats.
+        stages: how many.
+        mesh: whose device prices the operators.
+        options: rules and prices.
+
+    Raises:
+        StageError: there are fewer operators than stages.
+    """
+    seconds, blocks = weights(graph, prepare(graph, passes=FINDING), mesh, options)
+    names = list(seconds)
+    crossing = _crossing(graph, names)
+    legal = legal_cuts(graph, names, blocks if len(set(blocks.values())) >= stages else {})
+    if len(legal) < stages - 1:
+        raise StageError(
+            f"{graph.name} cannot be cut into {stages} stages",
+            why=f"of its {len(names)} operators {len(legal)} may end a stage",
+            todo="ask for fewer stages",
+        )
+    # A cut stands behind `legal[c]`; the pieces between neighbouring cuts are what is dealt out.
+    before = np.concatenate([[0.0], np.cumsum(list(seconds.values()))])
+    edges = np.array([0, *(before[at + 1] for at in legal), before[-1]])
+    nbytes = np.array([0.0, *(crossing[at] for at in legal), 0.0])
+    slowest = _slowest(edges, stages)
+    chosen = _cheapest_cuts(edges, nbytes, stages, slowest * (1 + _SLACK))
+    return tuple(names[legal[at - 1]] for at in chosen)
+
+
+def legal_cuts(
+    graph: Graph, names: Sequence[str], blocks: Mapping[str, tuple[int, int]]
+) -> list[int]:
+    """Places in `names`, operators in execution order, behind which a stage may end.
+
+    Not inside one of `blocks`, and not between the write and the reads of a buffer.
+    """
+    place = {name: at for at, name in enumerate(names)}
+    held: set[int] = set()
+    for node in graph.nodes:
+        for buffer in writes(node):
+            users = [place[user] for user in graph.users[buffer] if user in place]
+            held.update(range(min(users), max(users)))
+    return [
+        at
+        for at, name in enumerate(names[:-1])
+        if at not in held and (name not in blocks or blocks[name] != blocks.get(names[at + 1]))
+    ]
+
+
+def weights(
+    graph: Graph, whole: Graph, mesh: Mesh, options: Options
+) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+    """Seconds of the operators on one device, and the repeated block of those that are in one.
+
+    What every stage makes for itself is left out.
+
+    Args:
+        graph: normalised.
+        whole: the same, prepared.
+        mesh: whose device prices the operators.
+        options: rules and prices.
+    """
+    model = cost_model(mesh, options)
+    found: dict[str, float] = {}
+    for node in whole.folded:
+        rule = options.table.get(node.op)
+        (option,) = whole_options(whole, node)
+        signature = None
+        if rule is not None and not node.is_leaf:
+            signature = resolve(rule, node, operand_types(whole, node), node.types)
+        work = node_work(whole, node, option.operands, option.results, signature, mesh)
+        found[node.name] = sum(map(model.compute, (*work.forward, *work.backward)))
+    blocks = {
+        name: (run, number)
+        for run, repeat in enumerate(whole.repeats)
+        for number, block in enumerate(repeat.iterations)
+        for name in block
+    }
+    free = free_values(graph)
+    operators = [n.name for n in graph.nodes if not n.is_leaf and n.name not in free]
+    return {name: found[whole.template[name]] for name in operators}, blocks
+
+
+def _crossing(graph: Graph, names: Sequence[str]) -> list[float]:
+    """For each operator the bytes made up to it, from parameters on, and read after it."""
+    place = {name: at for at, name in enumerate(names)}
+    change = [0.0] * (len(names) + 1)
+    for name in names:
+        node = graph[name]
+        last = max((place[user] for user in graph.users[name]), default=-1)
+        if node.requires_grad and last > place[name]:
+            nbytes = float(sum(kind.nbytes for kind in node.types))
+            change[place[name]] += nbytes
+            change[last] -= nbytes
+    return list(np.cumsum(change)[:-1])
+
+
+def _slowest(edges: Floats, stages: int) -> float:
+    """The least time of the slowest stage, pieces between `edges` being whole."""
+    low, high = 0.0, float(edges[-1])
+    for _ in range(60):
+        middle = (low + high) / 2
+        at = 0
+        for _ in range(stages):
+            at = int(np.searchsorted(edges, edges[at] + middle * (1 + 1e-12), side="right")) - 1
+        low, high = (low, middle) if at == len(edges) - 1 else (middle, high)
+    return high
+
+
+def _cheapest_cuts(edges: Floats, nbytes: Floats, stages: int, most: float) -> list[int]:
+    """Places of the cuts with the fewest bytes, among those whose stages take at most `most`."""
+    count = len(edges)
+    best = np.full(count, np.inf)
+    best[0] = 0.0
+    came: list[NDArray[np.int64]] = []
+    for stage in range(stages):
+        fresh, origin = np.full(count, np.inf), np.zeros(count, dtype=np.int64)
+        for at in range(1, count):
+            first = int(np.searchsorted(edges, edges[at] - most * (1 + 1e-9), side="left"))
+            if first < at and np.isfinite(best[first:at]).any():
+                origin[at] = first + int(np.argmin(best[first:at]))
+                fresh[at] = best[origin[at]] + (nbytes[at] if stage < stages - 1 else 0.0)
+        best = fresh
+        came.append(origin)
+    cuts, at = [], count - 1
+    for origin in reversed(came[1:]):
+        at = int(origin[at])
+        cuts.append(at)
+    return cuts[::-1]

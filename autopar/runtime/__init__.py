@@ -1,0 +1,1 @@
+"""The runtime of generated programs; `api.py` is all that they import."""

@@ -1,0 +1,96 @@
+"""Which part of a whole tensor a device holds: a box, offsets and sizes along its dimensions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import Layout
+from autopar.runtime.parameters.pieces import Piece
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements [offset, offset + size) along every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def inside(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of `shape` has it."""
+        return len(shape) == len(self.offsets) == len(self.sizes) and all(
+            offset >= 0 and size >= 0 and offset + size <= extent
+            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def shifted(self, dim: int, by: int) -> Box:
+        """The same box further along `dim`."""
+        offsets = list(self.offsets)
+        offsets[dim] += by
+        return replace(self, offsets=tuple(offsets))
+
+
+_CUTS = 8  # dimensions of a tensor that are cut; a mesh has fewer axes
+
+
+def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes make up a tensor: each inside it, no element twice, none left out.
+
+    That is so if the indicator functions of the boxes add up to the tensor's, and as differences
+    along all dimensions lose nothing, if theirs do: those are ±1 at the corners, 0 elsewhere.
+    """
+    whole = Box.whole(shape)
+    if not whole.volume:
+        return list(boxes) == [whole]
+    if not all(box.inside(shape) and box.volume for box in boxes):
+        return False
+    cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in boxes)]
+    if len(cut) > _CUTS or sum(box.volume for box in boxes) != whole.volume:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in ((whole, -1), *((box, 1) for box in boxes)):
+        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut]
+        for corner in itertools.product(*ends):
+            place, signs = tuple(end for end, _ in corner), (sign for _, sign in corner)
+            corners[place] += weight * math.prod(signs)
+    return not any(corners.values())
+
+
+def box_of(
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    piece: Piece | None = None,
+) -> Box:
+    """What the device at `coordinate` holds, as a part of the tensor of the state_dict.
+
+    Args:
+        layout: how the mesh holds it.
+        shape: of the tensor, or of the piece where it is one.
+        mesh: the devices.
+        coordinate: the device's position along every axis.
+        piece: the part of a fused tensor that is held in `layout`.
+    """
+    bounds = layout.bounds(shape, mesh, coordinate)
+    box = Box(tuple(start for start, _ in bounds), tuple(length for _, length in bounds))
+    return box if piece is None else box.shifted(piece.dim, piece.start)

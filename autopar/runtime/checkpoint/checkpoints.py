@@ -1,0 +1,359 @@
+"""Saving and loading the checkpoints of a program, on all of its ranks together."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, CheckpointError, StateError
+from autopar.runtime.checkpoint import publish
+from autopar.runtime.checkpoint.contents import (
+    Holder,
+    OptimizerState,
+    check_finite,
+    optimizer_parts,
+)
+from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
+from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
+from autopar.runtime.checkpoint.index import Index
+from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
+from autopar.runtime.checkpoint.saving import Saving
+from autopar.runtime.checkpoint.tensor_names import Names
+from autopar.runtime.checkpoint.values import decode, encode
+from autopar.runtime.ranks.processes import from_first_rank
+from autopar.runtime.ranks.shared import Lease, Peers
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler, as those of torch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Checkpoints:
+    """The checkpoints of one program on this rank; all ranks make the same calls.
+
+    Args:
+        holder: what runs the program.
+        names: of its parameters and buffers.
+        constants: values of what no state_dict holds, for a program without weights.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        holder: Holder,
+        buffers: Mapping[str, Tensor],
+        aliases: Mapping[str, str],
+    ) -> Checkpoints:
+        """The checkpoints of a program that was captured from a model.
+
+        Args:
+            model: the model.
+            holder: what runs the program.
+            buffers: its buffers and constants.
+            aliases: every name of every parameter -> the one that holds it.
+        """
+        persistent = tuple(model.state_dict())
+        constants = {k: v for k, v in buffers.items() if k not in persistent}
+        tied = {k: v for k, v in aliases.items() if k != v}
+        others = frozenset(dict(model.named_buffers())) - frozenset(persistent)
+        return cls(holder, Names(persistent, tied, others), constants)
+
+    def __init__(self, holder: Holder, names: Names, constants: Mapping[str, Tensor]) -> None:
+        self.holder, self.names, self._constants = holder, names, constants
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Saving | None = None
+        self._lease: Lease | None = None
+
+    # Saving --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: Path,
+        *,
+        scheduler: Scheduler | None = None,
+        values: Any = None,
+        asynchronous: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> Saving:
+        """Write a checkpoint; see `Program.save_checkpoint`."""
+        path = path.absolute()
+        future: Future[None] = Future()
+        with ranks_lost(f"the checkpoint {path} was not saved"), self.holder.watch:
+            group = self._group()
+            self._settle(group)
+            snapshot = self._attempt(scheduler, values, asynchronous, allow_nonfinite)
+            if not asynchronous:
+                write_parts(Writer(path), SavePlanner(snapshot), group)
+                future.set_result(None)
+                return Saving(path, future, self.holder.watch)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
+        future = self._thread.submit(write_parts, Writer(path), SavePlanner(snapshot), group)
+        self._last = Saving(path, future, self.holder.watch)
+        return self._last
+
+    def close(self, agreed: bool = True) -> None:
+        """Wait for what is being written, and give back what that took; all ranks call it.
+
+        Args:
+            agreed: whether all ranks are there to say how it ended; after an error they may not be.
+
+        Raises:
+            CheckpointError: an asynchronous save failed, and nobody has asked for it.
+        """
+        try:
+            if agreed and self._lease is not None:
+                with ranks_lost("the last checkpoint was not saved"), self.holder.watch:
+                    self._settle(self._group())
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=agreed)
+                self._thread = None
+            if self._lease is not None:
+                self._lease.close()
+
+    def _settle(self, group: dist.ProcessGroup | None) -> None:
+        """Wait until the last save has ended; raise, on all ranks, what nobody has asked for."""
+        last, self._last = self._last, None
+        error = None if last is None else last.unheard()
+        if error is not None and not isinstance(error, AutoparError):
+            raise error  # a rank is lost: nothing can be agreed on
+        errors = [error]
+        if group is not None:
+            errors = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error, group=group)
+        for unheard in errors:
+            if unheard is not None:
+                raise unheard
+
+    def _attempt(
+        self, scheduler: Scheduler | None, values: Any, copied: bool, allow_nonfinite: bool
+    ) -> Snapshot | AutoparError:
+        """What this rank has to save, or why it cannot: the other ranks wait to hear of it."""
+        try:
+            snapshot = self._snapshot(scheduler, values)
+            if not allow_nonfinite:
+                check_finite(self.holder.update.optimizer, self.holder.held)
+            return snapshot.copied() if copied else snapshot
+        except AutoparError as error:
+            return error
+        except Exception as error:  # a scheduler may be the user's code and raise anything
+            return CheckpointError(
+                "the state of the program cannot be taken", why=f"{type(error).__name__}: {error}"
+            )
+
+    def _snapshot(self, scheduler: Scheduler | None, values: Any) -> Snapshot:
+        """What this rank has to save, as it is now."""
+        holder, names = self.holder, self.names
+        if not holder.loaded:
+            raise StateError("the program has no weights to save", todo="load some first")
+        parts = [
+            Part(f"{names.kind(h.name)}.{h.name}", h.tensor, h.box, h.shape)
+            for h in holder.held
+            if h.first and names.kind(h.name)
+        ]
+        parts += [
+            Part(f"ema.{h.name}", h.average, h.updated_box, h.shape)
+            for h in holder.held
+            if h.first and h.average is not None
+        ]
+        states, optimizer = optimizer_parts(holder.update.optimizer, holder.held)
+        details = {
+            "names": [n for n in names.persistent if names.tied.get(n, n) in holder.shapes],
+            "tied": dict(names.tied),
+            "scheduler": None
+            if scheduler is None
+            else encode(scheduler.state_dict(), "the scheduler"),
+            "values": encode(values, "values"),
+            "update": encode(holder.update.state_dict(), "the scale of the loss"),
+            # The other ranks follow the first one's; see `runtime/random.py`.
+            "random": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
+        }
+        return Snapshot([*parts, *states], optimizer, details)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks for objects and host memory, none for a process alone."""
+        peers = Peers.here()
+        if peers.everyone is None:
+            return None
+        if self._lease is None:
+            # Its own: what is saved beside the training calls in a thread.
+            self._lease = peers.own("checkpoints", backend="gloo")
+        return self._lease.channels[0].handle
+
+    # Loading -------------------------------------------------------------------------------------
+
+    def load(self, path: Path, *, scheduler: Scheduler | None = None) -> Any:
+        """Go on from a checkpoint; see `Program.load_checkpoint`."""
+        path = path.absolute()
+        with ranks_lost(f"the checkpoint {path} was not loaded"), self.holder.watch:
+            self._settle(self._group())
+            return publish.reading(
+                lambda: from_first_rank(lambda: publish.read(path)),
+                lambda index: self._go_on(path, index, scheduler),
+            )
+
+    def _go_on(self, path: Path, index: Index, scheduler: Scheduler | None) -> Any:
+        details = index.details
+        if scheduler is not None and details["scheduler"] is None:
+            raise CheckpointError(
+                f"the checkpoint {path} has no scheduler", todo="save it with scheduler=..."
+            )
+        matches = self.names.match(self.holder.shapes, index.under("model"), str(path))
+        states: list[OptimizerState] = []
+
+        def wanted() -> list[Part]:
+            states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
+            own = self._parts(index, matches, "model.")
+            return [*own, *self._averages(index, matches), *states[0].parts]
+
+        # All that may not be what it should is read before anything is changed.
+        random = _random_state(details["random"])
+        update, rates = decode(details.get("update", {})), decode(details["scheduler"])
+        values = decode(details["values"])
+        self._read(path, index, wanted)
+        if not index.under("ema"):
+            self.holder.update.restart()
+        with _taking("the scale of the loss"):
+            self.holder.update.load_state_dict(update)
+        for state in states:
+            state.give()
+        if scheduler is not None:
+            with _taking("the scheduler"):
+                scheduler.load_state_dict(rates)
+        torch.set_rng_state(random)
+        return values
+
+    def load_weights(
+        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
+    ) -> None:
+        """Take parameters and buffers only; see `Program.load_weights`."""
+        with ranks_lost("the weights were not loaded"), self.holder.watch:
+            self._settle(self._group())
+            self._load_weights(source, rename)
+            self.holder.update.restart()
+
+    def _load_weights(
+        self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]
+    ) -> None:
+        if isinstance(source, Mapping):
+            self._fill({})
+            deal(source, self.holder, self.names, self._group(), rename)
+            self.holder.refresh()
+            self.holder.loaded = True
+        else:
+            self._take(source.absolute(), rename)
+
+    def _take(self, path: Path, rename: Callable[[str], str]) -> None:
+        def use(found: tuple[Path, Index, str]) -> None:
+            where, index, prefix = found
+            stored = index.under("model") if prefix else index.tensors
+            matches = self.names.match(
+                self.holder.shapes, stored, str(path), strict=bool(prefix), rename=rename
+            )
+            self._read(where, index, lambda: self._parts(index, matches, prefix))
+
+        publish.reading(lambda: from_first_rank(lambda: weights_index(path)), use)
+
+    def _parts(self, index: Index, matches: Mapping[str, str], prefix: str) -> list[Part]:
+        """Where the parameters and buffers of this rank go that the folder has."""
+        parts = []
+        for h in self.holder.held:
+            name = f"{prefix}{matches[h.name]}" if h.name in matches else f"buffer.{h.name}"
+            stored = index.tensors.get(name)
+            if h.name in matches or (stored is not None and stored.shape == h.shape):
+                parts.append(Part(name, h.tensor, h.box, h.shape))
+        return parts
+
+    def _averages(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
+        """Where the averages of this rank's parameters go, if the folder has them."""
+        return [
+            Part(f"ema.{matches[h.name]}", h.average, h.updated_box, h.shape)
+            for h in self.holder.held
+            if h.average is not None and f"ema.{matches[h.name]}" in index.tensors
+        ]
+
+    @torch.no_grad()
+    def _read(self, path: Path, index: Index, wanted: Callable[[], list[Part]]) -> None:
+        """Read what each rank wants; nothing is overwritten before all of it is checked."""
+        group = self._group()
+        rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+        reader = Reader(path, index, rank, world)
+        try:
+            self._fill(index.tensors)
+            read_parts(reader, wanted, group)
+            self.holder.refresh()
+        except BaseException:
+            if reader.began:
+                self.holder.loaded = False  # some of it is the old, some the new
+            raise
+        self.holder.loaded = True
+
+    @torch.no_grad()
+    def _fill(self, stored: Container[str]) -> None:
+        """Give a program without weights what no state_dict holds; `stored` has some of it.
+
+        Raises:
+            StateError: on every rank, if the model on the meta device has not got it either.
+        """
+        if self.holder.loaded:
+            return
+        lacking = [
+            name
+            for name, value in self._constants.items()
+            if value.is_meta and name in self.holder.shapes and f"buffer.{name}" not in stored
+        ]
+        if lacking:
+            raise StateError(
+                f"the program has no value of {', '.join(lacking)}",
+                why="a state_dict leaves it out, and on the meta device the model has none",
+                todo="make it persistent, or compile a model that has weights",
+            )
+        for h in self.holder.held:
+            value = self._constants.get(h.name)
+            if value is not None and not value.is_meta:
+                h.tensor.copy_(value[h.box.slices])
+
+
+def _random_state(text: str) -> Tensor:
+    """The state of torch's random numbers; CheckpointError if it is none."""
+    try:
+        state = torch.frombuffer(
+            bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8
+        )
+        torch.Generator().set_state(state)
+    except (binascii.Error, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            "the checkpoint's state of the random numbers cannot be read", why=str(error)
+        ) from error
+    return state
+
+
+@contextmanager
+def _taking(what: str) -> Iterator[None]:
+    """Inside, what is no state of a scheduler, say, is a CheckpointError."""
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        raise CheckpointError(
+            f"{what} does not take its state",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass one of the kind that was saved",
+        ) from error

@@ -1,0 +1,325 @@
+"""What is saved of a program: its parameters and buffers, and what the optimizer knows of them.
+
+A program shows what it holds as a list of `Held`; nothing here knows of meshes or stages beyond it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.errors import CheckpointError
+from autopar.ir.tensor import Layout
+from autopar.runtime.checkpoint.boxes import Box, box_of
+from autopar.runtime.checkpoint.index import Index, Stored
+from autopar.runtime.checkpoint.plans import Part
+from autopar.runtime.checkpoint.values import DTYPES, decode, encode
+from autopar.runtime.parameters.pieces import Parameter, State
+from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.update.update import Update
+
+# How an optimizer computes, not what: the program that loads a checkpoint keeps its own.
+_MANNER = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer on this rank; of one that has a master that, which it is made of.
+
+    Attributes:
+        parameter: what it is and how the mesh holds it.
+        state: the state that it is part of.
+        tensor: this rank's part.
+        updated: the tensor that the optimizer updates; None for what it does not train.
+        first: whether it is saved from here; another stage of a pipeline may hold a copy.
+        average: the average of `updated`, where one is kept.
+    """
+
+    parameter: Parameter
+    state: State
+    tensor: Tensor
+    updated: Tensor | None = None
+    first: bool = True
+    average: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """In the state_dict."""
+        return self.parameter.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor of the state_dict."""
+        return self.state.shapes[self.name]
+
+    @property
+    def box(self) -> Box:
+        """What `tensor` is of it."""
+        return self._box(self.parameter.layout)
+
+    @property
+    def updated_box(self) -> Box:
+        """What `updated` is of it, and the optimizer's state."""
+        return self._box(self.parameter.storage.updated)
+
+    def _box(self, layout: Layout) -> Box:
+        comm, piece = self.state.comm, self.parameter.piece
+        return box_of(layout, self.parameter.shape, comm.mesh, comm.coordinate, piece)
+
+
+class Holder(Protocol):
+    """A program on this rank."""
+
+    update: Update
+    watch: Watch
+    loaded: bool
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """Everything that this rank holds."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes of what all ranks hold, by name."""
+
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+
+
+def held_of(
+    state: State,
+    tensors: Sequence[Tensor],
+    weights: Weights,
+    first: Collection[str] | None = None,
+    averages: Mapping[int, Tensor] | None = None,
+) -> list[Held]:
+    """What this rank holds of a state.
+
+    Args:
+        state: of the program.
+        tensors: what it holds of each parameter and buffer.
+        weights: the same, with what the optimizer updates of each.
+        first: names that are saved from here, None for all.
+        averages: of what the optimizer updates, by the id of that.
+    """
+    return [
+        Held(
+            parameter.master if parameter.has_master else parameter,
+            state,
+            weights.masters.get(id(own), own) if parameter.has_master else tensor,
+            own if own.requires_grad else None,
+            first is None or parameter.name in first,
+            (averages or {}).get(id(own)),
+        )
+        for parameter, tensor, own in zip(state.parameters, tensors, weights.updated, strict=True)
+    ]
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
+    """Refuse to save what no training goes on from.
+
+    Raises:
+        CheckpointError: a parameter that is trained, or its average, is not finite; names it and
+            the optimizer's step.
+    """
+    for h in held:
+        for what, tensor in (("", h.tensor), ("the average of ", h.average)):
+            if h.updated is None or tensor is None or torch.isfinite(tensor).all():
+                continue
+            step = optimizer.state.get(h.updated, {}).get("step")
+            when = "" if step is None else f" after step {int(step)}"
+            raise CheckpointError(
+                f"{what}{h.name} is not finite{when}",
+                why="the loss or a gradient overflowed; a run that goes on from there stays so",
+                todo="go on from an earlier checkpoint with a lower rate or clip_norm=..., or pass "
+                "allow_nonfinite=True to save it all the same",
+            )
+
+
+def groups_of(
+    optimizer: Optimizer, held: Sequence[Held]
+) -> Iterator[tuple[dict[str, Any], list[tuple[Held, Tensor]]]]:
+    """Every group of an optimizer with its tensors, and what they are of the program."""
+    known = {id(h.updated): h for h in held if h.updated is not None}
+    for group in optimizer.param_groups:
+        yield group, [(known[id(t)], t) for t in group["params"] if id(t) in known]
+
+
+def optimizer_parts(
+    optimizer: Optimizer, held: Sequence[Held]
+) -> tuple[list[Part], dict[str, Any]]:
+    """The tensors of an optimizer's state on this rank, and the rest of it as JSON.
+
+    Raises:
+        CheckpointError: something that cannot be saved; names it.
+    """
+    parts: list[Part] = []
+    values: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group, members in groups_of(optimizer, held):
+        options = {k: v for k, v in group.items() if k not in _MANNER}
+        names = list(dict.fromkeys(h.name for h, _ in members))
+        groups.append({"options": encode(options, "an optimizer group"), "parameters": names})
+        for h, tensor in members:
+            for key, value in optimizer.state.get(tensor, {}).items() if h.first else ():
+                where = f"{key!r} of the optimizer's state of {h.name}"
+                if not isinstance(key, str) or "." in key:
+                    raise CheckpointError(f"{where} cannot be saved", why="it is no plain name")
+                if isinstance(value, Tensor):
+                    parts.append(_state_part(h, key, value, where))
+                else:
+                    values.setdefault(h.name, {})[key] = encode(value, where)
+    return parts, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
+    """A tensor of the optimizer's state: like the parameter, or one for all of it."""
+    name, box, shape = f"optimizer.{h.name}.{key}", h.updated_box, tuple(value.shape)
+    value = value if shape else value.clone()  # counts may be shared
+    if shape == box.sizes:
+        return Part(name, value, box, h.shape)
+    if shape == () or box == Box.whole(h.shape):
+        return Part(name, value, Box.whole(shape), shape)
+    raise CheckpointError(
+        f"{where} cannot be saved",
+        why=f"its shape is {list(shape)}, that of the parameter's part {list(box.sizes)}",
+        todo="pin the parameter whole, or use an elementwise optimizer",
+    )
+
+
+# Loading -----------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]) -> None:
+    """Compare an optimizer with that of a checkpoint, as far as this rank sees it.
+
+    Raises:
+        CheckpointError: another kind, or parameters of one group that were in different ones.
+    """
+    kind = type(optimizer).__name__
+    if record["kind"] != kind:
+        raise CheckpointError(
+            f"the checkpoint is of {record['kind']}, the program trains with {kind}",
+            todo="train with the same optimizer, or load the weights only: load_weights(folder)",
+        )
+    for _ in _options(optimizer, held, record):
+        pass
+
+
+def _options(
+    optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every group that the checkpoint knows, and the options it has there."""
+    known = {name: group for group in record["groups"] for name in group["parameters"]}
+    for group, members in groups_of(optimizer, held):
+        found = {
+            json.dumps(known[h.name]["options"]): h.name for h, _ in members if h.name in known
+        }
+        if len(found) > 1:
+            raise CheckpointError(
+                "the optimizer's groups are not those of the checkpoint",
+                why=f"{' and '.join(found.values())} had different options",
+                todo="make the groups as they were, or load the weights only",
+            )
+        if not members and len(record["groups"]) == 1:
+            found = {json.dumps(record["groups"][0]["options"]): ""}
+        for text in found:
+            options = decode(json.loads(text))
+            if not isinstance(options, dict) or any(key in options for key in _MANNER):
+                raise CheckpointError("the checkpoint's options of the optimizer are none")
+            yield group, options
+
+
+def room_for(
+    h: Held,
+    updated: Tensor,
+    key: str,
+    stored: Stored,
+    dtype: torch.dtype,
+    group: Mapping[str, Any],
+    old: Any,
+) -> Part:
+    """Where this rank's part of one tensor of the optimizer's state goes.
+
+    Args:
+        h: the parameter.
+        updated: what the optimizer updates of it.
+        key, stored: the name of the tensor, and how the checkpoint has it.
+        dtype: of the parameter in the checkpoint; state of the same dtype follows the program's.
+        group: the parameter's group.
+        old: what the optimizer has in its place, which is overwritten if it will do.
+
+    Raises:
+        CheckpointError: this plan splits the parameter, and the tensor is not like it.
+    """
+    like = stored.shape == h.shape and not (key == "step" and h.shape == ())
+    box = h.updated_box if like else Box.whole(stored.shape)
+    if not like and stored.shape and h.updated_box != Box.whole(h.shape):
+        raise CheckpointError(
+            f"{key!r} of the optimizer's state of {h.name} cannot be loaded",
+            why=f"its shape is {list(stored.shape)}, and this plan splits the parameter, whose "
+            f"shape is {list(h.shape)}",
+            todo="pin the parameter whole",
+        )
+    # Where torch's optimizers keep them: counts on the host, unless the device counts.
+    on_device = stored.shape or like or group.get("capturable") or group.get("fused")
+    own = DTYPES[stored.dtype]
+    kind = updated.dtype if own == dtype and like else own
+    device = updated.device if on_device else torch.device("cpu")
+    wanted = (box.sizes, kind, device)
+    fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
+    fits = fits and bool(box.sizes)  # a count may be shared
+    tensor = old if fits else torch.empty(box.sizes, dtype=kind, device=device)
+    return Part(f"optimizer.{h.name}.{key}", tensor, box, stored.shape)
+
+
+class OptimizerState:
+    """The state of an optimizer as a checkpoint has it, to be read and then given to it.
+
+    Args:
+        optimizer: of this rank.
+        held: what it updates.
+        index: the checkpoint.
+
+    Raises:
+        CheckpointError: as `check_optimizer`, or a tensor that this plan cannot hold.
+    """
+
+    def __init__(self, optimizer: Optimizer, held: Sequence[Held], index: Index) -> None:
+        self._optimizer, self._held = optimizer, held
+        self._record = index.details["optimizer"]
+        check_optimizer(optimizer, held, self._record)
+        self.parts: list[Part] = []
+        self._tensors: list[tuple[Tensor, str, Tensor]] = []
+        self._values: list[tuple[Tensor, str, Any]] = []
+        stored = index.optimizer_state()
+        dtypes = {name: entry.dtype for name, entry in index.under("model").items()}
+        for group, members in groups_of(optimizer, held):
+            for h, tensor in members:
+                for key, entry in stored.get(h.name, {}).items():
+                    dtype = DTYPES[dtypes.get(h.name, entry.dtype)]
+                    old = optimizer.state.get(tensor, {}).get(key)
+                    part = room_for(h, tensor, key, entry, dtype, group, old)
+                    self.parts.append(part)
+                    self._tensors.append((tensor, key, part.tensor))
+                for key, value in self._record["values"].get(h.name, {}).items():
+                    self._values.append((tensor, key, decode(value)))
+
+    def give(self) -> None:
+        """Let the optimizer have it, in place of its own."""
+        state = self._optimizer.state
+        state.clear()
+        for parameter, key, value in (*self._tensors, *self._values):
+            state[parameter][key] = value
+        for group, options in _options(self._optimizer, self._held, self._record):
+            group.update(options)

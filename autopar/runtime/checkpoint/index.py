@@ -1,0 +1,256 @@
+"""What a checkpoint holds, and checkpoint.json, the text of it: strict in what it takes.
+
+The text has a checksum of itself and of every box of every tensor. Nothing is believed for that:
+whoever can write the file can write the checksum too. Boxes must make up their tensors exactly, and
+each is in its file under a name that says what it is, so that no other can stand in for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.runtime.checkpoint.boxes import Box, tile
+from autopar.runtime.checkpoint.values import DTYPES
+
+MARKER = "checkpoint.json"
+FORMAT = "autopar checkpoint 1"
+HEAD = f'{{"format": {json.dumps(FORMAT)}'  # with which the text begins
+_KINDS = ("model", "buffer", "ema", "optimizer")
+_FILE = re.compile(r"(save-[0-9a-f]{16}/)?[A-Za-z0-9_]+\.safetensors")
+_LARGEST = 2**63 - 1  # what torch counts bytes with
+_DIMENSIONS = 64
+_DIGITS = 1000  # of a number; Python takes time that grows with their square
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor in a file.
+
+    Attributes:
+        box: where it lies in the whole tensor.
+        file: a path in the folder.
+        key: the tensor's name in that file.
+        checksum: CRC-32 of its bytes; None where nobody wrote one.
+    """
+
+    box: Box
+    file: str
+    key: str
+    checksum: int | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a folder: dtype (a key of DTYPES), shape, and the boxes that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def bytes_of(self, chunk: Chunk) -> int:
+        """What one of its chunks has in a file."""
+        return chunk.box.volume * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a folder holds: tensors by name, and other values as JSON.
+
+    `details` of a checkpoint: `names`, those of the state_dict in its order; `tied`, names of
+    tensors that have another one as well; `optimizer`, its kind, groups and values that are no
+    tensors; `scheduler`, `values`, `random`; `update`, the scale of the loss. Tensors are the
+    `model`'s, as they are trained, `buffer`s, `ema`, averages of the former, and the `optimizer`'s.
+    """
+
+    tensors: Mapping[str, Stored]
+    details: Mapping[str, Any]
+
+    def under(self, prefix: str) -> dict[str, Stored]:
+        """The tensors whose names begin with `prefix.`, without it."""
+        start = f"{prefix}."
+        return {k.removeprefix(start): v for k, v in self.tensors.items() if k.startswith(start)}
+
+    def optimizer_state(self) -> dict[str, dict[str, Stored]]:
+        """For each parameter's name the tensors of the optimizer's state, by theirs."""
+        found: dict[str, dict[str, Stored]] = {}
+        for name, stored in self.under("optimizer").items():
+            parameter, _, key = name.rpartition(".")
+            found.setdefault(parameter, {})[key] = stored
+        return found
+
+    @property
+    def model(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the state_dict."""
+        return model_of(self.details, {name: s.shape for name, s in self.under("model").items()})
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Every file, and the bytes of the tensors in it."""
+        found: dict[str, int] = {}
+        for stored in self.tensors.values():
+            for chunk in stored.chunks:
+                found[chunk.file] = found.get(chunk.file, 0) + stored.bytes_of(chunk)
+        return found
+
+
+def model_of(
+    details: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a state_dict, tied names included, whichever of these a tensor is saved by."""
+    return {name: shapes[details["tied"].get(name, name)] for name in details["names"]}
+
+
+def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """A name in a file: the tensor's, with the range of each dimension where it is a part."""
+    if box == Box.whole(shape):
+        return name
+    return f"{name}[{', '.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
+
+
+def to_json(index: Index) -> str:
+    """The text of checkpoint.json."""
+    tensors = {
+        name: {
+            "dtype": stored.dtype,
+            "shape": stored.shape,
+            "chunks": [
+                [chunk.box.offsets, chunk.box.sizes, chunk.file, chunk.key, chunk.checksum]
+                for chunk in stored.chunks
+            ],
+        }
+        for name, stored in index.tensors.items()
+    }
+    content = {"tensors": tensors, "details": dict(index.details)}
+    return json.dumps({"format": FORMAT, "checksum": _checksum(content), "content": content})
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def from_json(text: str) -> Index:
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError: anything that `to_json` does not write.
+    """
+    if not text.startswith(HEAD):
+        raise ValueError(f"it does not begin with {HEAD}")
+    try:
+        document = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_real,
+            parse_constant=_real,
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    document = _table(document, "format", "checksum", "content")
+    if document["checksum"] != _checksum(document["content"]):
+        raise ValueError("its checksum differs")
+    content = _table(document["content"], "tensors", "details")
+    tensors = {name: _stored(name, item) for name, item in _table(content["tensors"]).items()}
+    details = _table(content["details"], "names", "tied", "optimizer", "scheduler", "values")
+    index = Index(tensors, details)
+    _check_details(index)
+    return index
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("an object has two values of one name")
+    return table
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+def _table(value: Any, *keys: str) -> dict[str, Any]:
+    """An object that has at least these keys."""
+    if not isinstance(value, dict) or any(key not in value for key in keys):
+        raise ValueError(f"an object with {', '.join(keys) or 'names'} was expected")
+    return value
+
+
+def _list(value: Any, kind: type, most: float = math.inf) -> list[Any]:
+    """A list whose items are all of one type."""
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError("a list was expected, not too long")
+    if any(type(item) is not kind for item in value):
+        raise ValueError(f"a list of {kind.__name__} was expected")
+    return value
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    """Offsets or sizes along the dimensions of a tensor."""
+    numbers = _list(value, int, _DIMENSIONS)
+    if any(not 0 <= number <= _LARGEST for number in numbers):
+        raise ValueError("a size or an offset is negative or too large")
+    return tuple(numbers)
+
+
+def _stored(name: str, item: Any) -> Stored:
+    item = _table(item, "dtype", "shape", "chunks")
+    shape = _extents(item["shape"])
+    name.encode()  # raises where it is no text
+    if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES or "\0" in name:
+        raise ValueError(f"tensor {name!r} has no dtype that is known")
+    if math.prod(max(n, 1) for n in shape) * DTYPES[item["dtype"]].itemsize > _LARGEST:
+        raise ValueError(f"tensor {name!r} has too many elements")
+    chunks = tuple(_chunk(name, shape, part) for part in _list(item["chunks"], list))
+    if not tile([chunk.box for chunk in chunks], shape):
+        raise ValueError(f"the parts of tensor {name!r} overlap, leave gaps or lie outside")
+    return Stored(item["dtype"], shape, chunks)
+
+
+def _chunk(name: str, shape: tuple[int, ...], part: list[Any]) -> Chunk:
+    if len(part) != 5:
+        raise ValueError(f"a part of tensor {name!r} has {len(part)} values")
+    offsets, sizes, file, key, checksum = part
+    box = Box(_extents(offsets), _extents(sizes))
+    if not isinstance(file, str) or not _FILE.fullmatch(file):
+        raise ValueError(f"{file!r} is no name of a file")
+    if not box.inside(shape) or key != key_of(name, box, shape) or type(checksum) is not int:
+        raise ValueError(f"a part of tensor {name!r} is not what its name says")
+    return Chunk(box, file, key, checksum)
+
+
+def _check_details(index: Index) -> None:
+    """ValueError unless what is said of the tensors fits them."""
+    details = index.details
+    names, tied = _list(details["names"], str), _table(details["tied"])
+    _list(list(tied.values()), str)
+    strange = [name for name in index.tensors if name.partition(".")[0] not in _KINDS]
+    if strange:
+        raise ValueError(f"tensor {strange[0]!r} is nothing that a checkpoint has")
+    model = set(index.under("model"))
+    if len(set(names)) != len(names) or {tied.get(name, name) for name in names} != model:
+        raise ValueError("its names are not those of its tensors")
+    for name, mean in index.under("ema").items():
+        if name not in model or mean.shape != index.tensors[f"model.{name}"].shape:
+            raise ValueError(f"the average of {name!r} is of no parameter")
+    optimizer = _table(details["optimizer"], "kind", "groups", "values")
+    for group in _list(optimizer["groups"], dict):
+        _list(_table(group, "options", "parameters")["parameters"], str)
+    for values in _table(optimizer["values"]).values():
+        _table(values)
+    if not isinstance(details.get("random"), str):
+        raise ValueError("it has no state of the random numbers")

@@ -1,0 +1,199 @@
+"""What torch.distributed.checkpoint asks: which boxes this rank has to save, or wants to load.
+
+Its planners know plain tensors and DTensors, whose parts have one length each. What this rank holds
+may be uneven, split over several axes along one dimension, or a piece of a fused parameter, so the
+items are made of boxes here; duplicates are removed, the parts are checked for holes and overlaps,
+and reads are cut out of what was saved by torch's own code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.checkpoint.boxes import Box
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor of a checkpoint, on this rank.
+
+    Attributes:
+        name: of the tensor, in the checkpoint.
+        tensor: the elements of the box.
+        box: where they lie.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    tensor: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The box in torch's words."""
+        return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank brings to a checkpoint.
+
+    Attributes:
+        parts: of the tensors.
+        optimizer: groups and values of this rank's parameters, as JSON; see `held.py`.
+        details: what the first rank says for all; see `Index`.
+    """
+
+    parts: Sequence[Part]
+    optimizer: Mapping[str, Any]
+    details: Mapping[str, Any]
+
+    def copied(self) -> Snapshot:
+        """The same with tensors of its own, in host memory."""
+        parts = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in self.parts]
+        return replace(self, parts=parts)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans to save a snapshot; what each rank says of its optimizer is put together on the way.
+
+    Args:
+        snapshot: of this rank; an error, of making it, is raised where all ranks learn of it.
+    """
+
+    def __init__(self, snapshot: Snapshot | AutoparError) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._snapshot = snapshot
+        self._parts: dict[MetadataIndex, Part] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """An item for every part; pieces of one parameter share their scalars."""
+        if isinstance(self._snapshot, AutoparError):
+            raise self._snapshot
+        for part in self._snapshot.parts:
+            # A device with none of the elements has nothing to say.
+            if part.box.volume or not Box.whole(part.shape).volume:
+                self._parts.setdefault(MetadataIndex(part.name, part.box.offsets), part)
+        items = [
+            WriteItem(
+                index,
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    part.chunk, TensorProperties(part.tensor.dtype), torch.Size(part.shape)
+                ),
+            )
+            for index, part in self._parts.items()
+        ]
+        self.plan = SavePlan(items, planner_data=(self._snapshot.optimizer, self._snapshot.details))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what; the metadata has the `details` of the whole checkpoint."""
+        plans, metadata = super().create_global_plan(all_plans)
+        groups: dict[str, dict[str, Any]] = {}
+        values: dict[str, Any] = {}
+        for optimizer, _ in (plan.planner_data for plan in all_plans):
+            for group in optimizer["groups"]:
+                merged = groups.setdefault(
+                    json.dumps(group["options"]), {**group, "parameters": []}
+                )
+                known = merged["parameters"]
+                known += [name for name in group["parameters"] if name not in known]
+            values |= optimizer["values"]
+        first, details = all_plans[0].planner_data
+        merged_record = {**first, "groups": list(groups.values()), "values": values}
+        metadata.planner_data = {**details, "optimizer": merged_record}
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The part's tensor."""
+        return self._parts[index].tensor
+
+
+class ReadPlanner(LoadPlanner):
+    """Plans to read the parts that this rank wants.
+
+    Args:
+        wanted: makes the list of them; what it raises all ranks learn.
+    """
+
+    def __init__(self, wanted: Callable[[], Sequence[Part]]) -> None:
+        self._wanted = wanted
+        self._parts: dict[str, list[Part]] = {}
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take note of what there is."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """The boxes of the stored tensors that make up each part."""
+        assert self._metadata is not None
+        for part in self._wanted():
+            self._parts.setdefault(part.name, []).append(part)
+        items: list[ReadItem] = []
+        for name, parts in self._parts.items():
+            stored = self._metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            for part in parts:
+                if tuple(stored.size) != part.shape:
+                    raise CheckpointError(
+                        f"{name} is stored as {list(stored.size)}, not {list(part.shape)}"
+                    )
+            chunks = [part.chunk for part in parts]
+            items += create_read_items_for_chunk_list(name, stored, chunks)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing is left to plan."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """A checkpoint has no bytes to unpickle."""
+        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where the elements of an item go."""
+        number = read_item.dest_index.index
+        part = self._parts[read_item.dest_index.fqn][0 if number is None else number]
+        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return part.tensor.detach()[box.slices]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The elements are where they belong."""

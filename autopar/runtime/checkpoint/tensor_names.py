@@ -1,0 +1,93 @@
+"""Which tensor of a folder is which of a program: names, tied names, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint.index import Stored
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a program's parameters and buffers.
+
+    Attributes:
+        persistent: those of the model's state_dict, in its order.
+        tied: further names of tensors, each with the one that the program knows it by.
+        others: buffers that a state_dict leaves out.
+    """
+
+    persistent: tuple[str, ...]
+    tied: Mapping[str, str]
+    others: frozenset[str] = frozenset()
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.persistent)
+
+    def all_of(self, name: str) -> tuple[str, ...]:
+        """A tensor's names."""
+        return (name, *(alias for alias, tied in self.tied.items() if tied == name))
+
+    def kind(self, name: str) -> str:
+        """The prefix in a checkpoint: "model", "buffer", or "" for constants, which it lacks."""
+        if any(n in self._known for n in self.all_of(name)):
+            return "model"
+        return "buffer" if name in self.others else ""
+
+    def match(
+        self,
+        shapes: Shapes,
+        stored: Mapping[str, Stored],
+        where: str,
+        *,
+        strict: bool = True,
+        rename: Callable[[str], str] = str,
+    ) -> dict[str, str]:
+        """For each tensor of the state_dict that the program holds, the name it is stored under.
+
+        Args:
+            shapes: of what the program holds.
+            stored: what there is.
+            where: the folder.
+            strict: whether what the program does not know is an error.
+            rename: the name in the folder of a name of the state_dict.
+
+        Raises:
+            CheckpointError: naming what is missing, unexpected or of another shape.
+        """
+        own = [n for n in shapes if n not in self.tied and self.kind(n) == "model"]
+        found: dict[str, str] = {}
+        for name in own:
+            spellings = [s for n in self.all_of(name) for s in (rename(n), n) if s in stored]
+            if spellings:
+                found[name] = spellings[0]
+        # The model may have what the program does not use.
+        aliases = {s for n in (*shapes, *self.persistent) for s in (rename(n), n)}
+        faults = {
+            "missing": [name for name in own if name not in found],
+            "unexpected": [n for n in stored if n not in aliases] if strict else [],
+            "mis-shaped": [
+                f"{name} {list(stored[spelling].shape)} instead of {list(shapes[name])}"
+                for name, spelling in found.items()
+                if stored[spelling].shape != shapes[name]
+            ],
+        }
+        if any(faults.values()):
+            raise CheckpointError(
+                "the checkpoint does not fit the model",
+                where=where,
+                why="; ".join(f"{k}: {_some(v)}" for k, v in faults.items() if v),
+                todo="load a checkpoint of the model that was compiled",
+            )
+        return found
+
+
+def _some(names: Collection[str], most: int = 8) -> str:
+    listed = ", ".join(list(names)[:most])
+    return listed if len(names) <= most else f"{listed} and {len(names) - most} more"

@@ -1,0 +1,1 @@
+"""Process groups and collectives of generated programs, and their measurement."""

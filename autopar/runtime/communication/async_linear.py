@@ -1,0 +1,154 @@
+"""Linears that run while what they read is gathered, or while what they give is scattered.
+
+Where the devices of a group read one another's memory, torch's operators do both, rank by rank; see
+`autopar/ir/fusion/async_tensor_parallel.py`. Elsewhere, on CPUs above all, one
+comes after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import torch_private
+from autopar.runtime.communication.group import Group
+
+
+def reach_one_another(group: Group) -> bool:
+    """Whether the devices of a group read one another's memory; every rank of it must ask.
+
+    They are different devices of one host, each of which all processes see.
+    """
+    if not torch.cuda.is_available() or group.size == 1:
+        return False
+    own = torch.cuda.current_device()
+    seen = [
+        peer
+        for peer in range(torch.cuda.device_count())
+        if peer != own and torch.cuda.can_device_access_peer(own, peer)
+    ]
+    places = group.calls.all_gather_object((socket.gethostname(), own, seen))
+    pairs = itertools.permutations(places, 2)
+    return all(host == other and peer in seen for (host, _, seen), (other, peer, _) in pairs)
+
+
+class Around:
+    """The products of a group of ranks with a collective before or behind them.
+
+    Args:
+        group: of at least two ranks.
+        dim: that is split, not the last one.
+        direct: whether they read one another's memory.
+    """
+
+    def __init__(self, group: Group, dim: int, direct: bool) -> None:
+        self.group, self.dim, self.direct = group, dim, direct
+
+    def gathered(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """x of all ranks, and its products with [in, out] matrices."""
+        if not self.direct:
+            whole = self.group.gather(x, self.dim)
+            return whole, [whole @ matrix for matrix in matrices]
+        whole, made = torch_private.all_gather_matmul(
+            x.contiguous(), matrices, self.dim, self.group.calls.handle
+        )
+        # Rows come in the order of ranks, whatever stands before them.
+        return whole, [product.contiguous() for product in made]
+
+    def scattered(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """This rank's rows of the sum of the products over ranks."""
+        if not self.direct:
+            return self.group.reduce_scatter(x @ matrix, self.dim)
+        made = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.calls.handle)
+        return made.contiguous()
+
+
+class _Gathered(torch.autograd.Function):
+    """Linears of what is gathered; backwards the gradient of that is scattered as it is made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, around: Around, *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        half = len(operands) // 2
+        weights = [weight for weight in operands[:half] if weight is not None]
+        whole, made = around.gathered(x, [weight.t() for weight in weights])
+        ctx.save_for_backward(whole, *weights)
+        ctx.around = around
+        return tuple(_plus(*pair) for pair in zip(made, operands[half:], strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        whole, *weights = ctx.saved_tensors
+        into, wanted = None, ctx.needs_input_grad[2:]
+        if ctx.needs_input_grad[0]:  # the sum of all products as one
+            given = torch.cat(gradients, -1) if len(gradients) > 1 else gradients[0]
+            stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+            into = ctx.around.scattered(given, stacked)
+        half = len(weights)
+        of_weights = (
+            _of_weight(gradient, whole) if wants else None
+            for gradient, wants in zip(gradients, wanted[:half], strict=True)
+        )
+        of_biases = (
+            _of_bias(gradient) if wants else None
+            for gradient, wants in zip(gradients, wanted[half:], strict=True)
+        )
+        return (into, None, *of_weights, *of_biases)
+
+
+class _Scattered(torch.autograd.Function):
+    """A linear whose result is scattered; backwards its gradient is gathered as it is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, around: Around, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.around = around
+        return _plus(around.scattered(x, weight.t()), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole, (into,) = ctx.around.gathered(gradients[0], [weight])
+        of_weight = _of_weight(whole, x) if ctx.needs_input_grad[2] else None
+        of_bias = _of_bias(whole) if ctx.needs_input_grad[3] else None
+        return into, None, of_weight, of_bias
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x.add_(bias)
+
+
+def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _of_bias(gradient: Tensor) -> Tensor:
+    return gradient.flatten(0, -2).sum(0)
+
+
+def gathered_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], around: Around
+) -> tuple[Tensor, ...]:
+    """`F.linear` of the parts of x of all ranks with each weight and bias.
+
+    The gradient of x is the sum over ranks.
+    """
+    made: tuple[Tensor, ...] = _Gathered.apply(x, around, *weights, *biases)  # type: ignore[no-untyped-call]
+    return made
+
+
+def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
+    """This rank's part of the sum over ranks of `F.linear(x, weight)`, and the bias, once.
+
+    The gradient of the bias is that of the whole, on every rank.
+    """
+    made: Tensor = _Scattered.apply(x, around, weight, bias)  # type: ignore[no-untyped-call]
+    return made

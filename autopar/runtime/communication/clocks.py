@@ -1,0 +1,154 @@
+"""Clocks for what all processes of a mesh run at once; `codegen.calibrate` says what is run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+from autopar.cost.calibration import Timing
+from autopar.runtime.communication.group import Group
+
+BEHIND = 5e-3  # seconds of work before a collective: more than a process's turn on a processor
+_MOST_RUNS = 1000  # of a problem between two looks at the clock
+
+
+class Bench:
+    """Times what all processes of a mesh run at once.
+
+    Args:
+        group: all of them.
+        device: where this one computes.
+        runs: of each problem.
+        seconds: a run takes at least; problems that are shorter are repeated in it.
+    """
+
+    def __init__(self, group: Group, device: torch.device, runs: int, seconds: float) -> None:
+        self.group, self.device, self.runs, self.seconds = group, device, runs, seconds
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """Each value's largest over the processes."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return [float(value) for value in self.group.maximum(found)]
+
+    def __call__(self, call: Callable[[], Sequence[float]]) -> list[Timing]:
+        """Times of the parts of a problem.
+
+        Args:
+            call: runs the problem once and returns the clock before, between and after its parts;
+                all processes run it equally often.
+        """
+        count, samples = self._count(call), []
+        for _ in range(self.runs):
+            self.slowest([0.0])  # they begin together
+            total: list[float] = []
+            for _ in range(count):
+                marks = call()
+                parts = [after - before for before, after in itertools.pairwise(marks)]
+                total = [a + b for a, b in zip(total or [0.0] * len(parts), parts, strict=True)]
+            samples.append(self.slowest([part / count for part in total]))
+        return [timing(part) for part in zip(*samples, strict=True)]
+
+    def alone(self, call: Callable[[], object]) -> Timing:
+        """Time of a problem in one part."""
+
+        def marked() -> tuple[float, float]:
+            before = self.clock()
+            call()
+            return before, self.clock()
+
+        return self(marked)[0]
+
+    def behind(self, call: Callable[[], object]) -> Timing:
+        """By how much longer work takes with a call behind it that processes make together.
+
+        Processes that share processors have their turns and do not arrive at once. That is no less
+        than the last of them to arrive spends in the call.
+        """
+        count, samples = self._count(call), []
+        for _ in range(self.runs):
+            self.slowest([0.0])
+            began = self.clock()
+            for _ in range(count):
+                self._work()
+            alone = self.clock() - began
+            self.slowest([0.0])
+            began, inside = self.clock(), 0.0
+            for _ in range(count):
+                self._work()
+                before = self.clock()
+                call()
+                inside += self.clock() - before
+            both = self.clock() - began
+            alone, both, inside = self.slowest([alone, both, -inside])
+            samples.append(max(both - alone, -inside) / count)
+        return timing(samples)
+
+    def operator(
+        self,
+        inputs: Sequence[tuple[Tensor, ...]],
+        run: Callable[..., Tensor],
+    ) -> list[Timing]:
+        """Times of one operator forwards and backwards, run on one after another of `inputs`."""
+        wanted = [x.requires_grad_() for xs in inputs for x in xs if x.is_floating_point()]
+        results = [run(*xs) for xs in inputs]
+        gradients = [torch.ones_like(result) for result in results]
+        del results
+
+        def call() -> tuple[float, ...]:
+            marks = [self.clock()]
+            made = [run(*xs) for xs in inputs]
+            marks.append(self.clock())
+            torch.autograd.grad(made, wanted, gradients)
+            return (*marks, self.clock())
+
+        return [Timing(t.seconds / len(inputs), t.spread) for t in self(call)]
+
+    def clock(self) -> float:
+        """Seconds, when all that was launched has ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _count(self, call: Callable[[], object]) -> int:
+        """How often a problem is run for `seconds`; alike on all processes.
+
+        A run by itself says little of that: where processes share processors it may wait for its
+        turn, and runs that end before all have had theirs are measured too short.
+        """
+        call()
+        count = 1
+        while count < _MOST_RUNS:
+            began = self.clock()
+            for _ in range(count):
+                call()
+            if self.slowest([began - self.clock()])[0] <= -self.seconds:  # the fastest one's
+                break
+            count *= 2
+        return count
+
+    @cached_property
+    def _work(self) -> Callable[[], None]:
+        """Work of BEHIND seconds while all processes do it."""
+        x, w = torch.randn(128, 256, device=self.device), torch.randn(256, 256, device=self.device)
+        once = self.alone(lambda: torch.tanh(x @ w)).seconds
+        count = max(round(BEHIND / once), 1)
+
+        def work() -> None:
+            for _ in range(count):
+                torch.tanh(x @ w)
+
+        return work
+
+
+def timing(samples: Sequence[float]) -> Timing:
+    """Their median, and half the distance between their quartiles as a share of it."""
+    if len(samples) < 2:
+        return Timing(median(samples), 0.0)
+    low, middle, high = quantiles(samples, n=4, method="inclusive")
+    return Timing(middle, (high - low) / 2 / middle)

@@ -1,0 +1,325 @@
+"""A group of ranks: which blocks of a tensor they hold, and the moves of plain tensors.
+
+`autopar.runtime.communication.communicator` pairs these moves with those of the gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import LayoutError
+from autopar.ir.tensor import part_of
+from autopar.runtime.communication.quantised import added, pack, unpack
+from autopar.runtime.ranks.channel import Channel
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ from this one along `axes` only.
+
+    Attributes:
+        axes: outermost first, in the order in which they split a dimension.
+        sizes: the number of devices along each.
+        order: positions in `axes` of the axes in mesh order, which is the order of group ranks.
+        index: which block of a dimension split over `axes` this rank holds.
+        channel: what its calls go through; None stands for a group of one.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    index: int
+    channel: Channel | None
+
+    @property
+    def calls(self) -> Channel:
+        """What the calls of a group of more than one go through."""
+        assert self.channel is not None
+        return self.channel
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the blocks of a dimension of `extent` elements, by group rank.
+
+        Raises:
+            LayoutError: a block would be empty.
+        """
+        if extent < self.size:
+            raise LayoutError(
+                f"a dimension of {extent} does not split {self.size} ways",
+                where=f"axis {', '.join(self.axes)}",
+                why="a device would hold none of its elements",
+            )
+        return _parts(self.sizes, self.order, extent)
+
+    def own(self, extent: int) -> tuple[int, int]:
+        """(start, length) of this rank's block."""
+        start = 0
+        remainder = self.index
+        for count, inner in zip(self.sizes, _inner(self.sizes), strict=True):
+            position, remainder = divmod(remainder, inner)
+            offset, extent = part_of(extent, count, position)
+            start += offset
+        return start, extent
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank.
+
+        Shorter blocks are padded with zeros to the length of the longest.
+        """
+        dim = dim % x.dim()
+        parts = self.parts(int(x.shape[dim]))
+        if x.shape[dim] % self.size:
+            longest = max(length for _, length in parts)
+            return torch.stack([_padded(x.narrow(dim, *part), dim, longest) for part in parts])
+        blocks = x.unflatten(dim, (*self.sizes, parts[0][1]))
+        blocks = blocks.movedim([dim + i for i in self.order], list(range(len(self.axes))))
+        result: Tensor = blocks.flatten(0, len(self.axes) - 1).contiguous()
+        return result
+
+    def join(self, blocks: Tensor, dim: int, extent: int) -> Tensor:
+        """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
+        dim = dim % (blocks.dim() - 1)
+        if extent % self.size:
+            pairs = sorted(zip(self.parts(extent), blocks, strict=True), key=lambda pair: pair[0])
+            return torch.cat([block.narrow(dim, 0, part[1]) for part, block in pairs], dim)
+        count = len(self.axes)
+        blocks = blocks.unflatten(0, [self.sizes[i] for i in self.order])
+        blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
+        return blocks.flatten(dim, dim + count).contiguous()
+
+    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is. `extent` is the
+    # length of the whole dimension whose parts are gathered; without it all parts are equal.
+
+    def reduce(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum over the group, on every rank; made in `dtype` where that is another."""
+        total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.size > 1:
+            self.calls.all_reduce(total)
+        return total.to(x.dtype)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over the group, on every rank."""
+        largest = x.clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            self.calls.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of equal shapes, along a new first dimension."""
+        found = x.new_empty((self.size, *x.shape))
+        self.calls.all_gather(found.view(-1), x.contiguous().view(-1))
+        return found
+
+    def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the ranks with the blocks before and after this one's sent here, None at the ends.
+
+        `before` goes to the rank before, `after` to the one after; shapes are equal on all ranks.
+        """
+        if self.size == 1:
+            return None, None
+        blocks = _parts(self.sizes, self.order, self.size)
+        rank_of = {start: rank for rank, (start, _) in enumerate(blocks)}
+        sides = (
+            (rank_of.get(self.index - 1), before, after),
+            (rank_of.get(self.index + 1), after, before),
+        )
+        # All ranks take part; most pairs of them have nothing to say to one another.
+        sent, taken = [before.new_empty(0)] * self.size, [before.new_empty(0)] * self.size
+        for rank, outgoing, incoming in sides:
+            if rank is not None:
+                sent[rank], taken[rank] = outgoing.reshape(-1), torch.empty_like(incoming).view(-1)
+        takes, sends = ([piece.numel() for piece in pieces] for pieces in (taken, sent))
+        out = before.new_empty(sum(takes))
+        self.calls.all_to_all(out, torch.cat(sent), takes, sends)
+        taken = list(out.split(takes))
+        head, tail = (
+            None if rank is None else taken[rank].view(like.shape) for rank, _, like in sides
+        )
+        return head, tail
+
+    def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's block of the sum over the group; made in `dtype` where that is another."""
+        return self.reduce_scatter_all([x.to(dtype or x.dtype)], [dim])[0].to(x.dtype)
+
+    def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
+        """The blocks of all ranks in a row."""
+        return self.gather_all([x], [dim], [extent])[0]
+
+    # Several tensors at once, in one flat buffer: gloo wants equal ranks, and every backend takes
+    # them. Of one tensor that is only sent the buffer is the tensor itself.
+
+    def reduce_all(self, xs: list[Tensor]) -> list[Tensor]:
+        """The sum of each over the group; `xs` is emptied once they are in the buffer."""
+        if self.channel is None:
+            return xs
+        shapes = [x.shape for x in xs]
+        total = torch.cat([x.reshape(-1) for x in xs])
+        xs.clear()
+        self.calls.all_reduce(total)
+        flat = total.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+    def reduce_scatter_all(
+        self,
+        xs: list[Tensor],
+        dims: Sequence[int],
+        quantised: bool = False,
+        into: Tensor | None = None,
+    ) -> list[Tensor]:
+        """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks.
+
+        `xs` is emptied once they are in the buffer. What arrives lies in `into`, if that has as
+        many elements and the same dtype.
+        """
+        dtype = xs[0].dtype
+        own = [self.own(int(x.shape[dim]))[1] for x, dim in zip(xs, dims, strict=True)]
+        sent, shapes = self._packed(xs, dims, quantised)
+        lengths = [shape.numel() for shape in shapes]
+        if quantised:
+            out = torch.empty_like(sent)
+            self.calls.all_to_all(out, sent)
+            parts: Sequence[Tensor] = added(out, lengths, dtype)
+        else:
+            fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
+            out = into if into is not None and fits else sent.new_empty(sent.shape[1])
+            self.calls.reduce_scatter(out, sent.view(-1))
+            parts = out.split(lengths)
+        return [
+            _trimmed(part.view(shape), dim, length)
+            for part, shape, dim, length in zip(parts, shapes, dims, own, strict=True)
+        ]
+
+    def _packed(
+        self, xs: list[Tensor], dims: Sequence[int], quantised: bool
+    ) -> tuple[Tensor, list[torch.Size]]:
+        """One buffer of the blocks of each, by rank, and the blocks' shapes; `xs` is used up."""
+        blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
+        xs.clear()
+        shapes = [block.shape[1:] for block in blocks]
+        rows = [block.view(self.size, -1) for block in blocks]
+        if quantised:
+            return pack(rows), shapes
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes
+
+    def gather_all(
+        self, xs: Sequence[Tensor], dims: Sequence[int], extents: Sequence[int | None]
+    ) -> list[Tensor]:
+        """`gather` of each along its dimension."""
+        return self.begin_gather(xs, dims, extents, False)()
+
+    def begin_gather(
+        self,
+        xs: Sequence[Tensor],
+        dims: Sequence[int],
+        extents: Sequence[int | None],
+        ahead: bool,
+        quantised: bool = False,
+    ) -> Callable[[], list[Tensor]]:
+        """`gather_all` in two parts: the function returned waits, if it is done `ahead`.
+
+        What is `quantised` is sent as int8 blocks, a device's own part as well, so that all have
+        the same.
+        """
+        padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
+        flat = [x.reshape(-1) for x, _ in padded]
+        lengths = [part.numel() for part in flat]
+        if quantised:
+            sent = pack([part.unsqueeze(0) for part in flat]).view(-1)
+        else:
+            sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        out = sent.new_empty((self.size, sent.numel()))
+        work = self.calls.all_gather(out.view(-1), sent, ahead)
+
+        def arrive() -> list[Tensor]:
+            if work is not None:
+                work.wait()
+            rows: Sequence[Tensor] = (
+                unpack(out, lengths, xs[0].dtype) if quantised else out.split(lengths, 1)
+            )
+            return [
+                self.join(row.unflatten(1, x.shape) if x.dim() else row, dim, extent)
+                for row, (x, extent), dim in zip(rows, padded, dims, strict=True)
+            ]
+
+        return arrive
+
+    def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
+        """Gather `dim` while splitting `to_dim`."""
+        length = self.own(int(x.shape[to_dim]))[1]
+        x, extent = self._of_equal_blocks(x, dim, extent)
+        blocks = self.split(x, to_dim)
+        out = torch.empty_like(blocks)
+        self.calls.all_to_all(out, blocks)
+        return _trimmed(self.join(out, dim, extent), to_dim, length)
+
+    def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:
+        """x padded along `dim` to the length of the longest block, and the whole extent."""
+        if extent is None:
+            return x, int(x.shape[dim]) * self.size
+        longest = max(length for _, length in self.parts(extent))
+        return _padded(x, dim, longest), extent
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's block of x."""
+        self.parts(int(x.shape[dim]))
+        own = x.narrow(dim, *self.own(int(x.shape[dim])))
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def pad(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
+        """x in its place among zeros."""
+        dim = dim % x.dim()
+        extent = int(x.shape[dim]) * self.size if extent is None else extent
+        whole = x.new_zeros([*x.shape[:dim], extent, *x.shape[dim + 1 :]])
+        whole.narrow(dim, *self.own(extent)).copy_(x)
+        return whole
+
+    def first(self, x: Tensor) -> Tensor:
+        """x on the first rank, zeros on the others."""
+        return x.clone() if self.index == 0 else torch.zeros_like(x)
+
+
+@functools.cache
+def _parts(
+    sizes: tuple[int, ...], order: tuple[int, ...], extent: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, length) of every block, one split inside the other, by group rank."""
+    blocks = []
+    for place in itertools.product(*(range(sizes[i]) for i in order)):
+        start, length = 0, extent
+        for axis, count in enumerate(sizes):
+            offset, length = part_of(length, count, place[order.index(axis)])
+            start += offset
+        blocks.append((start, length))
+    return tuple(blocks)
+
+
+def _inner(sizes: tuple[int, ...]) -> list[int]:
+    """For each axis the number of blocks inside one of its parts."""
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """x with zeros after its elements along `dim`, `length` of them in all."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    dim = dim % x.dim()
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+
+
+def _trimmed(x: Tensor, dim: int, length: int) -> Tensor:
+    """The first `length` elements of x along `dim`, contiguous."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()

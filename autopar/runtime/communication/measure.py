@@ -1,0 +1,325 @@
+"""Measures what kernels and collectives take on this machine, for `cost.measured`.
+
+All processes of the mesh run each problem at once, so that they compete for the machine as they do
+in training; a run takes as long as the slowest of them. Operators are measured with autograd
+recording, several independent ones a run, so that what Python, the dispatcher and autograd add to
+each is in their time.
+
+Collectives are measured behind work, as programs call them, where processes share processors. They
+do not arrive at once then, since each runs for some milliseconds before another one has its turn;
+waiting for the last of them is part of what a collective takes.
+
+All problems are measured once before any is measured again: what disturbs the machine for a while
+disturbs one round of all of them, and the median over rounds leaves it out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.cost.calibration import (
+    Calibration,
+    Exchange,
+    Kernel,
+    Point,
+    Product,
+    Timing,
+    disorder,
+)
+from autopar.cost.work import Gemm
+from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.clocks import Bench, timing
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.communication.group import Group
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+WIDTH = 256  # of the rows that normalisations and softmax look along
+HEAD = 64  # width of a head of attention
+_AGAIN = 10  # how often problems are measured again that took longer than larger ones
+Progress = Callable[[str, int, int], None]
+P = TypeVar("P", bound=Point)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        dtypes: of the IR.
+        lengths: of each side of matrix products.
+        elements: of kernels' results.
+        sequences: lengths of attention.
+        payloads: bytes a device of collectives.
+        runs: of each problem in a row.
+        rounds: of all problems, one after another.
+        seconds: a run takes at least; problems that are shorter are repeated in it.
+    """
+
+    dtypes: tuple[str, ...]
+    lengths: tuple[int, ...]
+    elements: tuple[int, ...]
+    sequences: tuple[int, ...]
+    payloads: tuple[int, ...]
+    runs: int
+    rounds: int
+    seconds: float
+
+
+def settings(device: torch.device, quick: bool = False) -> Settings:
+    """The usual measurements on a kind of device; `quick` ones say little."""
+    usual = Settings(
+        dtypes=("f32",),
+        lengths=(16, 64, 256, 1024),
+        elements=_powers(8, 22, 2),
+        sequences=(32, 128, 512),
+        payloads=_powers(8, 24, 2),
+        runs=3,
+        rounds=5,
+        seconds=0.01,
+    )
+    if quick:
+        few, some = (16, 64), _powers(10, 14, 4)
+        usual = replace(usual, lengths=few, elements=some, sequences=(16, 32), payloads=some)
+        return replace(usual, runs=3, rounds=1, seconds=0.0)
+    if device.type == "cuda":
+        usual = replace(usual, dtypes=("bf16", "f32"), lengths=(128, 512, 2048, 8192))
+        usual = replace(usual, elements=_powers(12, 28, 4), payloads=_powers(12, 28, 2))
+        return replace(usual, sequences=(512, 2048, 8192))
+    return usual
+
+
+def _powers(low: int, high: int, step: int) -> tuple[int, ...]:
+    return tuple(1 << i for i in range(low, high + 1, step))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An operator to measure, forwards and backwards.
+
+    Attributes:
+        op: its name in graphs.
+        inputs: makes fresh ones of one dtype; those that are floating get a gradient.
+        run: the operator.
+        flops: for each direction, where matrix units run it, else 0.
+        nbytes: that each direction reads and writes, as `intra_op.works` counts them.
+        kernels: into how many the backward is counted.
+    """
+
+    op: str
+    inputs: Callable[[torch.dtype, torch.device], tuple[Tensor, ...]]
+    run: Callable[..., Tensor]
+    flops: tuple[float, float]
+    nbytes: tuple[float, float]
+    kernels: int = 1
+
+
+def problems(size: int, itemsize: int) -> Iterator[Problem]:
+    """Operators that move bytes, with results of `size` elements in rows of WIDTH."""
+    n, rows = float(size * itemsize), max(size // WIDTH, 1)
+    row = (rows, min(size, WIDTH))
+
+    def one(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return (torch.randn(row, dtype=dtype, device=device),)
+
+    def two(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return (*one(dtype, device), *one(dtype, device))
+
+    def turned(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        """A value whose dimensions stand in another order in memory, as heads do."""
+        return (torch.randn(16, size // 16, dtype=dtype, device=device).transpose(0, 1),)
+
+    def labelled(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return (*one(dtype, device), torch.zeros(rows, dtype=torch.int64, device=device))
+
+    def normalised(x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+    yield Problem("aten.add.Tensor", two, torch.add, (0, 0), (3 * n, 0))
+    yield Problem("aten.mul.Tensor", two, torch.mul, (0, 0), (3 * n, 3 * n), kernels=2)
+    yield Problem("aten.gelu", one, F.gelu, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.silu", one, F.silu, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.tanh", one, torch.tanh, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.pow.Tensor_Scalar", one, _cubed, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.layer_norm", one, normalised, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.softmax.int", one, _softmax, (0, 0), (2 * n, 3 * n))
+    yield Problem("aten.reshape", turned, _copied, (0, 0), (2 * n, 2 * n))
+    yield Problem("aten.cross_entropy_loss", labelled, F.cross_entropy, (0, 0), (2 * n, 2 * n))
+
+
+def attention(length: int, itemsize: int, heads: int = 4) -> Problem:
+    """Causal attention of `heads` heads over `length` positions."""
+
+    def inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(heads, length, HEAD, dtype=dtype, device=device) for _ in "qkv")
+
+    once = 2.0 * heads * length * ((length + 1) // 2) * HEAD
+    nbytes = 4.0 * heads * length * HEAD * itemsize
+    op = "aten.scaled_dot_product_attention"
+    return Problem(op, inputs, _attention, (2 * once, 5 * once), (nbytes, 2 * nbytes))
+
+
+def _cubed(x: Tensor) -> Tensor:
+    return torch.pow(x, 3.0)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.reshape(-1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # Kernels of fused attention take four dimensions.
+    made = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+    return made[0]
+
+
+def calibrate(
+    mesh: Mesh, device: torch.device, chosen: Settings, date: str, progress: Progress
+) -> Calibration:
+    """Measure this machine; every process of the mesh calls it alike and gets the same.
+
+    Args:
+        mesh: as many devices as there are processes.
+        device: where this process computes.
+        chosen: what is measured.
+        date: of today, as text.
+        progress: told of each problem: its name, its number, how many there are.
+
+    Raises:
+        MeshError: the mesh and the number of processes differ.
+        CalibrationError: the measurements make no sense.
+    """
+    comm = Communicator(mesh)
+    bench = Bench(comm.group(mesh.names), device, chosen.runs, chosen.seconds)
+    plan = list(_plan(bench, comm, chosen))
+    total, rounds = chosen.rounds * len(plan), list[list[list[Point]]]()
+    for _ in range(chosen.rounds):
+        rounds.append([])
+        for name, measure in plan:
+            progress(name, (len(rounds) - 1) * len(plan) + len(rounds[-1]) + 1, total)
+            rounds[-1].append(measure())
+    found = [middle(each) for each in zip(*rounds, strict=True)]
+    # What else runs on the machine only slows down: a small problem that took longer than a large
+    # one is measured again.
+    for _ in range(_AGAIN):
+        slow = {id(small) for small, _ in disorder(itertools.chain(*found))}
+        for number, points in enumerate(found):
+            if any(id(point) in slow for point in points):
+                progress(plan[number][0], total, total)
+                again = zip(points, plan[number][1](), strict=True)
+                found[number] = [min(pair, key=lambda point: point.time.seconds) for pair in again]
+    points = list(itertools.chain(*found))
+    return Calibration(
+        mesh,
+        torch.__version__,
+        date,
+        tuple(point for point in points if isinstance(point, Product)),
+        tuple(point for point in points if isinstance(point, Kernel)),
+        tuple(point for point in points if isinstance(point, Exchange)),
+    )
+
+
+def middle(rounds: Sequence[Sequence[P]]) -> list[P]:
+    """The points of a problem, or of several, each with the median over its rounds."""
+    if len(rounds) == 1:
+        return list(rounds[0])
+    return [
+        replace(points[0], time=timing([point.time.seconds for point in points]))
+        for points in zip(*rounds, strict=True)
+    ]
+
+
+def _plan(
+    bench: Bench, comm: Communicator, chosen: Settings
+) -> Iterator[tuple[str, Callable[[], list[Point]]]]:
+    """What is measured: its name, and what measures it."""
+    for dtype in chosen.dtypes:
+        size = DTYPES[dtype].itemsize
+        for shape in itertools.product(chosen.lengths, repeat=3):
+            name = f"matmul {' x '.join(map(str, shape))} {dtype}"
+            yield name, partial(_product, bench, dtype, Gemm(1, *shape))
+        for elements in chosen.elements:
+            for problem in problems(elements, size):
+                name = f"{problem.op} of {elements} elements {dtype}"
+                yield name, partial(_kernels, bench, dtype, problem)
+            name = f"optimizer of {elements} elements {dtype}"
+            yield name, partial(_optimizer, bench, dtype, elements)
+        for length in chosen.sequences:
+            name = f"attention over {length} {dtype}"
+            yield name, partial(_kernels, bench, dtype, attention(length, size))
+    for axes, payload in itertools.product(groups(comm.mesh), chosen.payloads):
+        for kind in COLLECTIVES:
+            name = f"{kind} of {payload} bytes over {', '.join(axes)}"
+            yield name, partial(_exchange, bench, comm.group(axes), kind, payload)
+
+
+def groups(mesh: Mesh) -> list[tuple[str, ...]]:
+    """Every set of axes with more than one device, in the mesh's order."""
+    wide = [axis.name for axis in mesh.axes if axis.size > 1]
+    return [
+        names for count in range(1, len(wide) + 1) for names in itertools.combinations(wide, count)
+    ]
+
+
+def _product(bench: Bench, dtype: str, gemm: Gemm) -> list[Point]:
+    x, w = (
+        torch.randn(rows, gemm.k, dtype=DTYPES[dtype], device=bench.device, requires_grad=True)
+        for rows in (gemm.m, gemm.n)
+    )
+    return [Product(dtype, gemm, bench.alone(lambda: F.linear(x, w)))]
+
+
+def _kernels(bench: Bench, dtype: str, problem: Problem) -> list[Point]:
+    """Both directions of an operator; the backward only where it launches something."""
+    copies = 8 if problem.nbytes[0] < 1 << 22 else 2
+    inputs = [problem.inputs(DTYPES[dtype], bench.device) for _ in range(copies)]
+    forward, backward = bench.operator(inputs, problem.run)
+    back = Timing(backward.seconds / problem.kernels, backward.spread)
+    sides = ((problem.op, forward), (f"{problem.op} backward", back))
+    return [
+        Kernel(name, dtype, flops, nbytes, taken, "flops" if flops else "nbytes")
+        for (name, taken), flops, nbytes in zip(sides, problem.flops, problem.nbytes, strict=True)
+        if nbytes
+    ]
+
+
+def _optimizer(bench: Bench, dtype: str, elements: int) -> list[Point]:
+    """AdamW's update of one parameter."""
+    parameter = torch.nn.Parameter(torch.randn(elements, dtype=DTYPES[dtype], device=bench.device))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-6)
+    nbytes = parameter.numel() * parameter.element_size()
+    return [Kernel("optimizer", dtype, 0.0, 7.0 * nbytes, bench.alone(optimizer.step))]
+
+
+COLLECTIVES: dict[str, Callable[[Group, Tensor], object]] = {
+    "all_reduce": lambda group, x: group.reduce(x),
+    "all_gather": lambda group, x: group.gather(x, 0),
+    "reduce_scatter": lambda group, x: group.reduce_scatter(x, 0),
+    "all_to_all": lambda group, x: group.exchange(x.view(group.size, -1), 1, 0),
+    "broadcast": lambda group, x: group.calls.broadcast(x, group.calls.ranks[0]),
+    "send": lambda group, x: group.neighbours(x, x),
+}
+
+
+def _exchange(bench: Bench, group: Group, kind: str, payload: int) -> list[Point]:
+    """A collective with `payload` bytes a device, in f32, as generated programs call it."""
+    count = max(payload // 4 // group.size, 1) * group.size
+    x = torch.randn(count, device=bench.device)
+    # Accelerators are one process's each, and are given their work ahead of time.
+    measure = bench.alone if bench.device.type == "cuda" else bench.behind
+    taken = measure(lambda: COLLECTIVES[kind](group, x))
+    if kind == "send":  # neighbours send in both directions at once
+        taken = Timing(taken.seconds / 2, taken.spread)
+    return [Exchange(kind, group.axes, 4.0 * count, taken)]

@@ -1,0 +1,175 @@
+"""Parameters that are not kept for the backward as operators use them, but gathered again for it.
+
+What autograd saves of such a tensor is replaced by what is kept of the parameter, which is nothing
+where it is held in parts anyway (FSDP's "reshard after forward", arXiv:2304.11277, section 3.2) and
+a second copy in every group of devices in ZeRO++ (arXiv:2306.10209). When a backward asks for the
+first of a block, what it keeps of the block is gathered together, and each is forgotten when nobody
+needs it any more. On accelerators the block before that is on its way meanwhile; on the CPU, where
+little would be gained, it would come where a step needs the most memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.storage import Storage
+from autopar.runtime import torch_private
+from autopar.runtime.communication.fetch import rows
+from autopar.runtime.parameters.shards import Weight, depart, travel
+
+if TYPE_CHECKING:
+    from autopar.runtime.communication.communicator import Groups
+
+
+class _Kept:
+    """What is kept of one parameter between a forward and its backward.
+
+    Attributes:
+        weight: the parameter.
+        part: what is kept of it.
+        saved: whether autograd saved it for some operator.
+        arrived: the parameter as operators use it, until the first of them takes it.
+    """
+
+    def __init__(self, comm: Groups, weight: Weight, used: Tensor, block: _Block) -> None:
+        self._comm, self.weight, self._block = comm, weight, block
+        self.part = part_of(comm, weight.storage, weight.held, used)
+        self.saved = False
+        self.arrived: Tensor | None = None
+        self._again: Callable[[], Tensor | None] = lambda: None
+
+    def fetch(self) -> Tensor:
+        """The parameter as operators use it, gathered unless it still is."""
+        self._block.arrive()
+        found = self._again() if self.arrived is None else self.arrived
+        self.arrived = None
+        if found is None:
+            found = travel(self._comm, [self.weight], [self.part], "backward")[0]
+        self._again = weakref.ref(found)
+        return found
+
+
+class _Block:
+    """What is kept of the parameters of one block in one forward.
+
+    Args:
+        comm: the mesh.
+        bucket: bytes that go together, or little more.
+        before: the block before it, which the backward reaches next, where that comes ahead.
+    """
+
+    def __init__(self, comm: Groups, bucket: int, before: _Block | None) -> None:
+        self._comm, self._bucket = comm, bucket
+        self._before = None if before is None else weakref.ref(before)
+        self.kept: dict[Weight, weakref.ref[_Kept]] = {}
+        self._coming: list[tuple[list[_Kept], Callable[[], list[Tensor]]]] | None = None
+        self._arrived = False
+
+    def depart(self, ahead: bool) -> None:
+        """Begin to gather what autograd saved."""
+        if self._coming is not None:
+            return
+        self._coming = []
+        there = (ref() for ref in self.kept.values())
+        saved = {kept.weight: kept for kept in there if kept is not None and kept.saved}
+        for row in rows(saved, "backward", self._bucket, self._comm.mesh):
+            members = [saved[weight] for weight in row.weights]
+            parts = [kept.part for kept in members]
+            coming = depart(self._comm, row.weights, parts, "backward", ahead)
+            self._coming.append((members, coming))
+
+    def arrive(self) -> None:
+        """Gather it, once; the block before begins to come."""
+        if self._arrived:
+            return
+        self._arrived = True
+        self.depart(False)
+        for members, arrive in self._coming or ():
+            for kept, tensor in zip(members, arrive(), strict=True):
+                kept.arrived = tensor
+        self._coming = []
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.depart(True)
+
+
+def part_of(comm: Groups, storage: Storage, held: Tensor, used: Tensor) -> Tensor:
+    """What is kept of a parameter, given what is held and what is used of it."""
+    if storage.kept.dims == storage.held.dims:
+        return held.detach()
+    part = used.detach()
+    for dim, (fine, coarse) in enumerate(zip(storage.kept.dims, storage.used.dims, strict=True)):
+        if fine != coarse:
+            part = part.narrow(dim, *comm.group(fine[len(coarse) :]).own(int(part.shape[dim])))
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor: a view of a parameter."""
+
+    kept: _Kept
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Refetch:
+    """The tensors of parameters that autograd does not keep.
+
+    Args:
+        comm: the mesh.
+        ahead: whether the next ones are on their way while the backward of a block computes.
+    """
+
+    def __init__(self, comm: Groups, ahead: bool) -> None:
+        self._comm, self._ahead = comm, ahead
+        self._bucket = 1
+        self._block: _Block | None = None
+        self._name = ""
+        self._known: dict[int, tuple[Any, _Kept]] = {}
+
+    def watch(self, weight: Weight, used: Tensor) -> None:
+        """Keep nothing but its part of a parameter that has been gathered."""
+        block = self._block
+        if block is None or self._name != weight.block or weight in block.kept:
+            block = _Block(self._comm, self._bucket, block if self._ahead else None)
+            self._block, self._name = block, weight.block
+        kept = _Kept(self._comm, weight, used, block)
+        block.kept[weight] = weakref.ref(kept)
+        key = torch_private.storage_id(used)
+        gone = weakref.ref(used.untyped_storage(), lambda _: self._known.pop(key, None))
+        self._known[key] = (gone, kept)
+
+    @contextmanager
+    def instead(self, bucket: int) -> Iterator[None]:
+        """Inside, autograd saves parts of such parameters in their place.
+
+        Args:
+            bucket: bytes that are gathered together, or little more.
+        """
+        self._bucket, self._block = bucket, None
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+            yield
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """What autograd keeps in place of a tensor, the tensor itself unless it is such a one."""
+        known = self._known.get(torch_private.storage_id(tensor))
+        if known is None:
+            return tensor
+        known[1].saved = True
+        return _View(known[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def unpack(saved: Tensor | _View) -> Tensor:
+    """The tensor in whose place that was kept."""
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.kept.fetch().as_strided(saved.size, saved.stride, saved.offset)

@@ -1,0 +1,279 @@
+"""Runs a generated program on one device: its parameters, its optimizer, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.errors import StateError
+from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.checkpoint.contents import Held, held_of
+from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
+from autopar.runtime.parameters.buffer_writes import Writes
+from autopar.runtime.parameters.gradients import Gradients
+from autopar.runtime.parameters.pieces import (
+    State,
+    fuses_update,
+    host_bucket_of,
+    parameters_of,
+    precision_of,
+    stows,
+    widened_of,
+)
+from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.random import synchronised
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.runtime import Runtime, typed
+from autopar.runtime.step_parts import PHASE
+from autopar.runtime.trainable import check_trainable
+from autopar.runtime.update.optimizer import refuse_what_shards_break
+from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.update import Training, Update
+
+
+class Executor:
+    """One device's part of a program.
+
+    `state.parameters`, `tensors` and `weights.updated` stand in one order: what the program stores,
+    what this device holds of it, and what its optimizer updates of that.
+
+    Args:
+        program: the loaded module.
+        runtime: the mesh.
+        values: every parameter and buffer by name, whole; the first rank's count.
+        training: how the local parameters are updated.
+        tied: further names of parameters.
+        cuda_graph: whether a step is captured and replayed.
+
+    Raises:
+        StateError: `values` does not fit the program.
+        ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        program: ModuleType,
+        runtime: Runtime,
+        values: Mapping[str, Tensor],
+        training: Training,
+        *,
+        tied: Mapping[str, str] | None = None,
+        cuda_graph: bool = False,
+    ) -> None:
+        self.program, self.runtime = program, runtime
+        runtime.widened = widened_of(program)
+        self.state = State(runtime, parameters_of(program), tied)
+        self.loaded = not any(value.is_meta for value in values.values())
+        shards = self.state.empty(runtime.device)
+        self.tensors = [
+            nn.Parameter(shard) if parameter.trainable else shard
+            for parameter, shard in zip(self.state.parameters, shards, strict=True)
+        ]
+        self.named = {
+            parameter.key: tensor
+            for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
+        }
+        self.writes = Writes(self.named)
+        self.weights = Weights(
+            runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
+        )
+        if self.loaded:
+            self._load(values, broadcast=True)
+        self.update = Update(
+            training,
+            precision_of(program),
+            self.weights.named,
+            runtime.device,
+            host_bucket_of(program),
+            self.weights.rounded if fuses_update(program) else None,
+            self.weights.scattered,
+            [self.weights],
+        )
+        refuse_what_shards_break(training.optimizer, self.state.parameters)
+        self.update.compare()
+        self._written = [self.named[key] for key in getattr(program, "WRITTEN", ())]
+        self.grad_norm: Tensor | None = None
+        self.gradients = runtime.gradients = Gradients(
+            self.weights, runtime.device, 1, self.update.order, self.update.room
+        )
+        runtime.fetch.add(self.weights.all, self.weights.bucket)
+        self.watch = Watch.over(runtime.ranks)
+        self.watch.start()
+        self._everyone = everyone = runtime.group(runtime.mesh.names)
+        self.graph: CudaGraph | None = None
+        if cuda_graph:
+            self.graph = self._graphed()
+        self._intake = Intake(program.INPUTS, runtime.device, everyone.channel)
+
+    def _graphed(self) -> CudaGraph:
+        """What captures and replays a step; ProgramError if one cannot be captured."""
+        program, kernel = self.program, self.update.kernel
+        refuse(
+            self.runtime.device,
+            random=program.RANDOM,
+            offloaded=self.update.away is not None or stows(program),
+            counted=kernel is not None,
+        )
+        assert kernel is not None
+        return CudaGraph(self._step, kernel.refresh)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of what this device updates."""
+        return self.update.optimizer
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward, backward and optimizer step on a batch that all ranks hold whole.
+
+        Returns:
+            The loss, a scalar, the same on every rank. `grad_norm` is the gradients' norm before
+            clipping.
+
+        Raises:
+            BatchError: the batch is not like the captured one, or not the same on every rank.
+            NonFiniteError: loss or gradients are not finite; nothing is updated.
+            RanksDifferError: other ranks make another call, or with other options.
+            ProgramError: the program has no loss, or gradients are switched off.
+            RankFailedError: another rank failed.
+        """
+        check_trainable(self.program.LOSS is not None)
+        recorder = self.runtime.peers.recorder
+        with self.watch, recorder.step():
+            with recorder.part(PHASE, "batch"):
+                options = self.update.options()
+                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                self.update.begin(options)
+            run = self._step if self.graph is None else self.graph
+            loss, self.grad_norm = run(inputs)
+            self.update.check.end(self._intake.differences)
+        return loss
+
+    def _step(self, inputs: Mapping[str, Tensor]) -> Results:
+        """The loss of inputs on the device, and the gradients' norm; parameters are others then."""
+        part = self.runtime.peers.recorder.part
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.drop()  # those of a step that failed
+        self.update.check.keep(self._written)
+        self.writes.drop()
+        with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
+            loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
+        with part(PHASE, "backward"):
+            torch.autograd.backward(loss, torch.ones_like(loss) * self.update.scale)
+            self.runtime.fetch.drop()
+            self.gradients.collect()
+            self.writes.settle()
+        with part(PHASE, "optimizer"):
+            gradients = self.weights.gradients
+            everyone = self._everyone
+            seen = Seen(
+                loss / everyone.size,
+                inputs[TOKEN],
+                inputs,
+                everyone.size,
+                everyone.reduce,
+                self._intake.differences,
+            )
+            _, norm = self.update.step(gradients, self._squares, seen)
+            self.weights.gather(self.update.written)
+        return loss.detach(), norm
+
+    def _squares(self) -> Tensor:
+        return self.state.squares(self.weights.gradients, add=self.update.squares)
+
+    def meet(self, call: str) -> None:
+        """Compare a call with those of the other ranks, and end the steps before it.
+
+        Raises:
+            RanksDifferError: other ranks make another one.
+            NonFiniteError, BatchError: of a step that the host had not read of yet.
+        """
+        with self.watch:
+            self._intake.meet(call)
+            self.update.check.settle(self._intake.differences)
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs by name, whole and on every rank; raises what `step` raises."""
+        with self.watch, self.runtime.peers.recorder.within("evaluation"):
+            inputs = self._prepare(batch, "forward")
+            self.update.check.settle(self._intake.differences)
+            outputs = self._forward(inputs)
+            held = {name: typed(text) for name, text in self.program.OUTPUTS.items()}
+            whole = {
+                name: self.writes.apart(self.runtime.unshard(value, held[name][2], held[name][1]))
+                for name, value in outputs.items()
+            }
+            self.writes.settle()
+            return whole
+
+    def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
+        """The loss, and all other `outputs`; without these, those that cost nothing more."""
+        less = {} if outputs or not getattr(self.program, "ASIDE", False) else {"outputs": False}
+        given = self.runtime.given(self.writes.given)
+        random = synchronised(self.runtime) if self.program.RANDOM else nullcontext()
+        with self.runtime.writing(self.writes), random:
+            return dict(self.program.forward(self.runtime, given, batch, **less))
+
+    def _prepare(
+        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+    ) -> dict[str, Tensor]:
+        """The batch on this device, after checks."""
+        if not self.loaded:
+            raise StateError(
+                "the program has no weights",
+                why="it was compiled from a model on the meta device, or a load broke off",
+                todo="call program.load_state_dict(...) first",
+            )
+        return self._intake.take(batch, call, options)
+
+    def close(self) -> None:
+        """Give back threads, descriptors and process groups; no call works from then on."""
+        self.watch.close()
+        self.runtime.close()
+
+    @property
+    def held(self) -> list[Held]:
+        """What this rank holds of every parameter and buffer, for checkpoints."""
+        return held_of(self.state, self.tensors, self.weights, averages=self.update.averages)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by name."""
+        return self.state.shapes
+
+    def state_dict(self, average: bool = False) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, whole, on every rank; masters where there are.
+
+        With `average` the averages of what is trained.
+        """
+        weights, state = self.weights, self.state
+        if average:
+            means = self.update.averages_of(weights.trained)
+            return state.state_dict(self.tensors, means, state.trained.names)
+        return state.state_dict(self.tensors, weights.values, state.with_master)
+
+    def refresh(self) -> None:
+        """Make what is held again of what the optimizer updates."""
+        self.weights.cut()
+        self.weights.gather()
+        self.update.settle()
+        if self.graph is not None:
+            self.graph.reset()
+
+    def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
+        """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
+        self._load(values)
+        self.update.restart()
+        if self.graph is not None:
+            self.graph.reset()
+        self.loaded = True
+
+    def _load(self, values: Mapping[str, Tensor], broadcast: bool = False) -> None:
+        device = self.runtime.device
+        for name, full in self.state.wholes(values, device, broadcast=broadcast):
+            self.weights.take(self.state, name, full)

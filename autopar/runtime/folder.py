@@ -1,0 +1,276 @@
+"""A program as a folder that runs by itself: `torchrun --nproc-per-node 4 out/program.py`.
+
+program.py           the generated source and a loop to edit
+plan.toml, graph.txt what it was made from
+program.toml         tied names, optimizer, clipping
+weights.safetensors  parameters and buffers, whole
+batch.safetensors    an example batch
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomlkit
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from autopar.errors import ProgramError
+from autopar.fields import Check, Fields, Number, Table, Text
+from autopar.ir.mesh import Mesh
+from autopar.outside import Kind
+from autopar.runtime.executor import Executor
+from autopar.runtime.module_loader import load
+from autopar.runtime.ranks.agreement import compare_ranks, text_of
+from autopar.runtime.ranks.shared import local_device
+from autopar.runtime.runtime import Runtime
+from autopar.runtime.update.optimizer import OptimizerFactory
+from autopar.runtime.update.update import Training
+
+SETTINGS = Kind("the program's settings", ProgramError, "save the program again")
+Content = TypeVar("Content")
+MAIN = '''
+
+def batches(example):
+    """Batches to train on: whole and alike on every rank. Put your own data here."""
+    for _ in range(10):
+        yield example
+
+
+if __name__ == "__main__":
+    with open_program(__file__) as program:
+        for number, batch in enumerate(batches(program.example), 1):
+            loss = program.step(batch)
+            if program.rank == 0:
+                print(f"step {number:3}  loss {loss.item():.6f}")
+'''
+_IMPORT = "from autopar.runtime.runtime import"
+
+
+def standalone(source: str) -> str:
+    """The source with a training loop that runs it."""
+    own = f"from autopar.runtime.folder import open_program\n{_IMPORT}"
+    lines = re.sub(f"^{re.escape(_IMPORT)}", own, source, count=1, flags=re.MULTILINE)
+    return lines.rstrip() + "\n" + MAIN
+
+
+def describe_optimizer(factory: OptimizerFactory) -> dict[str, Any]:
+    """Name and keywords of a torch optimizer, as data; empty if it is anything else."""
+    base = factory.func if isinstance(factory, functools.partial) else factory
+    keywords = dict(factory.keywords) if isinstance(factory, functools.partial) else {}
+    name = getattr(base, "__name__", "")
+    plain = all(_plain(value) for value in keywords.values())
+    if getattr(torch.optim, name, None) is not base or not plain:
+        return {}
+    return {"name": name, "keywords": keywords}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def write(
+    folder: str | Path,
+    files: Mapping[str, str],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> Path:
+    """Write a folder whole or not at all.
+
+    Args:
+        folder: where; files of the same names in it are replaced.
+        files: name -> text.
+        tensors: name -> tensors of a safetensors file.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ProgramError: the folder cannot be written; it is as it was.
+    """
+    folder = Path(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as part:
+            for name, text in files.items():
+                Path(part, name).write_text(text, encoding="utf-8")
+            for name, values in tensors.items():
+                # Tied tensors share storage, which safetensors refuses.
+                apart = {k: v.detach().cpu().clone() for k, v in values.items()}
+                save_file(apart, Path(part, name))
+            folder.mkdir(exist_ok=True)
+            for file in Path(part).iterdir():
+                file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise ProgramError(f"cannot write the program to {folder}", why=str(error)) from error
+    return folder
+
+
+def settings(tied: Mapping[str, str], training: Training) -> str:
+    """The text of program.toml."""
+    document = tomlkit.document()
+    for name in ("clip_norm", "ema", "on_nonfinite"):
+        if getattr(training, name) is not None:
+            document[name] = getattr(training, name)
+    described = describe_optimizer(training.optimizer)
+    if not described:
+        document.add(tomlkit.comment("the optimizer was none of torch.optim with plain arguments"))
+    document["optimizer"] = described or {"name": "AdamW", "keywords": {}}
+    document["tied"] = dict(tied)
+    if all(_plain(value) for given in training.options.values() for value in given.values()):
+        document["options"] = {name: dict(given) for name, given in training.options.items()}
+    else:
+        document.add(tomlkit.comment("the options of groups of parameters were no plain values"))
+    return tomlkit.dumps(document)
+
+
+class OpenProgram:
+    """A saved program on this device.
+
+    Attributes:
+        rank: this process's.
+        example: the example batch.
+        executor: what runs it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        settings = open_settings(folder / "program.toml")
+        source = read(folder / "program.py", read_text)
+        compare_ranks({"program.py": source, "program.toml": text_of(settings)})
+        program = load(source, str(folder / "program.py"))
+        runtime = Runtime(Mesh.parse(program.MESH), local_device())
+        self.rank = runtime.rank
+        self.example = read(folder / "batch.safetensors", load_file)
+        self.executor = Executor(
+            program,
+            runtime,
+            read(folder / "weights.safetensors", load_file),
+            training_of(settings, folder),
+            tied=settings.get("tied", {}),
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One training step; the loss."""
+        return self.executor.step(batch)
+
+    def close(self) -> None:
+        """Give back what the program holds of the system; it makes no more steps."""
+        self.executor.close()
+
+
+def open_settings(path: Path) -> dict[str, Any]:
+    """The entries of program.toml; ProgramError if it is missing or one is damaged."""
+    read(path, lambda path: path)
+    fields = Fields(SETTINGS.toml(SETTINGS.text(path), str(path)), ProgramError, str(path))
+    tables: dict[str, Check] = {"optimizer": _optimizer, "tied": Table(Text()), "options": _options}
+    found = {name: fields.take(name, check, {}) for name, check in tables.items()}
+    bounds = {"clip_norm": Number(above=True), "ema": Number(0, 1)}
+    found |= {name: fields.take(name, check, None) for name, check in bounds.items()}
+    words = Text(known=("raise", "skip", "continue"))
+    found["on_nonfinite"] = fields.take("on_nonfinite", words, "raise")
+    fields.end()
+    return found
+
+
+def _optimizer(table: Any) -> dict[str, Any]:
+    fields = Fields(table, ProgramError, "the optimizer")
+    found = {"name": fields.take("name", Text()), "keywords": fields.take("keywords", _plains, {})}
+    fields.end()
+    return found
+
+
+def _options(table: Any) -> dict[str, Any]:
+    return Table(_plains)(table)
+
+
+def _plains(table: Any) -> dict[str, Any]:
+    """Keywords with plain values."""
+    found = Table(lambda value: value)(table)
+    if not all(map(_plain, found.values())):
+        raise ValueError("plain values are expected")
+    return found
+
+
+def optimizer_of(settings: Mapping[str, Any], folder: Path) -> OptimizerFactory:
+    """The optimizer that program.toml names; ProgramError if torch has none of that name."""
+    chosen = settings.get("optimizer") or {"name": "AdamW"}
+    kind = getattr(torch.optim, chosen["name"], None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ProgramError(f"torch.optim has no {chosen['name']!r}", where=str(folder))
+    return functools.partial(kind, **chosen.get("keywords", {}))
+
+
+def training_of(settings: Mapping[str, Any], folder: Path) -> Training:
+    """How program.toml says that a program trains; raises what `optimizer_of` does."""
+    return Training(
+        optimizer_of(settings, folder),
+        settings.get("clip_norm"),
+        settings.get("options", {}),
+        settings.get("ema"),
+        settings.get("on_nonfinite", "raise"),
+    )
+
+
+def read(path: Path, reader: Callable[[Path], Content]) -> Content:
+    """What `reader` makes of a saved program's file; ProgramError if missing or damaged."""
+    if not path.exists():
+        if path.suffix != ".safetensors":
+            raise ProgramError(f"{path} is missing", todo="save the program again")
+        raise ProgramError(
+            f"{path} is missing",
+            why="a program emitted from a plan alone has neither weights nor data",
+            todo="save them there with safetensors, under the names in program.py",
+        )
+    try:
+        return reader(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ProgramError(f"{path} cannot be read", why=str(error)) from error
+
+
+def read_text(path: Path) -> str:
+    """A file's text."""
+    return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def open_program(file: str) -> Iterator[OpenProgram]:
+    """The program that `file` belongs to, in the process group that torchrun describes.
+
+    Raises:
+        ProgramError: a file of the folder is missing or damaged.
+        MeshError: there are more or fewer processes than the mesh has devices.
+    """
+    with processes(), closing(OpenProgram(Path(file).parent)) as program:
+        yield program
+
+
+@contextmanager
+def processes() -> Iterator[None]:
+    """Inside, the process group that torchrun describes, unless there is one already."""
+    mine = not dist.is_initialized() and dist.is_torchelastic_launched()
+    if mine:
+        join_process_group()
+    try:
+        yield
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def join_process_group() -> None:
+    """Join the processes that torchrun started: nccl with one device each, or gloo on the CPU."""
+    if torch.cuda.is_available():
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(dist.get_node_local_rank())
+    else:
+        dist.init_process_group("gloo")

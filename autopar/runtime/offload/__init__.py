@@ -1,0 +1,1 @@
+"""Optimizer state and activations that lie in host memory while nothing needs them."""

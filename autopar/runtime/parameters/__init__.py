@@ -1,0 +1,1 @@
+"""Parameters and buffers on one device: their shards, gradients and flat buffers."""

@@ -1,0 +1,383 @@
+"""The parameters of a program on one device: what is held of each, and what the optimizer updates.
+
+In mixed precision what is held is in the dtype that operators compute in, and the optimizer updates
+a master of its own, of which what is held is made again after every update.
+
+Every exchange of a parameter is the list `Storage.hops`, which the planner priced. Those of several
+parameters that take the same way go together: their tensors are packed into one flat buffer, and
+one collective moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.storage import Hop, Storage, scattered
+from autopar.ir.tensor import TensorType
+from autopar.operators.interpret import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from autopar.runtime.communication.communicator import Groups
+    from autopar.runtime.parameters.pieces import Parameter, State
+
+Way = tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One parameter on this device.
+
+    Attributes:
+        name: of the tensor of the state_dict that it is part of.
+        type: its dtype and global shape.
+        storage: where its states lie.
+        held: what is held of it between steps.
+        updated: the part of it that the optimizer updates, in the storage of `held`; where that is
+            in another dtype, a tensor of its own, of which `held` is made again.
+        hops: its collectives in a step.
+        sent: the dtype in which its gradient goes.
+        block: those of one block are gathered together.
+    """
+
+    name: str
+    type: TensorType
+    storage: Storage
+    held: Tensor
+    updated: Tensor
+    hops: tuple[Hop, ...]
+    sent: torch.dtype
+    block: str = ""
+
+    def path(self, when: str) -> tuple[Hop, ...]:
+        """Its collectives at one time of a step."""
+        return tuple(hop for hop in self.hops if hop.when == when)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of it in another dtype."""
+        return self.held.dtype != self.updated.dtype
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a reduce_scatter gives its gradient."""
+        return scattered(self.hops)
+
+    @cached_property
+    def only_summed(self) -> bool:
+        """Whether all that is exchanged of it is its gradient, which is updated as it is used."""
+        kinds = {hop.call.kind for hop in self.hops}
+        return self.updated is self.held and kinds == {"all_reduce"}
+
+    def way(self, when: str) -> Way:
+        """What it has in common with those that it can go together with."""
+        ways = tuple(hop.way for hop in self.path(when))
+        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
+
+
+Room = Callable[[Sequence[Weight]], Tensor | None]
+
+
+class Weights:
+    """The parameters of one program.
+
+    Args:
+        comm: the mesh.
+        parameters: what the program stores.
+        tensors: what this device holds of each.
+        bucket: bytes that go together, 1 if each goes by itself.
+
+    Attributes:
+        masters: the values of those masters that lie in host memory, by the ids of what is updated.
+    """
+
+    def __init__(
+        self,
+        comm: Groups,
+        parameters: Sequence[Parameter],
+        tensors: Sequence[Tensor],
+        bucket: int = 1,
+    ) -> None:
+        self.comm, self.bucket = comm, bucket
+        self.all = tuple(
+            _weight(comm, parameter, tensor)
+            for parameter, tensor in zip(parameters, tensors, strict=True)
+        )
+        self.moving = {id(w.held): w for w in self.all if w.storage.moves or w.has_master}
+        self.masters: Mapping[int, Tensor] = {}
+
+    @property
+    def updated(self) -> list[Tensor]:
+        """What the optimizer updates of each, in the order of the program's table."""
+        return [weight.updated for weight in self.all]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Those of `updated` that have gradients."""
+        return [w.updated for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The values of `trained`, on the device."""
+        return [self.masters.get(id(own), own).to(own.device) for own in self.trained]
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """`trained`, with their names in the state_dict."""
+        return [(w.name, w.updated) for w in self.all if isinstance(w.updated, nn.Parameter)]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each, as it is updated; None where there is none."""
+        return [tensor.grad if tensor.requires_grad else None for tensor in self.updated]
+
+    @property
+    def fetched_again(self) -> bool:
+        """Whether some are gathered again for the backward."""
+        return any(weight.path("backward") for weight in self.all)
+
+    @property
+    def scattered(self) -> frozenset[int]:
+        """Ids of what is updated of those whose gradients a reduce_scatter gives."""
+        return frozenset(id(weight.updated) for weight in self.all if weight.scattered)
+
+    @property
+    def rounded(self) -> dict[int, Tensor]:
+        """What is held of those that are only rounded after an update, by the id of the master."""
+        return {
+            id(weight.updated): weight.held
+            for weight in self.all
+            if weight.has_master and not weight.path("update")
+        }
+
+    @torch.no_grad()
+    def gather(self, written: Collection[int] = ()) -> None:
+        """Put together what other devices have updated, as far as this one holds it.
+
+        Args:
+            written: ids of masters of which this device's part of what is held is made already.
+        """
+        bucket = Bucket(self.comm, self.bucket, "update")
+        for weight in self.all:
+            done = id(weight.updated) in written
+            if weight.path("update"):
+                value = self._own(weight) if done else self._value(weight)
+                _store(bucket.add(weight, value.to(weight.held)))
+            elif weight.has_master and not done:
+                weight.held.copy_(self._value(weight))
+        for way in bucket.ways:
+            _store(bucket.send(way))
+
+    @torch.no_grad()
+    def round(self, masters: Collection[int]) -> None:
+        """Make this device's part of what is held of masters that are on it, given by their ids."""
+        for weight in self.all:
+            if weight.has_master and id(weight.updated) in masters:
+                self._own(weight).copy_(weight.updated)
+
+    def _own(self, weight: Weight) -> Tensor:
+        """A view of what this device updates of what it holds."""
+        return _part(self.comm, weight.storage, weight.held)
+
+    def _value(self, weight: Weight) -> Tensor:
+        """What the optimizer updates, wherever it lies."""
+        return self.masters.get(id(weight.updated), weight.updated.detach())
+
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Take what is updated out of what is held, but for masters."""
+        for weight in self.all:
+            self._cut(weight)
+
+    def _cut(self, weight: Weight) -> None:
+        if weight.updated is not weight.held and not weight.has_master:
+            weight.updated.copy_(self._own(weight))
+
+    @torch.no_grad()
+    def take(self, state: State, name: str, full: Tensor) -> None:
+        """Hold the values of a tensor of the state_dict.
+
+        Args:
+            state: of these parameters.
+            name: of the tensor.
+            full: all of it.
+        """
+        for number, shard in state.shards(name, full, self.all[0].held.device).items():
+            self.all[number].held.copy_(shard)
+            self._cut(self.all[number])
+        if name in state.with_master:
+            for number, shard in state.trained.shards(name, full, "cpu").items():
+                own = self.trained[number]
+                self.masters.get(id(own), own).copy_(shard)
+
+
+def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
+    for weight, whole in arrived:
+        weight.held.copy_(whole)
+
+
+def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
+    """A parameter, given what this device holds of it."""
+    storage, precision, trained = parameter.storage, parameter.precision, parameter.trainable
+    sent = TORCH_DTYPES[precision.sent(parameter.type, trained).dtype]
+    hops = storage.hops(parameter.type, comm.mesh, trained=trained, precision=precision)
+    updated = _updated(comm, storage, held) if trained else held
+    if parameter.has_master:
+        updated = nn.Parameter(updated.detach().to(TORCH_DTYPES[parameter.master.dtype]))
+    block = parameter.block or parameter.key
+    return Weight(parameter.name, parameter.type, storage, held, updated, hops, sent, block)
+
+
+def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
+    """The part of a tensor that this device updates; the tensor itself if that is all of it."""
+    part = _part(comm, storage, held)
+    return held if part.shape == held.shape else nn.Parameter(part)
+
+
+def _part(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
+    """A view of what this device updates of what it holds."""
+    part = held.detach()
+    for dim, (fine, coarse) in enumerate(zip(storage.updated.dims, storage.held.dims, strict=True)):
+        if fine != coarse:
+            part = part.narrow(dim, *comm.group(fine[len(coarse) :]).own(int(part.shape[dim])))
+    return part
+
+
+class Bucket:
+    """Tensors on their way, each with those that go the same way.
+
+    Args:
+        comm: the mesh.
+        limit: bytes of which a buffer is full.
+        when: which part of a step it is; see `Hop`.
+        order: by the ids of what is updated a number, alike on all ranks; only those of one number
+            go together.
+        room: gives a flat tensor for what arrives of some weights, in their order, or None.
+    """
+
+    def __init__(
+        self,
+        comm: Groups,
+        limit: int,
+        when: str,
+        order: Mapping[int, int] | None = None,
+        room: Room = lambda weights: None,
+    ) -> None:
+        self._comm, self._limit, self._when = comm, limit, when
+        self._order, self._room = order or {}, room
+        self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
+
+    def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
+        """What arrives because of one tensor more: nothing until its buffer is full."""
+        way = weight.way(self._when), self._order.get(id(weight.updated), 0)
+        waiting = self._waiting.setdefault(way, [])
+        waiting.append((weight, tensor))
+        kinds, device = {hop.call.kind for hop in weight.path(self._when)}, tensor.device
+        del tensor  # nobody else holds what is on its way
+        if kinds == {"all_reduce"} and device.type == "cpu":
+            return []  # nothing is gained from it before the end
+        full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
+        return self.send(way) if full else []
+
+    def empty(self) -> list[tuple[Weight, Tensor]]:
+        """Send everything that still waits."""
+        return [arrived for way in self.ways for arrived in self.send(way)]
+
+    @property
+    def ways(self) -> list[Way]:
+        """Those on which something still waits."""
+        return list(self._waiting)
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+
+    def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
+        """Send what waits to go one way; what arrives."""
+        together = self._waiting.pop(way)
+        weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]
+        together.clear()
+        arrived = travel(self._comm, weights, tensors, self._when, self._room(weights))
+        return list(zip(weights, arrived, strict=True))
+
+
+def travel(
+    comm: Groups,
+    weights: Sequence[Weight],
+    tensors: list[Tensor],
+    when: str,
+    into: Tensor | None = None,
+) -> list[Tensor]:
+    """Tensors of parameters that go the same way, after their collectives at one time of a step.
+
+    Args:
+        comm: the mesh.
+        weights: whose they are.
+        tensors: of each the tensor that it brings: a part of the parameter, or of its gradient. The
+            list is emptied where what is sent is another buffer, so that their memory is free.
+        when: see `Hop`.
+        into: where parts of gradients are to lie, if they fit.
+    """
+    found = tensors
+    paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
+    for place, hops in enumerate(paths):
+        found = _moved(comm, weights, found, hops, into if place == len(paths) - 1 else None)
+    return found
+
+
+def depart(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], when: str, ahead: bool
+) -> Callable[[], list[Tensor]]:
+    """`travel` in two parts: the collectives begin, and the function returned waits for them.
+
+    If they are gathered `ahead`, what this device computes in between does not wait.
+    """
+    found = tensors
+    paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
+    gathers = [hops[0].call.kind == "all_gather" for hops in paths]
+    if not ahead or not all(gathers):
+        found = travel(comm, weights, found, when)
+        return lambda: found
+    arrive = _gather(comm, weights, found, paths[0], True)
+
+    def rest() -> list[Tensor]:
+        arrived = arrive()
+        for hops in paths[1:]:
+            arrived = _gather(comm, weights, arrived, hops, False)()
+        return arrived
+
+    return rest
+
+
+def _moved(
+    comm: Groups,
+    weights: Sequence[Weight],
+    tensors: list[Tensor],
+    hops: Sequence[Hop],
+    into: Tensor | None,
+) -> list[Tensor]:
+    """Tensors after one collective; `into` as in `travel`."""
+    kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
+    if kind == "all_reduce":
+        return group.reduce_all(tensors)
+    if kind in ("reduce_scatter", "all_to_all"):
+        quantised = bool(hops[0].call.quantised)
+        return group.reduce_scatter_all(tensors, [hop.dim or 0 for hop in hops], quantised, into)
+    return _gather(comm, weights, tensors, hops, False)()
+
+
+def _gather(
+    comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], hops: Sequence[Hop], ahead: bool
+) -> Callable[[], list[Tensor]]:
+    dims = [hop.dim or 0 for hop in hops]
+    extents = [
+        comm.group(hop.dst.dims[dim]).own(weight.type.shape[dim])[1]
+        for hop, dim, weight in zip(hops, dims, weights, strict=True)
+    ]
+    call = hops[0].call
+    return comm.group(call.axes).begin_gather(tensors, dims, extents, ahead, bool(call.quantised))

@@ -1,0 +1,171 @@
+"""A pipeline as a folder that runs by itself: `torchrun --nproc-per-node 4 out/program.py`.
+
+program.py           where the stages run and when, and a loop to edit
+stage_0.py, ...      the generated source of every stage
+and plan.toml, graph.txt, program.toml, weights.safetensors, batch.safetensors as in folder.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from autopar.errors import MeshError
+from autopar.ir.action import format_row, parse_row
+from autopar.lower.literals import comment, docstring, quoted
+from autopar.runtime.folder import MAIN, open_settings, processes, read, read_text, training_of
+from autopar.runtime.module_loader import load
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.ranks.agreement import compare_ranks, text_of
+from autopar.runtime.ranks.shared import local_device
+
+
+def stage_files(sources: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Files of the stages, equal sources in one, and the file of each stage."""
+    names: dict[str, str] = {}
+    for number, source in enumerate(sources):
+        names.setdefault(source, f"stage_{number}.py")
+    return {name: source for source, name in names.items()}, [names[s] for s in sources]
+
+
+def program_source(
+    title: str,
+    files: Sequence[str],
+    placement: Placement,
+    inputs: Mapping[str, str],
+    picture: Sequence[str],
+) -> str:
+    """The text of program.py.
+
+    Args:
+        title: what is trained, on what.
+        files: of each stage.
+        placement: where the stages run, and when.
+        inputs: of one microbatch, name -> type.
+        picture: the schedule in time, a line for each row of the placement.
+    """
+    held = [_span(ranks) for ranks in placement.groups]
+    width = max(map(len, held))
+    drawn = [
+        comment(f"{ranks:<{width}}  {line}") for ranks, line in zip(held, picture, strict=True)
+    ]
+    stages = [f"    {quoted(name)}," for name in files]
+    ranks = [f"    {copy!r}," for copy in placement.ranks]
+    rows = [f"    {quoted(format_row(row))}," for row in placement.rows]
+    types = [f"    {quoted(name)}: {quoted(text)}," for name, text in inputs.items()]
+    lines = [
+        docstring([f"{title}, written by autopar; edit it freely."]),
+        "",
+        "from autopar.runtime.pipeline.folder import open_pipeline",
+        "",
+        "# Ranks, and what they do in a step if all stages take the same time.",
+        *drawn,
+        "STAGES = (",
+        *stages,
+        ")",
+        "# The global ranks of every stage, for each copy of the model.",
+        "RANKS = (",
+        *ranks,
+        ")",
+        "# F2.5 is the forward of stage 2 on microbatch 5; B its backward, I and W its halves.",
+        "ROWS = (",
+        *rows,
+        ")",
+        f"MICROBATCHES = {placement.microbatches}",
+        "# Of one microbatch.",
+        "INPUTS = {",
+        *types,
+        "}",
+    ]
+    main = MAIN.replace(
+        "open_program(__file__)",
+        "open_pipeline(__file__, STAGES, RANKS, ROWS, MICROBATCHES, INPUTS)",
+    )
+    return "\n".join(lines) + "\n" + main
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+class OpenPipeline:
+    """A saved pipeline on this device.
+
+    Attributes:
+        rank: this process's.
+        example: the example batch.
+        pipeline: what runs it.
+    """
+
+    def __init__(
+        self, folder: Path, stages: Sequence[str], placement: Placement, inputs: Mapping[str, str]
+    ) -> None:
+        settings = open_settings(folder / "program.toml")
+        sources = {name: read(folder / name, read_text) for name in stages}
+        compare_ranks(
+            {**sources, "program.py": text_of(placement), "program.toml": text_of(settings)}
+        )
+        modules = [load(sources[name], str(folder / name)) for name in stages]
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        wanted = 1 + max(rank for copy in placement.ranks for ranks in copy for rank in ranks)
+        if world != wanted:
+            raise MeshError(
+                f"the pipeline runs on {wanted} devices",
+                why=f"there are {world} processes",
+                todo=f"start it with `torchrun --nproc-per-node {wanted}`",
+            )
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.example = read(folder / "batch.safetensors", load_file)
+        self.pipeline = Pipeline(
+            modules,
+            placement,
+            inputs,
+            local_device(),
+            read(folder / "weights.safetensors", load_file),
+            training_of(settings, folder),
+            tied=settings.get("tied", {}),
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """One training step; the loss."""
+        return self.pipeline.step(batch)
+
+    def close(self) -> None:
+        """Give back what the pipeline holds of the system; it makes no more steps."""
+        self.pipeline.close()
+
+
+@contextmanager
+def open_pipeline(
+    file: str,
+    stages: Sequence[str],
+    ranks: tuple[tuple[tuple[int, ...], ...], ...],
+    rows: Sequence[str],
+    microbatches: int,
+    inputs: Mapping[str, str],
+) -> Iterator[OpenPipeline]:
+    """The pipeline that `file` belongs to, in the process group that torchrun describes.
+
+    Args:
+        file: program.py; the stages' files stand beside it.
+        stages: the file of every stage.
+        ranks: of every stage, for each copy of the model.
+        rows: the actions of each group of ranks.
+        microbatches: in a step.
+        inputs: of one microbatch, name -> type.
+
+    Raises:
+        ProgramError: a file of the folder is missing or damaged.
+        ScheduleError: a row that cannot be read.
+        MeshError: there are more or fewer processes than the stages have ranks.
+    """
+    placement = Placement(ranks, tuple(map(parse_row, rows)), microbatches)
+    folder = Path(file).parent
+    with processes(), closing(OpenPipeline(folder, stages, placement, inputs)) as program:
+        yield program

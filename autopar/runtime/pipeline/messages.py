@@ -1,0 +1,206 @@
+"""Post: what the stages of a pipeline send one another, as messages between ranks.
+
+A message is one box of a `Crossing`. Messages from one rank to another go out in the order of the
+sender's row, and the receiver asks for them in that same order, however its own row needs them. So
+no backend needs tags. Upwards and downwards (by rank) they take process groups of their own: with
+NCCL a send that waits for its receiver would otherwise hold up what comes the other way.
+
+Sends and receives run beside the computation: a receive is posted before the action that precedes
+its own, a send is waited for at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.ir.crossing import Box, Crossing
+from autopar.ir.tensor import TensorType
+from autopar.operators.interpret import TORCH_DTYPES
+from autopar.runtime.communication.communicator import Communicator
+from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.ranks.shared import Peers
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one tensor crosses between meshes, again and again.
+
+    Attributes:
+        tensor: its global type.
+        crossing: what is sent.
+    """
+
+    tensor: TensorType
+    crossing: Crossing
+
+
+class Letter(NamedTuple):
+    """One tensor on a way, by number: that of a microbatch, where there are several."""
+
+    way: int
+    microbatch: int
+
+
+class Wires:
+    """The channels of messages to higher and to lower ranks; all ranks make them together."""
+
+    def __init__(self, peers: Peers) -> None:
+        ranks = tuple(range(peers.world))
+        self._leases = [peers.shared(purpose, [ranks]) for purpose in ("up", "down")]
+        (self.up,), (self.down,) = (lease.channels for lease in self._leases)
+
+    def between(self, sender: int, receiver: int) -> Channel:
+        """The channel of messages from one rank to another."""
+        return self.up if sender < receiver else self.down
+
+    def close(self) -> None:
+        """Give the channels back."""
+        for lease in self._leases:
+            lease.close()
+
+
+Queues = dict[int, tuple[tuple[Letter, int], ...]]
+
+
+def queues(
+    ways: Sequence[Way], sends: Iterable[tuple[Sequence[int], Sequence[Letter]]], rank: int
+) -> Queues:
+    """What each other rank sends to this one in a step: letters and numbers of boxes, in order.
+
+    Args:
+        ways: all ways there are.
+        sends: groups of global ranks, each with the letters that it sends, in that order.
+        rank: this process's global rank.
+    """
+    found: Queues = {}
+    for ranks, letters in sends:
+        for sender in ranks:
+            if sender != rank:
+                found[sender] = tuple(
+                    (letter, number)
+                    for letter in letters
+                    for number, box in enumerate(ways[letter.way].crossing.boxes)
+                    if (box.sender, box.receiver) == (sender, rank)
+                )
+    return found
+
+
+class Post:
+    """The messages of this rank in one step.
+
+    Args:
+        ways: all ways there are.
+        queues: what comes.
+        rank: this process's global rank.
+        device: where it computes.
+        wires: what the messages go through; None for a single rank.
+    """
+
+    def __init__(
+        self,
+        ways: Sequence[Way],
+        queues: Queues,
+        rank: int,
+        device: torch.device,
+        wires: Wires | None,
+    ) -> None:
+        self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
+        self._queues = queues
+        self._asked = dict.fromkeys(queues, 0)
+        self._coming: dict[tuple[Letter, int], tuple[Waiting | None, Tensor]] = {}
+        self._sent: dict[int, int] = {}
+        self._going: list[tuple[Waiting, Tensor]] = []
+
+    def crossing(self, letter: Letter) -> Crossing:
+        """How a letter crosses."""
+        return self.ways[letter.way].crossing
+
+    def _dtype(self, letter: Letter) -> torch.dtype:
+        return TORCH_DTYPES[self.ways[letter.way].tensor.dtype]
+
+    def send(self, letter: Letter, part: Tensor) -> None:
+        """Send what the receivers need of this rank's part of a value."""
+        self._going = [(work, kept) for work, kept in self._going if not work.is_completed()]
+        for number, box in enumerate(self.crossing(letter).boxes):
+            if box.sender != self.rank:
+                continue
+            piece = _taken(part.detach(), box)
+            if box.receiver == self.rank:
+                self._coming[letter, number] = (None, piece)
+                continue
+            assert self.wires is not None
+            piece = piece.contiguous()
+            tag = self._sent[box.receiver] = self._sent.get(box.receiver, -1) + 1
+            channel = self.wires.between(self.rank, box.receiver)
+            work = channel.send(piece, box.receiver, tag)
+            self._going.append((work, piece))
+
+    def ask(self, letter: Letter) -> None:
+        """Post the receives of a letter, and of those that the same ranks send before it."""
+        for number, box in enumerate(self.crossing(letter).boxes):
+            if box.receiver == self.rank and box.sender != self.rank:
+                while (letter, number) not in self._coming:
+                    self._ask_next(box.sender)
+
+    def _ask_next(self, sender: int) -> None:
+        tag = self._asked[sender]
+        letter, number = self._queues[sender][tag]
+        self._asked[sender] += 1
+        box = self.crossing(letter).boxes[number]
+        shape = [length for _, length in box.put]
+        buffer = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
+        assert self.wires is not None
+        channel = self.wires.between(sender, self.rank)
+        work = channel.receive(buffer, sender, tag)
+        self._coming[letter, number] = (work, buffer)
+
+    def receive(self, letter: Letter, runtime: Communicator) -> Tensor:
+        """This rank's part of a letter, in the layout that its mesh wants; waits for it."""
+        way = self.ways[letter.way]
+        shape = way.tensor.shape
+        part = self._arrived(
+            letter, way.crossing.arrival.local_shape(shape, runtime.mesh, runtime.coordinate)
+        )
+        for step in way.crossing.gathers:
+            part = runtime.apply(step, part, shape)
+        return part
+
+    def _arrived(self, letter: Letter, shape: tuple[int, ...]) -> Tensor:
+        """What was sent to this rank, a part of `shape`."""
+        self.ask(letter)
+        pieces = []
+        for number, box in enumerate(self.crossing(letter).boxes):
+            if box.receiver == self.rank:
+                work, piece = self._coming.pop((letter, number))
+                if work is not None:
+                    work.wait()
+                pieces.append((box, piece))
+        if len(pieces) == 1:
+            return pieces[0][1]
+        part = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
+        for box, piece in pieces:
+            _put(part, box).copy_(piece)
+        return part
+
+    def finish(self) -> None:
+        """Wait for what is still on its way out."""
+        for work, _ in self._going:
+            work.wait()
+        self._going.clear()
+
+
+def _taken(part: Tensor, box: Box) -> Tensor:
+    for dim, (start, length) in enumerate(box.taken):
+        part = part.narrow(dim, start, length)
+    return part
+
+
+def _put(part: Tensor, box: Box) -> Tensor:
+    for dim, (start, length) in enumerate(box.put):
+        part = part.narrow(dim, start, length)
+    return part

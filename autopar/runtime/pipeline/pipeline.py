@@ -1,0 +1,412 @@
+"""Runs a pipeline: every rank does its row of a schedule's actions, stage by stage.
+
+A step is `forward`s and `backward`s of stages on microbatches, which are equal slices of the batch
+along the first dimension. What stages send one another goes by `post.py`, what they hold lies in
+`stage.py`. Gradients are added up over the microbatches and synchronised once; the loss is the mean
+of the microbatches'. Batch norms see one microbatch at a time, as they would without stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from autopar.errors import StateError
+from autopar.ir.action import Action
+from autopar.ir.mesh import Mesh
+from autopar.ir.tensor import TensorType
+from autopar.operators.interpret import TORCH_DTYPES
+from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.parameters.gradients import Gradients
+from autopar.runtime.parameters.pieces import (
+    State,
+    fuses_update,
+    host_bucket_of,
+    parameters_of,
+    precision_of,
+    widened_of,
+)
+from autopar.runtime.pipeline.messages import Post, Queues, Wires, queues
+from autopar.runtime.pipeline.routes import Placement, Routes
+from autopar.runtime.pipeline.stage import Stage, Tensors
+from autopar.runtime.pipeline.state import PipelineState
+from autopar.runtime.pipeline.tied_copies import Copies
+from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.runtime import Runtime, typed
+from autopar.runtime.step_parts import ACTION, PHASE
+from autopar.runtime.trainable import check_trainable
+from autopar.runtime.update.optimizer import refuse_what_shards_break
+from autopar.runtime.update.step_check import Seen
+from autopar.runtime.update.update import Training, Update
+
+Row = Sequence[Action]
+
+
+class Pipeline(PipelineState):
+    """One rank's part of a pipeline.
+
+    Args:
+        modules: the loaded program of every stage.
+        placement: where they run, and when.
+        inputs: the inputs of one microbatch by name, "i64[8, 16]".
+        device: where this process computes.
+        values: every parameter and buffer by name, whole; the first rank's count.
+        training: how the local parameters are updated.
+        tied: further names of parameters.
+
+    Raises:
+        StateError: `values` does not fit the program.
+        ProgramError: the optimizer cannot work on shards.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleType],
+        placement: Placement,
+        inputs: Mapping[str, str],
+        device: torch.device,
+        values: Mapping[str, Tensor],
+        training: Training,
+        *,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.modules, self.placement, self.device = modules, placement, device
+        self.tied = dict(tied or {})
+        peers = self.peers = Peers.here()
+        self.rank, self.everyone = peers.rank, peers.everyone
+        self.wires = Wires(peers) if peers.world > 1 else None
+        self.routes = Routes.of(modules, placement)
+        # All ranks make all meshes, since groups are made by all processes together.
+        runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
+        self.everywhere: dict[tuple[int, int], Stage] = {}
+        for copy, ranks in enumerate(placement.ranks):
+            for number, (module, members) in enumerate(zip(modules, ranks, strict=True)):
+                key = (module.MESH, members)
+                if key not in runtimes:
+                    mesh = Mesh.parse(module.MESH)
+                    runtimes[key] = Runtime(mesh, device, members, seed=number)
+                    runtimes[key].widened = widened_of(module)
+                state = State(runtimes[key], parameters_of(module))
+                self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
+        self.row = placement.rows[placement.row_of(self.rank)]
+        self.stages = {
+            key: stage for key, stage in self.everywhere.items() if stage.runtime.rank >= 0
+        }
+        self.shapes = {
+            name: stage.state.shapes[name]
+            for stage in self.everywhere.values()
+            for name in stage.state.names
+        }
+        self.loaded = not any(value.is_meta for value in values.values())
+        for stage in self.stages.values():
+            stage.make_room(device)
+        if self.loaded:
+            self._load(values, from_first=True)
+        named = [pair for stage in self.stages.values() for pair in stage.weights.named]
+        buckets = [host_bucket_of(stage.module) for stage in self.stages.values()]
+        away = max((bucket for bucket in buckets if bucket is not None), default=None)
+        held = {k: v for stage in self.stages.values() for k, v in stage.weights.rounded.items()}
+        fused = fuses_update(modules[0])
+        scattered = [k for stage in self.stages.values() for k in stage.weights.scattered]
+        precision, rounded = precision_of(modules[0]), held if fused else None
+        weights = [stage.weights for stage in self.stages.values()]
+        self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
+        for stage in self.stages.values():
+            refuse_what_shards_break(training.optimizer, stage.state.parameters)
+            rounds = sum(
+                action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
+                for action in self.row
+            )
+            if stage.runtime.gradients is None:
+                stage.runtime.gradients = Gradients(
+                    stage.weights, device, rounds, self.update.order, self.update.room
+                )
+            stage.runtime.gradients.weights |= stage.weights.moving
+            stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
+        self.update.compare()
+        self._written = [
+            stage.named[key]
+            for stage in self.stages.values()
+            for key in getattr(stage.module, "WRITTEN", ())
+        ]
+        self.copies = Copies(self.everywhere, self.rank, self.wires, device)
+        self._in_training = self._coming(placement.rows)
+        forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
+        self._in_evaluation = self._coming(forwards)
+        self.grad_norm: Tensor | None = None
+        self.watch = Watch.over(range(peers.world))
+        self.watch.start()
+        self._random = any(module.RANDOM for module in modules)
+        self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
+        batch = {
+            name: str(TensorType(t.dtype, (t.shape[0] * placement.microbatches, *t.shape[1:])))
+            if t.shape
+            else str(t)
+            for name, t in self._sizes.items()
+        }
+        self._intake = Intake(batch, device, self.everyone)
+
+    def close(self) -> None:
+        """Give back threads, descriptors and process groups; no call works from then on."""
+        self.watch.close()
+        for stage in self.everywhere.values():
+            stage.runtime.close()
+        if self.wires is not None:
+            self.wires.close()
+
+    # One step ------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of all microbatches and an optimizer step.
+
+        Args:
+            batch: the same whole batch on every rank.
+
+        Returns:
+            The mean of the microbatches' losses, a scalar, the same on every rank.
+
+        Raises:
+            BatchError: the batch is not like the captured one, or not the same on every rank.
+            NonFiniteError: loss or gradients are not finite; nothing is updated.
+            RanksDifferError: other ranks make another call, or with other options.
+            ProgramError: the program has no loss, or gradients are switched off.
+            RankFailedError: another rank failed.
+        """
+        check_trainable(any(module.LOSS is not None for module in self.modules))
+        part = self.peers.recorder.part
+        with self.watch, self.peers.recorder.step():
+            with part(PHASE, "batch"):
+                options = self.update.options()
+                inputs = self._prepare(batch, "step", options if self.update.compared else {})
+                self.update.begin(options)
+                self.update.check.keep(self._written)
+                parts = self._parts(inputs)
+                self.optimizer.zero_grad(set_to_none=True)
+                for stage in self.stages.values():
+                    stage.forget()
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.drop()
+            with part(PHASE, "microbatches"):
+                losses = self._run(parts)
+            with part(PHASE, "gradients"):
+                for stage in self.stages.values():
+                    if stage.runtime.gradients is not None:
+                        stage.runtime.gradients.collect()
+                self.copies.add_up()
+            with part(PHASE, "optimizer"):
+                own = [g for stage in self.stages.values() for g in stage.weights.gradients]
+                seen = Seen(
+                    self._share(losses),
+                    inputs[TOKEN],
+                    inputs,
+                    self.peers.world,
+                    self._add_up,
+                    self._intake.differences,
+                )
+                total, self.grad_norm = self.update.step(own, self._squares, seen)
+                for stage in self.stages.values():
+                    stage.weights.gather(self.update.written)
+            self.update.check.end(self._intake.differences)
+            return total.to(seen.loss.dtype)
+
+    def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
+        """Do this rank's row; the losses of the microbatches whose last stage is here."""
+        post, part = self._post(self._in_training), self.peers.recorder.part
+        losses: list[Tensor] = []
+        with self._states(self.row) as enter:
+            for place, action in enumerate(self.row):
+                for ahead in self.row[place : place + 2]:
+                    for _, letter in self.routes.around(ahead)[0]:
+                        post.ask(letter)
+                stage = self.stages[action.stage, action.copy]
+                waits, sends = self.routes.around(action)
+                with self.peers.recorder.within(f"{action} waits for its input"):
+                    arrived = [(name, post.receive(one, stage.runtime)) for name, one in waits]
+                with part(ACTION, action):
+                    if action.kind == "F":
+                        enter(action)
+                        given = parts[action.microbatch]
+                        made = stage.forward(action.microbatch, given, dict(arrived))
+                    else:
+                        made = self._backward(stage, action, arrived)
+                if action.kind == "F" and stage.module.LOSS is not None:
+                    losses.append(made[stage.module.LOSS])
+                for name, letter in sends:
+                    post.send(letter, made[name])
+        post.finish()
+        self._settle()
+        return losses
+
+    def _settle(self) -> None:
+        """Give the buffers what the last microbatch left in them."""
+        for stage in self.stages.values():
+            stage.writes.settle()
+
+    def _coming(self, rows: Sequence[Row]) -> Queues:
+        """What comes to this rank in one run over `rows`."""
+        sends = [
+            (ranks, [letter for action in row for _, letter in self.routes.around(action)[1]])
+            for ranks, row in zip(self.placement.groups, rows, strict=True)
+        ]
+        return queues(self.routes.ways, sends, self.rank)
+
+    def _post(self, coming: Queues) -> Post:
+        return Post(self.routes.ways, coming, self.rank, self.device, self.wires)
+
+    def _backward(
+        self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
+    ) -> Tensors:
+        """A backward action on the gradients that came from the readers of its results."""
+        if action.kind == "W":
+            stage.backward_weight(action.microbatch)
+            return {}
+        gradients: Tensors = {}
+        for name, gradient in arrived:
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        run = stage.backward if action.kind == "B" else stage.backward_input
+        return run(action.microbatch, gradients, self.update.scale / self.placement.microbatches)
+
+    def _share(self, losses: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the mean of all microbatches' losses."""
+        # Every rank of the last stage has the loss; one of them speaks for all.
+        if losses and all(s.runtime.rank == 0 for s in self.stages.values()):
+            return torch.stack(list(losses)).sum() / self.placement.microbatches
+        module = next(module for module in self.modules if module.LOSS is not None)
+        dtype = TORCH_DTYPES[typed(module.OUTPUTS[module.LOSS])[0]]
+        return torch.zeros((), dtype=dtype, device=self.device)
+
+    def _add_up(self, part: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in its place."""
+        if self.everyone is not None:
+            self.everyone.all_reduce(part)
+        return part
+
+    def _squares(self) -> Tensor:
+        """This rank's part of the sum of all gradients' squares, each counted once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for stage in self.stages.values():
+            own = stage.weights.gradients
+            elsewhere = self.copies.counted_elsewhere(stage)
+            total += stage.state.squares(own, elsewhere, self.update.squares)
+        return total
+
+    def _prepare(
+        self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None
+    ) -> Tensors:
+        """The batch on this device, after checks."""
+        if not self.loaded:
+            raise StateError(
+                "the program has no weights",
+                why="it was compiled from a model on the meta device, or a load broke off",
+                todo="call program.load_state_dict(...) first",
+            )
+        return self._intake.take(batch, call, options)
+
+    def _parts(self, inputs: Tensors) -> list[Tensors]:
+        """The microbatches."""
+        return [
+            {name: self._slice(name, inputs[name], number) for name in self._sizes}
+            for number in range(self.placement.microbatches)
+        ]
+
+    def _slice(self, name: str, value: Tensor, number: int) -> Tensor:
+        shape = self._sizes[name].shape
+        return value.narrow(0, number * shape[0], shape[0]) if shape else value
+
+    # Random numbers ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _states(self, row: Row) -> Iterator[Callable[[Action], None]]:
+        """Gives what puts the CPU's generator where a forward of the unsharded run would find it.
+
+        That run does one microbatch after the other, each through all stages. So every rank draws
+        and forgets what the other stages draw. Afterwards the generators are where it would leave
+        them, alike on all ranks.
+        """
+        if not self._random:
+            yield lambda action: None
+            return
+        state = [torch.get_rng_state()]
+        if self.everyone is not None:
+            self.everyone.broadcast_objects(state, 0)
+        torch.set_rng_state(state[0])
+        own = {(a.microbatch, a.stage) for a in row if a.kind == "F"}
+        runtime = next(iter(self.stages.values())).runtime
+        found: dict[tuple[int, int], Tensor] = {}
+        for microbatch in range(self.placement.microbatches):
+            for number, module in enumerate(self.modules):
+                if (microbatch, number) in own:
+                    found[microbatch, number] = torch.get_rng_state()
+                if module.RANDOM:
+                    module.draw(runtime)
+        end = torch.get_rng_state()
+        yield lambda action: torch.set_rng_state(found[action.microbatch, action.stage])
+        torch.set_rng_state(end)
+
+    # Without gradients ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensors:
+        """The outputs by name, whole and on every rank; raises what `step` raises.
+
+        Those of the microbatches stand in a row along their first dimension; of scalars it is the
+        mean.
+        """
+        with self.watch, self.peers.recorder.within("evaluation"):
+            parts = self._parts(self._prepare(batch, "forward"))
+            self.update.check.settle(self._intake.differences)
+            row = [action for action in self.row if action.kind == "F"]
+            post = self._post(self._in_evaluation)
+            found: dict[tuple[str, int], Tensor] = {}
+            with self._states(row) as enter:
+                for action in row:
+                    stage = self.stages[action.stage, action.copy]
+                    waits, sends = self.routes.around(action)
+                    arrived = {name: post.receive(letter, stage.runtime) for name, letter in waits}
+                    enter(action)
+                    made = stage.forward(action.microbatch, parts[action.microbatch], arrived)
+                    for name, letter in sends:
+                        post.send(letter, made[name])
+                    for name, value in made.items():
+                        if not name.startswith("%"):
+                            _, shape, layout = typed(stage.module.OUTPUTS[name])
+                            whole_value = stage.runtime.unshard(value, layout, shape)
+                            found[name, action.microbatch] = stage.writes.apart(whole_value)
+            post.finish()
+            self._settle()
+            return self._everywhere(found)
+
+    def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
+        """The outputs of all microbatches, put together, on every rank."""
+        outputs: Tensors = {}
+        for number, module in enumerate(self.modules):
+            for name, text in module.OUTPUTS.items():
+                if name.startswith("%"):
+                    continue
+                dtype, shape, _ = typed(text)
+                pieces = []
+                for microbatch in range(self.placement.microbatches):
+                    value = found.get((name, microbatch))
+                    if value is None:
+                        value = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.device)
+                    pieces.append(self._from(self._speaker(number, microbatch), value))
+                if shape:
+                    outputs[name] = torch.cat(pieces)
+                else:
+                    outputs[name] = torch.stack(pieces).sum() / len(pieces)
+        return outputs
+
+    def _speaker(self, stage: int, microbatch: int) -> int:
+        """The first rank that does the forward of a stage on a microbatch."""
+        copy = next(
+            action.copy
+            for row in self.placement.rows
+            for action in row
+            if action[:3] == ("F", stage, microbatch)
+        )
+        return self.placement.ranks[copy][stage][0]

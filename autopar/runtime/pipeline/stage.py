@@ -1,0 +1,174 @@
+"""One stage of a pipeline on one of its devices: its parameters, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.parameters.buffer_writes import Writes
+from autopar.runtime.parameters.pieces import State
+from autopar.runtime.parameters.shards import Weights
+from autopar.runtime.pipeline.split import Later, backward_input
+from autopar.runtime.runtime import Received, Runtime
+
+Tensors = dict[str, Tensor]
+Share = float | Tensor
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward: leaves that were received, results with gradients."""
+
+    leaves: Tensors
+    results: Tensors
+
+
+class Stage:
+    """A stage, with the state that this device holds of it.
+
+    Args:
+        module: the loaded program of the stage.
+        runtime: its mesh.
+        number, copy: which stage, and which copy of it.
+        state: how the mesh stores the parameters and buffers.
+    """
+
+    def __init__(
+        self, module: ModuleType, runtime: Runtime, number: int, copy: int, state: State
+    ) -> None:
+        self.module, self.runtime, self.number, self.copy = module, runtime, number, copy
+        self.state = state
+        self.received: dict[str, Received] = getattr(module, "RECEIVED", {})
+        self.tensors: list[Tensor] = []
+        self.weights = Weights(runtime, (), ())
+        self.updated: Tensors = {}
+        self.named: Tensors = {}
+        self.writes = Writes({})
+        self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, Later] = {}
+
+    def make_room(self, device: torch.device) -> None:
+        """Make the local tensors of all parameters and buffers, to be loaded later."""
+        self.tensors = [
+            nn.Parameter(tensor) if parameter.trainable else tensor
+            for parameter, tensor in zip(
+                self.state.parameters, self.state.empty(device), strict=True
+            )
+        ]
+        keys = [parameter.key for parameter in self.state.parameters]
+        self.named = dict(zip(keys, self.tensors, strict=True))
+        self.writes = Writes(self.named)
+        self.weights = Weights(
+            self.runtime, self.state.parameters, self.tensors, getattr(self.module, "BUCKET", 1)
+        )
+        self.updated = dict(zip(keys, self.weights.updated, strict=True))
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that have gradients, by key, as they are held."""
+        return {k: t for k, t in self.named.items() if isinstance(t, nn.Parameter)}
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this device's part of a received value."""
+        value = self.received[name]
+        return value.layout.local_shape(value.shape, self.runtime.mesh, self.runtime.coordinate)
+
+    def forward(
+        self, microbatch: int, batch: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Tensors:
+        """The results on one microbatch by name; under autograd its backward can follow.
+
+        Args:
+            microbatch: its number.
+            batch: the inputs, whole.
+            received: what other stages sent, in the layouts that the module tells.
+        """
+        leaves: Tensors = {}
+        inputs = {name: batch[name] for name in self.module.INPUTS}
+        for name, value in received.items():
+            if torch.is_grad_enabled() and self.received[name].gradient:
+                leaves[name] = value.detach().requires_grad_()
+                # The program must not take it for a parameter, whose gradient waits for the end.
+                inputs[name] = leaves[name].view_as(leaves[name])
+            else:
+                inputs[name] = value
+        saving = self.runtime.saving(self.weights, inputs.values())
+        with saving, self.runtime.writing(self.writes):
+            # Outputs that nothing else needs are for those who ask for them.
+            aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
+            less = {"outputs": False} if aside else {}
+            given = self.runtime.given(self.writes.given)
+            results: Tensors = dict(self.module.forward(self.runtime, given, inputs, **less))
+        if torch.is_grad_enabled():
+            with_gradient = {
+                name: value
+                for name, value in results.items()
+                if value.requires_grad and (name.startswith("%") or name == self.module.LOSS)
+            }
+            self._kept[microbatch] = _Kept(leaves, with_gradient)
+        return {name: value.detach() for name, value in results.items()}
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor], share: Share) -> Tensors:
+        """The whole backward: gradients of what was received, by name.
+
+        Args:
+            microbatch: its number.
+            gradients: of the results, by name; of those that are missing there is none.
+            share: gradient of the loss, where it is made here.
+        """
+        kept = self._kept.pop(microbatch)
+        results, seeds = self._seeds(kept, gradients, share)
+        if results:
+            torch.autograd.backward(results, seeds)
+            self._end_of_backward()
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in kept.leaves.items()
+        }
+
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Tensor], share: Share
+    ) -> Tensors:
+        """The first half of a backward, which returns what `backward` does."""
+        kept = self._kept.pop(microbatch)
+        results, seeds = self._seeds(kept, gradients, share)
+        leaves = list(kept.leaves.values())
+        if not results:
+            self._later[microbatch] = Later()
+            return {name: torch.zeros_like(leaf) for name, leaf in kept.leaves.items()}
+        found, later = backward_input(results, seeds, leaves, list(self.trained.values()))
+        self._later[microbatch] = later
+        return {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(kept.leaves.items(), found, strict=True)
+        }
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: gradients of the parameters."""
+        self._later.pop(microbatch).run()
+        self._end_of_backward()
+
+    def _end_of_backward(self) -> None:
+        if self.runtime.gradients is not None:
+            self.runtime.gradients.end_of_backward()
+        self.runtime.fetch.drop()
+
+    def _seeds(
+        self, kept: _Kept, gradients: Mapping[str, Tensor], share: Share
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that a backward begins with, and their gradients."""
+        given = dict(gradients)
+        if self.module.LOSS in kept.results:
+            given[self.module.LOSS] = torch.ones_like(kept.results[self.module.LOSS]) * share
+        names = [name for name in kept.results if name in given]
+        return [kept.results[name] for name in names], [given[name] for name in names]
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._kept.clear()
+        self._later.clear()
+        self.writes.drop()

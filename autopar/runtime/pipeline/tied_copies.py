@@ -1,0 +1,106 @@
+"""Copies of a parameter in several stages: their gradients are added up before the update.
+
+Tied weights, such as an embedding that is also the head, and the second model of a bidirectional
+schedule. Every holder sends its gradient to all others and adds up all of them in one order, so
+that the copies get equal gradients, to the bit, and stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.ir.crossing import Side, crossing
+from autopar.ir.tensor import TensorType
+from autopar.runtime.parameters.pieces import Parameter
+from autopar.runtime.pipeline.messages import Letter, Post, Queues, Way, Wires, queues
+from autopar.runtime.pipeline.stage import Stage
+
+Key = tuple[int, int]  # stage, copy
+
+
+class Copies:
+    """The parameters that several stages hold.
+
+    Args:
+        stages: all stages of the pipeline, also those of other ranks.
+        rank: this process's global rank.
+        wires: what messages go through.
+        device: where this process computes.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[Key, Stage],
+        rank: int,
+        wires: Wires | None,
+        device: torch.device,
+    ) -> None:
+        self.stages, self.rank, self.wires, self.device = stages, rank, wires, device
+        holders: dict[str, dict[Key, Parameter]] = {}
+        for key, stage in stages.items():
+            for parameter in stage.state.parameters:
+                if parameter.trainable:
+                    holders.setdefault(parameter.key, {})[key] = parameter
+        self.holders = {name: held for name, held in holders.items() if len(held) > 1}
+        self._ways: list[Way] = []
+        self._numbers: dict[tuple[str, Key, Key], int] = {}
+        for name, held in self.holders.items():
+            for a in held:
+                for b in held:
+                    if a != b:
+                        self._numbers[name, a, b] = len(self._ways)
+                        tensor = TensorType(held[a].master.dtype, held[a].shape)
+                        sides = (self._side(key, held[key]) for key in (a, b))
+                        self._ways.append(Way(tensor, crossing(tensor, *sides)))
+
+        self._queues = self._coming()
+
+    def _side(self, key: Key, parameter: Parameter) -> Side:
+        comm = self.stages[key].runtime
+        return Side(comm.mesh, comm.ranks, parameter.storage.updated)
+
+    def counted_elsewhere(self, stage: Stage) -> frozenset[str]:
+        """Keys of the parameters of a stage that stand in an earlier one too."""
+        own = (stage.number, stage.copy)
+        return frozenset(name for name, held in self.holders.items() if own != next(iter(held)))
+
+    def add_up(self) -> None:
+        """Give all copies of each parameter the sum of their gradients; all ranks call it."""
+        if not self.holders:
+            return
+        post = Post(self._ways, self._queues, self.rank, self.device, self.wires)
+        mine = {key: stage for key, stage in self.stages.items() if stage.runtime.rank >= 0}
+        for (name, a, _), number in self._numbers.items():
+            if a in mine:
+                post.send(Letter(number, 0), _gradient(mine[a], name))
+        totals: list[tuple[Tensor, Tensor]] = []
+        for name, held in self.holders.items():
+            for here in (key for key in held if key in mine):
+                stage = mine[here]
+                parts = [
+                    _gradient(stage, name)
+                    if other == here
+                    else post.receive(Letter(self._numbers[name, other, here], 0), stage.runtime)
+                    for other in held
+                ]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                totals.append((stage.updated[name], total))
+        post.finish()
+        for parameter, total in totals:
+            parameter.grad = total
+
+    def _coming(self) -> Queues:
+        sends: dict[tuple[int, ...], list[Letter]] = {}
+        for (_, a, _), number in self._numbers.items():
+            sends.setdefault(self.stages[a].runtime.ranks, []).append(Letter(number, 0))
+        return queues(self._ways, sends.items(), self.rank)
+
+
+def _gradient(stage: Stage, name: str) -> Tensor:
+    parameter = stage.updated[name]
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

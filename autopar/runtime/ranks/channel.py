@@ -1,0 +1,159 @@
+"""A channel: a process group of torch's with a record of all that goes through it.
+
+Every collective and message of a program goes through one, so that each is recorded and a closed
+program says that it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import ProgramError
+from autopar.runtime import torch_private
+from autopar.runtime.ranks.recorder import Event, Recorder
+
+
+class Channel:
+    """A process group, for as long as somebody uses it.
+
+    Args:
+        name: in records; the same on all ranks.
+        ranks: global ranks of its members, in the order of their ranks in the group.
+        handle: gives torch's; None where this process is no member, and once it is gone.
+        recorder: of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        handle: Callable[[], dist.ProcessGroup | None],
+        recorder: Recorder,
+    ) -> None:
+        self.name, self.ranks, self.recorder = name, ranks, recorder
+        self._handle = handle
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """The process group; ProgramError once it is gone."""
+        handle = self._handle()
+        if handle is None:
+            raise ProgramError(
+                "the program's process groups are gone",
+                why="it was closed, or dist.destroy_process_group() ended all groups",
+                todo="compile the model again",
+            )
+        return handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether the process group is gone."""
+        return self._handle() is None
+
+    def take(self) -> dist.ProcessGroup | None:
+        """Close the channel; the process group, which it does not refer to any more."""
+        handle = self._handle()
+        self._handle = lambda: None
+        return handle
+
+    def _run(self, kind: str, nbytes: int, call: Callable[..., Any], *args: Any) -> None:
+        handle = self.handle
+        event = self.recorder.begin(self.name, self.ranks, kind, nbytes)
+        call(*args, group=handle)
+        self.recorder.end(event)
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce x over the ranks, in its place."""
+        self._run("all_reduce", x.nbytes, dist.all_reduce, x, op)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """Reduce x over the ranks, and put this rank's part into `out`; both are flat."""
+        self._run("reduce_scatter", x.nbytes, torch_private.reduce_scatter_single, out, x)
+
+    def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
+        """Put every rank's x into `out`, both flat; with `ahead` what returned must be awaited."""
+        handle = self.handle
+        event = self.recorder.begin(self.name, self.ranks, "all_gather", x.nbytes, not ahead)
+        work = torch_private.all_gather_single(out, x, group=handle, async_op=ahead)
+        if work is not None:
+            return Waiting(work, event)
+        self.recorder.end(event)
+        return None
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int] | None = None,
+        sends: Sequence[int] | None = None,
+    ) -> None:
+        """Send one block of x to every rank: equal ones, or of `takes` and `sends` elements."""
+        # Uneven blocks differ between ranks, and so would the bytes of one event.
+        nbytes = x.nbytes if takes is None else 0
+        self._run("all_to_all", nbytes, dist.all_to_all_single, out, x, takes, sends)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Put the x of a global rank into all others."""
+        self._run("broadcast", x.nbytes, dist.broadcast, x, source)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._run("barrier", 0, dist.barrier)
+
+    def broadcast_objects(self, values: list[Any], source: int) -> None:
+        """Put the values of a global rank in place of all others'."""
+        self._run("broadcast of objects", 0, dist.broadcast_object_list, values, source)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """The values of all ranks."""
+        found: list[Any] = [None] * len(self.ranks)
+        self._run("all_gather of objects", 0, dist.all_gather_object, found, value)
+        return found
+
+    def gather_object(self, value: object, target: int) -> list[Any]:
+        """The values of all ranks on a global rank, [] on the others."""
+        found: list[Any] | None = [None] * len(self.ranks) if dist.get_rank() == target else None
+        self._run("gather of objects", 0, dist.gather_object, value, found, target)
+        return found or []
+
+    def send(self, x: Tensor, receiver: int, tag: int) -> Waiting:
+        """Begin to send x to a global rank."""
+        return self._message("send", dist.isend, x, dist.get_rank(), receiver, tag)
+
+    def receive(self, x: Tensor, sender: int, tag: int) -> Waiting:
+        """Begin to receive x from a global rank."""
+        return self._message("receive", dist.irecv, x, sender, dist.get_rank(), tag)
+
+    def _message(
+        self, kind: str, call: Callable[..., Any], x: Tensor, sender: int, receiver: int, tag: int
+    ) -> Waiting:
+        other = receiver if kind == "send" else sender
+        handle = self.handle
+        event = self.recorder.begin(
+            f"{sender}>{receiver}", (sender, receiver), kind, x.nbytes, False
+        )
+        return Waiting(call(x, other, group=handle, tag=tag), event)
+
+
+class Waiting:
+    """A call that goes on beside the program until it is awaited."""
+
+    def __init__(self, work: Any, event: Event) -> None:
+        self._work, self._event = work, event
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns at once."""
+        done = bool(self._work.is_completed())
+        if done:
+            Recorder.end(self._event)
+        return done
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._event.waiting = True
+        self._work.wait()
+        Recorder.end(self._event)

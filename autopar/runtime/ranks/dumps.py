@@ -1,0 +1,133 @@
+"""Where the records of a process go when something fails, or when a person asks for them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import signal as signals
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from autopar.errors import DumpError
+from autopar.runtime.ranks.record import Record
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Where ranks leave what they did last, and when; for `compile(dump=...)`.
+
+    Attributes:
+        folder: that all ranks' files go to; by default one in the system's folder for temporary
+            files, which the error names.
+        signal: that asks all ranks for their records, "SIGUSR1" or a number: sent to one of them it
+            is enough. None leaves all signals alone. A handler that Python or C has for it is
+            called as well.
+    """
+
+    folder: str | Path | None = None
+    signal: str | int | None = None
+
+    @classmethod
+    def read(cls, given: str | Path | Dump | None) -> Dump:
+        """The value of an option: a folder, a Dump or nothing.
+
+        Raises:
+            DumpError: there is no such signal, or the folder is a file.
+        """
+        found = given if isinstance(given, Dump) else cls(given)
+        found.number  # noqa: B018  # refuses what is no signal
+        if found.folder is not None and Path(found.folder).is_file():
+            raise DumpError(f"{found.folder} is a file", todo="name a folder for dumps")
+        return found
+
+    @property
+    def number(self) -> int | None:
+        """The signal's number."""
+        if self.signal is None:
+            return None
+        try:
+            if isinstance(self.signal, str):
+                return int(signals.Signals[self.signal])
+            return int(signals.Signals(self.signal))
+        except (KeyError, ValueError):
+            raise DumpError(
+                f"{self.signal!r} is no signal", todo='pass signal="SIGUSR1", or leave it out'
+            ) from None
+
+
+class Dumps:
+    """The dumps of this process."""
+
+    def __init__(self) -> None:
+        self.wanted = Dump()
+        self._asked: IO[bytes] | None = None
+        self._seen = 0
+        self._token = ""
+
+    def configure(self, wanted: Dump) -> None:
+        """Do as a program wants; the last one that wants something counts."""
+        if wanted == Dump():
+            return
+        self.wanted = wanted
+        if wanted.number is not None and self._asked is None:
+            self._listen(wanted.number)
+
+    def _listen(self, number: int) -> None:
+        """Take note of a signal, even where the main thread waits in a collective.
+
+        Python's own handlers run between lines of Python only. `faulthandler`'s runs at once: it
+        writes to a file, whose length a thread looks at.
+        """
+        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by the finaliser
+        own = signals.getsignal(number) not in (signals.SIG_DFL, signals.SIG_IGN)
+        faulthandler.register(number, file=file, all_threads=False, chain=own)
+        self._asked = file
+        weakref.finalize(self, _deaf, number, file)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the signal has come since this was asked last."""
+        if self._asked is None:
+            return False
+        length = os.fstat(self._asked.fileno()).st_size
+        new, self._seen = length > self._seen, length
+        return new
+
+    @property
+    def token(self) -> str:
+        """A name for the folder of a run, which its first rank that needs one proposes."""
+        self._token = self._token or secrets.token_hex(6)
+        return self._token
+
+    def folder(self, token: str) -> Path:
+        """Where the files go; `token` is agreed between the ranks."""
+        if self.wanted.folder is not None:
+            return Path(self.wanted.folder)
+        return Path(tempfile.gettempdir(), f"autopar-{token}")
+
+    def write(self, record: Record, token: str) -> Path:
+        """Write a rank's record, whole or not at all; the folder.
+
+        Raises:
+            DumpError: it cannot be written.
+        """
+        folder = self.folder(token)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=folder, prefix=".", suffix=".part", delete=False, encoding="utf-8"
+            ) as file:
+                file.write(record.write())
+            Path(file.name).replace(folder / f"rank-{record.rank}.json")
+        except OSError as error:
+            raise DumpError(f"no dump is written to {folder}", why=str(error)) from error
+        return folder
+
+
+def _deaf(number: int, file: IO[bytes]) -> None:
+    faulthandler.unregister(number)
+    file.close()

@@ -1,0 +1,96 @@
+"""The processes that run a program: the mesh they form, where each computes, what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import AutoparError, MeshError
+from autopar.fields import shown
+from autopar.ir.mesh import Mesh
+from autopar.runtime.communication.communicator import mesh_of
+from autopar.runtime.folder import join_process_group
+from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.ranks.shared import local_device as local_device
+
+MeshLike = Mesh | DeviceMesh | str
+Value = TypeVar("Value")
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """A mesh from any of its three forms.
+
+    Raises:
+        MeshError: text that is no mesh, a DeviceMesh without axis names, or none of the three.
+        UnknownDeviceError: the DeviceMesh's device is not in devices.toml.
+    """
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if isinstance(mesh, DeviceMesh):
+        return mesh_of(mesh, device_name(mesh.device_type))
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{shown(mesh)} is no mesh",
+            todo='pass a torch DeviceMesh, an autopar.Mesh or its text, "H100: node=2, gpu=8"',
+        )
+    return mesh
+
+
+def device_name(kind: str) -> str:
+    """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
+    return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+
+
+def accelerator() -> torch.device | None:
+    """This process's GPU, None without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def join_processes(mesh: Mesh) -> None:
+    """Join torchrun's process group if there is none; MeshError if nothing started a mesh's."""
+    if not dist.is_initialized() and mesh.size > 1:
+        if not dist.is_torchelastic_launched():
+            raise MeshError(
+                f"mesh {str(mesh)!r} has {mesh.size} devices",
+                why="this is one process without a process group",
+                todo=f"start it with `torchrun --nproc-per-node {mesh.size}`; "
+                "autopar.plan needs no processes",
+            )
+        join_process_group()
+
+
+def check_processes(mesh: Mesh) -> None:
+    """MeshError unless there are as many processes as a mesh has devices; joins them first."""
+    join_processes(mesh)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.size:
+        raise MeshError(
+            f"mesh {str(mesh)!r} has {mesh.size} devices",
+            why=f"there are {world} processes",
+            todo=f"start {mesh.size} processes or write a mesh of {world}",
+        )
+
+
+def from_first_rank(make: Callable[[], Value]) -> Value:
+    """What `make` returns on the first rank, on every rank; it runs there alone.
+
+    Raises:
+        AutoparError: the one that `make` raised, on every rank.
+    """
+    peers = Peers.here()
+    if peers.everyone is None:
+        return make()
+    box: list[Any] = [None]
+    if peers.rank == 0:
+        try:
+            box = [make()]
+        except AutoparError as error:
+            box = [error]
+    peers.everyone.broadcast_objects(box, 0)
+    if isinstance(box[0], AutoparError):
+        raise box[0]
+    return cast(Value, box[0])

@@ -1,0 +1,133 @@
+"""What became of a rank, in words that its peers raise."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from autopar.errors import RankFailedError
+from autopar.runtime.ranks.diagnosis import Diagnosis, diagnose
+from autopar.runtime.ranks.record import Record
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's error, in words.
+
+    Attributes:
+        rank: the global rank that failed first.
+        number: how many failures the program has lived through before.
+        summary: the exception in a line.
+        trace: its traceback, causes included.
+        broken: whether it may be a collective's that another rank broke.
+    """
+
+    rank: int
+    number: int
+    summary: str
+    trace: str
+    broken: bool = False
+
+    @classmethod
+    def of(cls, rank: int, number: int, error: BaseException) -> Failure:
+        """The failure of `rank` with `error`."""
+        summary = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, number, summary, trace, may_follow(error))
+
+    @classmethod
+    def read(cls, text: str) -> Failure:
+        """The failure that `write` wrote."""
+        return cls(**json.loads(text))
+
+    def write(self) -> str:
+        """The failure as text."""
+        return json.dumps(asdict(self))
+
+    def error(self) -> RankFailedError:
+        """What the other ranks raise."""
+        return RankFailedError(
+            f"rank {self.rank} failed: {self.summary}",
+            where=f"rank {self.rank}",
+            why=f"its own error was\n{self.trace.rstrip()}",
+            todo=f"mend what rank {self.rank} reports; the other ranks stopped because of it",
+        )
+
+
+def may_follow(error: BaseException) -> bool:
+    """Whether an error may be a collective's, broken by another rank, and not this rank's own."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What the ranks answered when a collective had broken and none had an error of its own.
+
+    Attributes:
+        failure: the first rank's whose collective broke.
+        records: of the ranks that answered.
+        absent: those that did not.
+        seen: what they did when they were last heard of, as far as they were.
+        left: of ranks that ended without an error: what they said at their end.
+    """
+
+    failure: Failure
+    records: Mapping[int, Record]
+    absent: Sequence[int]
+    seen: Mapping[int, str]
+    left: Mapping[int, str]
+
+    def error(self) -> RankFailedError | None:
+        """Who held up the others; None if nothing tells."""
+        if self.left:
+            rank = min(self.left)
+            return RankFailedError(
+                f"{_names(self.left)} ended in the middle of the training",
+                where=_names(self.left),
+                why=f"no error of its own reached Python: {self.left[rank]}; {self._noticed}",
+                todo=f"look at the output of rank {rank}: all ranks must make the same calls",
+            )
+        if self.absent:
+            return self._lost()
+        found = diagnose(self.records)
+        return self._behind(found) if found.behind else None
+
+    @property
+    def _noticed(self) -> str:
+        return f"rank {self.failure.rank} noticed: {self.failure.summary}"
+
+    def _lost(self) -> RankFailedError:
+        names, many = _names(self.absent), len(self.absent) > 1
+        last = "".join(
+            f"; rank {rank} was last seen {self.seen[rank]}"
+            for rank in self.absent
+            if rank in self.seen
+        )
+        return RankFailedError(
+            f"{names} {'were' if many else 'was'} lost",
+            where=names,
+            why="no error was left behind: the process was killed or stopped, ran out of memory or "
+            f"hangs{last}; {self._noticed}",
+            todo="look into that machine's system log, and start again from a checkpoint",
+        )
+
+    def _behind(self, found: Diagnosis) -> RankFailedError:
+        said = "; ".join(f"rank {r} is {self.records[r].describe()}" for r in found.behind[:4])
+        waiting = next(wait for wait in found.waits if set(wait.absent) & set(found.behind))
+        return RankFailedError(
+            f"{_names(found.behind)} did not come in time",
+            where=_names(found.behind),
+            why=f"{said}. Rank {waiting.rank} is {self.records[waiting.rank].describe()}. "
+            f"{self._noticed}",
+            todo="look at that line, or give init_process_group a longer timeout",
+        )
+
+
+def _names(ranks: Sequence[int] | Mapping[int, str]) -> str:
+    """Ranks in words."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else "ranks " + ", ".join(map(str, found))

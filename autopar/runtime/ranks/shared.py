@@ -1,0 +1,190 @@
+"""The processes of torch's default group as this one sees them, and the groups that they form.
+
+`Peers` is the one place that makes process groups. Programs of one process share those of equal
+ranks, and the last one that gives a group back ends it. Groups are made by all processes together
+but given back by each for itself, perhaps by its garbage collector. So before a group is shared all
+ranks compare which they still have: one that any of them lacks is made anew on all.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import ReferenceType, WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime import torch_private
+from autopar.runtime.ranks.channel import Channel
+from autopar.runtime.ranks.dumps import Dumps
+from autopar.runtime.ranks.recorder import Recorder
+
+# Backends whose groups a process may end alone; NCCL's ranks may wait for one another there.
+_ENDED_ALONE = ("gloo", "fake")
+_NAMED = 8  # ranks in the name of a channel
+
+
+def local_device() -> torch.device:
+    """Where this process computes: its GPU under nccl, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+Key = tuple[str, tuple[int, ...]]  # purpose, and global ranks
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A channel, and how often it is in use here.
+
+    Attributes:
+        number: which one it is of all that were made; the same on all ranks.
+        ended: whether the process group was given back to torch.
+    """
+
+    channel: Channel
+    number: int
+    users: int = 1
+    ended: bool = False
+
+
+class Peers:
+    """This process among those of a default group; see `Peers.here`.
+
+    Args:
+        whole: the default group; None for a process without one.
+
+    Attributes:
+        world, rank: number of processes, and which one this is.
+        recorder: of what this process does.
+        dumps: where that goes.
+        everyone: the default group's channel; None for a process alone.
+    """
+
+    def __init__(self, whole: dist.ProcessGroup | None) -> None:
+        self.recorder = Recorder()
+        self.dumps = Dumps()
+        self.world, self.rank = 1, 0
+        self.everyone: Channel | None = None
+        # Weakly: the group ends when the user destroys it, and all others with it.
+        self._whole: ReferenceType[dist.ProcessGroup] | None = None
+        self._shared: dict[Key, _Shared] = {}
+        self._made = 0
+        if whole is not None:
+            self._whole = weakref.ref(whole)
+            self.world, self.rank = dist.get_world_size(), dist.get_rank()
+            if self.world > 1:
+                ranks = tuple(range(self.world))
+                self.everyone = Channel("all", ranks, self._whole, self.recorder)
+
+    @classmethod
+    def here(cls) -> Peers:
+        """Those of this process's default group; without one it is alone."""
+        if not dist.is_initialized():
+            return cls(None)
+        whole = torch_private.default_group()
+        if whole not in _OF_DEFAULT_GROUP:
+            _OF_DEFAULT_GROUP[whole] = cls(whole)
+        return _OF_DEFAULT_GROUP[whole]
+
+    def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
+        """Channels of groups of ranks; every process must ask for them at the same point.
+
+        Args:
+            purpose: groups of equal ranks and different purposes are different ones.
+            groups: global ranks of each; this process may be no member.
+        """
+        if self._whole is None or not groups:
+            return Lease(self, [])
+        keys = [(purpose, ranks) for ranks in groups]
+        present = [self._shared.get(key) for key in keys]
+        for one in present:
+            if one is not None:
+                one.users += 1  # from here on nobody ends it
+        agreed = self._agreed([-1 if one is None or one.ended else one.number for one in present])
+        held: list[_Shared] = []
+        for key, one, alike in zip(keys, present, agreed, strict=True):
+            if one is None or not alike:
+                if one is not None:
+                    self._give_back([one], collected=False)
+                one = self._shared[key] = self._make(*key)
+            held.append(one)
+        return Lease(self, held)
+
+    def own(self, purpose: str, backend: str) -> Lease:
+        """A channel of all processes that nobody shares, as what runs in a thread needs."""
+        return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
+
+    def _agreed(self, numbers: Sequence[int]) -> list[bool]:
+        """Which of the channels with these numbers, -1 for none, all ranks have alike."""
+        if self.everyone is None:
+            return [number >= 0 for number in numbers]
+        span = torch.tensor([*numbers, *(-n for n in numbers)], device=local_device())
+        self.everyone.all_reduce(span, dist.ReduceOp.MAX)
+        largest, smallest = span[: len(numbers)].tolist(), (-span[len(numbers) :]).tolist()
+        return [low == high >= 0 for low, high in zip(smallest, largest, strict=True)]
+
+    def _make(self, purpose: str, ranks: tuple[int, ...], backend: str | None = None) -> _Shared:
+        """A new process group, with the time-out that the user gave the default one."""
+        whole = torch_private.default_group()
+        timeout = torch_private.timeout_of(whole)
+        handle = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        kept, alive = handle if self.rank in ranks else None, weakref.ref(whole)
+        channel = Channel(
+            _name(purpose, ranks),
+            ranks,
+            lambda: None if alive() is None else kept,
+            self.recorder,
+        )
+        self._made += 1
+        return _Shared(channel, self._made)
+
+    def _give_back(self, held: Sequence[_Shared], collected: bool) -> None:
+        """End the process groups that nobody uses any more.
+
+        Those that the garbage collector gives back stay for the next program, if ranks of them
+        might wait for one another in ending them.
+        """
+        whole = None if self._whole is None else self._whole()
+        there = whole is not None and dist.group.WORLD is whole
+        for one in held:
+            one.users -= 1
+            if one.users or (collected and there and dist.get_backend() not in _ENDED_ALONE):
+                continue
+            one.ended = True
+            for key in [key for key, other in self._shared.items() if other is one]:
+                del self._shared[key]
+            handle = one.channel.take()
+            if there and handle is not None:
+                dist.destroy_process_group(handle)
+
+
+def _name(purpose: str, ranks: tuple[int, ...]) -> str:
+    """The name of a channel in records, short however many ranks it has."""
+    if len(ranks) <= _NAMED:
+        return f"{purpose} {', '.join(map(str, ranks))}"
+    number = zlib.crc32(repr(ranks).encode())
+    return f"{purpose} of {len(ranks)} ranks from {ranks[0]}, {number:08x}"
+
+
+# torch's default group is a global of the process. What programs share of it lives as long.
+_OF_DEFAULT_GROUP: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
+
+
+class Lease:
+    """Channels in use, until they are closed or nobody refers to the lease."""
+
+    def __init__(self, peers: Peers, held: Sequence[_Shared]) -> None:
+        self.channels = tuple(one.channel for one in held)
+        self._peers, self._held = peers, held
+        self._collected = weakref.finalize(self, peers._give_back, held, collected=True)
+        self._collected.atexit = False  # a process that ends gives everything back
+
+    def close(self) -> None:
+        """Give the channels back; once is enough."""
+        if self._collected.detach() is not None:
+            self._peers._give_back(self._held, collected=False)

@@ -1,0 +1,1 @@
+"""From gradients to new parameters: optimizers, loss scaling, and finite steps."""

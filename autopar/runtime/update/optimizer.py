@@ -1,0 +1,148 @@
+"""Optimizers as users pass them: any function that makes a torch optimizer of parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.errors import ProgramError
+from autopar.fields import shown
+from autopar.ir.fusion import UPDATE
+from autopar.runtime.parameters.pieces import Parameter
+
+# Of parameters, or of groups of them.
+OptimizerFactory = Callable[[Any], Optimizer]
+_SIDE = 4
+
+
+def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[Parameter]) -> None:
+    """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
+    trained = [p for p in parameters if p.trainable]
+    cut = [p.name for p in trained if p.storage.updated.sharded_axes or p.piece]
+    if cut and not elementwise(optimizer):
+        raise ProgramError(
+            f"{_name(optimizer)} cannot train a sharded parameter",
+            why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
+            todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
+            "parameters whole",
+        )
+
+
+def refuse_what_steps_break(optimizer: OptimizerFactory) -> None:
+    """ProgramError if an optimizer cannot update one parameter after the other, in several steps.
+
+    That is tried: two steps on two small parameters, and on one after the other.
+    """
+    weights = [torch.linspace(-1.0, 1.0, _SIDE), torch.linspace(0.5, 2.0, _SIDE)]
+    updated = []
+    for rows in (((0, 1),), ((0,), (1,))):
+        parameters = [nn.Parameter(weight.clone()) for weight in weights]
+        made = optimizer(parameters)
+        for _, row in itertools.product(range(2), rows):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.cos(7 * weights[number]) if number in row else None
+            made.step()
+        updated.append(parameters)
+    if not all(torch.allclose(one, other) for one, other in zip(*updated, strict=True)):
+        raise ProgramError(
+            f"the state of {_name(optimizer)} cannot lie in host memory",
+            why="it would come in parts, and its update of one parameter depends on others",
+            todo='leave offload="optimizer" out, or use an optimizer that updates each parameter '
+            "by itself (SGD, Adam, AdamW, Lion, ...)",
+        )
+
+
+def elementwise(optimizer: OptimizerFactory) -> bool:
+    """Whether the update of one element depends on no other, so that parts can be updated apart.
+
+    That is tried: two steps on a small parameter, and on its parts.
+
+    Raises:
+        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+    """
+    weight = torch.linspace(-1.0, 1.0, _SIDE * _SIDE).reshape(_SIDE, _SIDE)
+    grads = [torch.cos(7 * weight), torch.sin(3 * weight)]
+    whole, _ = _stepped(optimizer, weight, grads)
+    return all(
+        torch.allclose(
+            _stepped(optimizer, weight[part], [grad[part] for grad in grads])[0], whole[part]
+        )
+        for part in (slice(0, 1), slice(1, None))
+    )
+
+
+def fusable(optimizer: OptimizerFactory, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """What is to be fused, without the optimizer's step where that is none that the kernel takes.
+
+    Args:
+        optimizer: makes it.
+        chosen: names as `autopar.ir.fusion.choose` gives them.
+
+    Raises:
+        ProgramError: the factory makes no optimizer.
+    """
+    if UPDATE not in chosen:
+        return chosen
+    from autopar.runtime.update import adamw  # and Triton, where it is installed
+
+    made = _made(optimizer, nn.Parameter(torch.zeros(_SIDE)))
+    return chosen if adamw.takes(made) else tuple(name for name in chosen if name != UPDATE)
+
+
+def sample(optimizer: OptimizerFactory) -> Optimizer:
+    """An optimizer of one small matrix; ProgramError if the factory makes none."""
+    return _made(optimizer, nn.Parameter(torch.zeros(_SIDE, _SIDE)))
+
+
+def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
+    """An optimizer of one parameter; ProgramError if the factory makes none."""
+    try:
+        return optimizer([parameter])
+    except Exception as error:  # a factory is the user's code and may raise anything
+        raise ProgramError(
+            f"cannot make the optimizer {_name(optimizer)}",
+            why=f"{type(error).__name__}: {error}",
+            todo="pass a function of parameters that returns a torch optimizer",
+        ) from error
+
+
+def state_bytes(optimizer: OptimizerFactory) -> float:
+    """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements.
+
+    Raises:
+        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+    """
+    _, state = _stepped(optimizer, torch.zeros(_SIDE, _SIDE), [torch.zeros(_SIDE, _SIDE)])
+    held = sum(t.numel() * t.element_size() for t in state)
+    return held / (_SIDE * _SIDE * torch.zeros(()).element_size())
+
+
+def _stepped(
+    optimizer: OptimizerFactory, weight: Tensor, grads: Iterable[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """A parameter after a step with each gradient, and its state without single numbers."""
+    parameter = nn.Parameter(weight.clone())
+    try:
+        made = optimizer([parameter])
+        for grad in grads:
+            parameter.grad = grad.clone()
+            made.step()
+    except Exception as error:  # a factory is the user's code and may raise anything
+        raise ProgramError(
+            f"cannot make a step with the optimizer {_name(optimizer)}",
+            why=f"on one parameter of {weight.numel()} elements: {type(error).__name__}: {error}",
+            todo="pass a function of parameters that returns a torch optimizer whose step needs no "
+            "closure, functools.partial(torch.optim.AdamW, lr=3e-4)",
+        ) from error
+    state = [t for t in made.state[parameter].values() if isinstance(t, Tensor) and t.ndim]
+    return parameter.detach(), state
+
+
+def _name(optimizer: OptimizerFactory) -> str:
+    made = getattr(optimizer, "func", optimizer)  # of a partial
+    return str(getattr(made, "__name__", "") or shown(made))

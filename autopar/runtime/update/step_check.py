@@ -1,0 +1,257 @@
+"""Whether a step is made, decided alike on all ranks by one all_reduce of four numbers.
+
+    squares, loss, token, token²            summed over all ranks
+
+The sum of the gradients' squares is what clipping needs as well, and the loss what a pipeline
+returns, so these need no collective of their own. Both sums are finite only where everything is, on
+every rank. A token stands for all that ranks are given alike (`batches.py`); n of them are equal
+where Σt² = n (Σt / n)². They have 20 bits, so that both sides are exact on up to 2^13 ranks.
+
+The host reads the outcome before the update. Where the update is a kernel on a CUDA device it need
+not: the kernel leaves the step out by itself, and the steps after it, until the host has read, one
+step later and without waiting for the device, that there was such a step.
+
+Buffers that the forward writes (running statistics) are taken back when a step is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError, NonFiniteError, ProgramError
+from autopar.runtime.ranks.agreement import gathered
+
+if TYPE_CHECKING:
+    from autopar.runtime.update.scaler import Scaler
+
+POLICIES = ("raise", "skip", "continue")
+AddUp = Callable[[Tensor], Tensor]
+Named = Sequence[tuple[str, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What this rank has of a step besides gradients.
+
+    Attributes:
+        loss: its part of the loss; parts add up, or are all infinite or NaN where one is.
+        token: f64[], of all that it was given so far.
+        inputs: the batch on this device, by name.
+        world: how many ranks there are.
+        add_up: gives the sum of a tensor over all of them.
+        differences: says how ranks differ whose tokens do; all of them call it.
+    """
+
+    loss: Tensor
+    token: Tensor
+    inputs: Mapping[str, Tensor]
+    world: int
+    add_up: AddUp
+    differences: Callable[[], AutoparError]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks have decided, on the device.
+
+    Attributes:
+        norm: of all gradients as they are, f64[].
+        loss: the sum of the ranks' parts, f64[].
+        made: whether the step is made, bool[].
+    """
+
+    norm: Tensor
+    loss: Tensor
+    made: Tensor
+
+
+class StepCheck:
+    """Decides whether steps are made.
+
+    Args:
+        policy: what becomes of a step that is not finite: "raise", "skip" or "continue".
+        device: where this rank computes.
+
+    Attributes:
+        steps: that were begun.
+        late: whether the host reads of a step after the next one.
+    """
+
+    def __init__(self, policy: str, device: torch.device) -> None:
+        self.policy, self.steps, self.late = policy, 0, False
+        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._halted = torch.zeros((), dtype=torch.bool, device=device)
+        self._report = torch.zeros(4, dtype=torch.float64, device=device)
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._pending: _Pending | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a step that is not finite is not made."""
+        return self.policy != "continue"
+
+    @property
+    def nonfinite(self) -> int:
+        """Steps so far that were not finite; waits for the device."""
+        return int(self._nonfinite)
+
+    def keep(self, written: Sequence[Tensor]) -> None:
+        """Remember buffers that the step to come writes."""
+        self._before = [(tensor, tensor.clone()) for tensor in written] if self.wanted else []
+
+    @torch.no_grad()
+    def decide(self, squares: Tensor, seen: Seen, scaler: Scaler | None) -> Outcome:
+        """Add up what all ranks have seen, and decide; nothing waits for the device.
+
+        Args:
+            squares: this rank's part of the sum of the gradients' squares, f64[].
+            seen: the rest.
+            scaler: whose overflows are no errors, but of a scale that no longer magnifies.
+        """
+        loss, token = seen.loss.detach().double(), seen.token
+        parts = torch.stack([squares.to(loss.device), loss, token, token.square()])
+        total, loss, tokens, token_squares = seen.add_up(parts).unbind()
+        norm, mean = total.sqrt(), tokens / seen.world
+        alike = token_squares == seen.world * mean.square()
+        sound, fine = norm.isfinite(), loss.isfinite()
+        fine = fine & (sound if scaler is None else sound | scaler.useful)
+        self._nonfinite += ~fine
+        made = alike & ~self._halted
+        back = ~made
+        if self.wanted:
+            made, back = made & fine & sound, back | ~fine
+        elif scaler is not None:
+            made = made & sound
+        for tensor, before in self._before:
+            tensor.copy_(torch.where(back, before, tensor))
+        self._before = []
+        if self.late:
+            self._halted |= ~(alike & fine) if self.policy == "raise" else ~alike
+        self._report.copy_(torch.stack([fine.double(), alike.double(), loss, norm]))
+        return Outcome(norm, loss, made)
+
+    def read(self, seen: Seen, named: Callable[[], tuple[Named, Named]]) -> None:
+        """Raise, on all ranks, unless the step may go on.
+
+        Args:
+            seen: as `decide` took it.
+            named: gives what is trained and its gradients, by name.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite.
+            BatchError, RanksDifferError: the ranks were given different things.
+        """
+        if self.late:
+            return
+        fine, alike, loss, norm = self._report.tolist()
+        if not alike:
+            raise seen.differences()
+        if not fine and self.policy == "raise":
+            found = [_first(pairs) for pairs in (list(seen.inputs.items()), *named())]
+            raise _error(self.steps, loss, norm, gathered(found))
+
+    def end(self, differences: Callable[[], AutoparError]) -> None:
+        """End a step; where the host reads late, raise what the step before should have raised.
+
+        Args:
+            differences: as of `Seen`.
+
+        Raises:
+            NonFiniteError, BatchError, RanksDifferError: as `read`.
+        """
+        if self.late:
+            pending, self._pending = self._pending, _Pending(self.steps, self._report)
+            self._raise(pending, differences)
+
+    def settle(self, differences: Callable[[], AutoparError]) -> None:
+        """Wait for the last step, and raise what it should have raised; see `end`."""
+        pending, self._pending = self._pending, None
+        self._raise(pending, differences)
+
+    def _raise(self, pending: _Pending | None, differences: Callable[[], AutoparError]) -> None:
+        if pending is None:
+            return
+        fine, alike, loss, norm = pending.read()
+        raising = not alike or (not fine and self.policy == "raise")
+        if not raising:
+            return
+        self._pending = None  # a step that was left out because of that one
+        self._halted.fill_(False)
+        raise _error(pending.step, loss, norm) if alike else differences()
+
+    def state_dict(self) -> dict[str, int]:
+        """What goes on with a run."""
+        return {"steps": self.steps, "nonfinite": self.nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self.steps = int(state["steps"])
+        self._nonfinite.fill_(int(state["nonfinite"]))
+
+
+class _Pending:
+    """The report of a step, on its way to the host."""
+
+    def __init__(self, step: int, report: Tensor) -> None:
+        self.step, self._event = step, None
+        if report.device.type == "cuda":
+            self._host = torch.empty(4, dtype=report.dtype, pin_memory=True)
+            self._host.copy_(report, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = report.clone()
+
+    def read(self) -> list[float]:
+        """Its numbers, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def check_policy(policy: str) -> None:
+    """ProgramError unless there is such a policy."""
+    if policy not in POLICIES:
+        raise ProgramError(
+            f"on_nonfinite is {policy!r}",
+            why="a step that is not finite raises, is left out, or is made all the same",
+            todo='pass "raise", "skip" or "continue"',
+        )
+
+
+def _first(pairs: Named) -> str:
+    """The first name whose tensor is not finite, "" if all are."""
+    for name, tensor in pairs:
+        if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all():
+            return name
+    return ""
+
+
+def _error(
+    step: int, loss: float, norm: float, found: Sequence[Sequence[str]] = ()
+) -> NonFiniteError:
+    """The error of a step, given each rank's first input, parameter and gradient that is broken."""
+    where, why = "", []
+    for place, kind in enumerate(("the input", "the parameter", "the gradient of")):
+        rank = next((rank for rank, names in enumerate(found) if names[place]), None)
+        if rank is None:
+            continue
+        who = f"{kind} {found[rank][place]!r}"
+        where = f"{who} on rank {rank}" if len(found) > 1 else who
+        before = " before the step" if place == 1 else ""
+        why.append(f"{who} holds NaN or infinite values{before}")
+    if not found:
+        why.append("the host has read of it a step later, when gradients were gone")
+    return NonFiniteError(
+        f"step {step} is not finite: its loss is {loss:g}, the norm of its gradients {norm:g}",
+        where=where,
+        why="; ".join(why) or "the squares of the gradients add up to more than their dtype holds",
+        todo="parameters and optimizer are as before it: look at the batch, lower the rate, clip, "
+        'or leave such steps out with on_nonfinite="skip"',
+    )

@@ -1,0 +1,302 @@
+"""From gradients to new parameters: checked, unscaled, clipped, updated and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import NonFiniteError, ProgramError
+from autopar.ir.precision import Precision
+from autopar.runtime.offload.optimizer_state import HostState
+from autopar.runtime.parameters.pieces import Squares, clip, squares_of
+from autopar.runtime.ranks.agreement import gathered
+from autopar.runtime.update.groups import Options, grouped
+from autopar.runtime.update.optimizer import OptimizerFactory, refuse_what_steps_break, state_bytes
+from autopar.runtime.update.scaler import Scaler
+from autopar.runtime.update.step_check import Named, Seen, StepCheck, check_policy
+
+if TYPE_CHECKING:
+    from autopar.runtime.parameters.shards import Weight, Weights
+    from autopar.runtime.update.adamw import AdamW
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a program updates its parameters.
+
+    Attributes:
+        optimizer: makes an optimizer of the local parameters, or of groups of them.
+        clip_norm: bound of the gradients' global norm, None for no bound.
+        options: of the optimizer, by name of a parameter; see `groups.options_of`.
+        ema: how much of the average of the parameters a step keeps, None for no average.
+        on_nonfinite: what becomes of a step whose loss or gradients are not finite; see
+            `step_check.py`.
+
+    Raises:
+        ProgramError: a bound, a part or a policy that is none.
+    """
+
+    optimizer: OptimizerFactory
+    clip_norm: float | None = None
+    options: Mapping[str, Options] = field(default_factory=dict)
+    ema: float | None = None
+    on_nonfinite: str = "raise"
+
+    def __post_init__(self) -> None:
+        check_policy(self.on_nonfinite)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ProgramError(
+                f"clip_norm is {self.clip_norm}", why="a norm is bounded by a positive number"
+            )
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ProgramError(
+                f"ema is {self.ema}",
+                why="it is the part of the average that a step keeps, at least 0 and less than 1",
+                todo="pass ema=0.999",
+            )
+
+
+def state_bytes_of(training: Training) -> float:
+    """Bytes that are kept of what is updated, in units of its own: the optimizer's, and an average.
+
+    Raises:
+        ProgramError: see `optimizer.state_bytes`.
+    """
+    return state_bytes(training.optimizer) + (training.ema is not None)
+
+
+class Update:
+    """What a step does with the gradients on this rank.
+
+    Args:
+        training: what is asked for.
+        precision: of the program.
+        trained: what this rank updates, with names of the model's parameters.
+        device: where it is.
+        bucket: bytes of parameters whose state comes together from host memory; None if it is on
+            the device.
+        held: where AdamW's step is a kernel, what is held of masters that are only rounded, by
+            their ids, which it writes too; None to leave every optimizer as it is.
+        scattered: ids of what is updated whose gradients a reduce_scatter gives.
+        weights: all that `trained` is of. Where the state is in host memory, masters are as well.
+
+    Raises:
+        ProgramError: the state is in host memory, and the optimizer does not update each parameter
+            by itself.
+
+    Attributes:
+        optimizer: a torch optimizer.
+        scaler: scales the loss; None where nothing vanishes.
+        averages: of `trained`, by the id of the parameter, in host memory where the state is; {}
+            without.
+        away: takes the state to host memory and back; None where it stays.
+        kernel: the optimizer, where its step is a kernel, else None.
+        written: ids of masters of which a step makes what is held as well.
+        check: decides whether a step is made.
+        compared: whether ranks have the same groups, whose options are then to be alike. In stages
+            an optimizer may make others.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        precision: Precision,
+        trained: Sequence[tuple[str, nn.Parameter]],
+        device: torch.device,
+        bucket: int | None = None,
+        held: Mapping[int, Tensor] | None = None,
+        scattered: Collection[int] = (),
+        weights: Sequence[Weights] = (),
+    ) -> None:
+        if bucket is not None:
+            refuse_what_steps_break(training.optimizer)
+        self.training, self._trained = training, [parameter for _, parameter in trained]
+        self._names = [name for name, _ in trained]
+        self.compared = True
+        # Of a stage without parameters the optimizer has one without elements.
+        name = next(iter(training.options), "")
+        nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
+        self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
+        self.kernel: AdamW | None = None
+        self.written: frozenset[int] = frozenset()
+        if held is not None and bucket is None:
+            from autopar.runtime.update import adamw  # and Triton, where it is installed
+
+            if adamw.takes(self.optimizer):
+                self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held, scattered)
+                self.written = frozenset(held)
+        self.scaler = Scaler(device) if precision.scaled else None
+        self.check = StepCheck(training.on_nonfinite, device)
+        # Where the host need not know whether a step is made.
+        unread = self.kernel is not None or not (self.check.wanted or precision.scaled)
+        self.check.late = device.type == "cuda" and unread
+        self.averages: dict[int, Tensor] = {}
+        self.away: HostState | None = None
+        self._weights = weights
+        if bucket is not None:
+            masters = {id(w.updated) for each in weights for w in each.all if w.has_master}
+            self.away = HostState(
+                self.optimizer, self._trained, self.averages, device, bucket, masters
+            )
+            self.written = frozenset(masters)
+            for each in weights:
+                each.masters = self.away.masters
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin the average with the parameters as they are."""
+        if self.training.ema is not None:
+            for parameter in self._trained:
+                mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
+                away = {} if self.away is None else self.away.masters
+                mean.copy_(away.get(id(parameter), parameter))
+        self.settle()
+
+    def settle(self) -> None:
+        """Take to host memory what lies there, after it was loaded or begun on the device."""
+        if self.away is not None:
+            self.away.settle()
+
+    def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Their averages, on the device."""
+        return [self.averages[id(parameter)].to(parameter.device) for parameter in parameters]
+
+    @property
+    def scale(self) -> float | Tensor:
+        """By what the loss is multiplied."""
+        return 1.0 if self.scaler is None else self.scaler.factor
+
+    @property
+    def order(self) -> Mapping[int, int]:
+        """By the ids of parameters a number; gradients of one number are to lie together."""
+        return {} if self.kernel is None else self.kernel.order
+
+    def room(self, weights: Sequence[Weight]) -> Tensor | None:
+        """Where parts of gradients are to lie that come together, if that matters."""
+        fits = all(w.scattered and w.sent == w.updated.dtype for w in weights)
+        found = [w.updated for w in weights if isinstance(w.updated, nn.Parameter)]
+        return self.kernel.room(found) if self.kernel is not None and fits else None
+
+    @property
+    def squares(self) -> Squares:
+        """What adds up the squares of all elements of some tensors."""
+        return squares_of if self.kernel is None else self.kernel.squares
+
+    def options(self) -> dict[str, str]:
+        """Texts of the options of the optimizer's groups, by what they are.
+
+        Those that lie on a device are left out.
+        """
+        return {
+            f"{name} of the optimizer's group {number}": repr(value)
+            for number, group in enumerate(self.optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params" and not (isinstance(value, Tensor) and not value.is_cpu)
+        }
+
+    def compare(self) -> None:
+        """See whether all ranks have the same groups; all of them call it."""
+        found = gathered(list(self.options()))
+        self.compared = all(names == found[0] for names in found)
+
+    def begin(self, options: Mapping[str, str]) -> None:
+        """Count a step.
+
+        Raises:
+            NonFiniteError: an option of the optimizer is NaN, or its rate is infinite.
+        """
+        self.check.steps += 1
+        for name, text in options.items():
+            if text == "nan" or (text == "inf" and name.startswith("lr ")):
+                raise NonFiniteError(
+                    f"{name} is {text}",
+                    why=f"step {self.check.steps} would leave no parameter finite",
+                    todo="correct the scheduler",
+                )
+
+    def step(
+        self, gradients: Sequence[Tensor | None], squares: Callable[[], Tensor], seen: Seen
+    ) -> tuple[Tensor, Tensor | None]:
+        """Update the parameters, unless the ranks decide against it; see `step_check.py`.
+
+        Args:
+            gradients: of this rank.
+            squares: gives this rank's part of the sum of the squares of all gradients.
+            seen: what else it has of the step.
+
+        Returns:
+            The loss, added up over all ranks, and the gradients' norm before clipping, None where
+            nobody needs it.
+
+        Raises:
+            NonFiniteError, BatchError, RanksDifferError: see `StepCheck.read`; nothing is updated.
+        """
+        kernel, bound, scale = self.kernel, self.training.clip_norm, self.scale
+        if kernel is not None:
+            kernel.prepare()
+        wanted = self.check.wanted or bound is not None or self.scaler is not None
+        nothing = torch.zeros((), dtype=torch.float64, device=seen.loss.device)
+        outcome = self.check.decide(squares() if wanted else nothing, seen, self.scaler)
+        self.check.read(seen, self._named)
+        norm = outcome.norm / scale
+        if kernel is not None:
+            finite = kernel.take(outcome.norm, bound, scale)
+            if self.check.wanted or self.scaler is not None:
+                kernel.scale = torch.where(outcome.made, kernel.scale, torch.nan)
+            else:
+                kernel.scale = torch.where(finite, kernel.scale, 1.0)
+            kernel.step()
+            self._averaged(self._trained, outcome.made)
+        elif self.check.late or outcome.made:
+            if self.scaler is not None:
+                self.scaler.unscale(gradients)
+            if bound is not None:
+                clip(gradients, norm, bound)
+            if self.away is not None:
+                self.away.step(self._come)
+            else:
+                self.optimizer.step()
+                self._averaged(self._trained)
+        if self.scaler is not None:
+            self.scaler.follow(outcome.norm.isfinite())
+        return outcome.loss, norm if wanted else None
+
+    def _named(self) -> tuple[Named, Named]:
+        """What is trained and its gradients, by name."""
+        away = {} if self.away is None else self.away.masters
+        values = [away.get(id(parameter), parameter) for parameter in self._trained]
+        gradients = [parameter.grad for parameter in self._trained]
+        pairs = (zip(self._names, found, strict=True) for found in (values, gradients))
+        parameters, given = (list(each) for each in pairs)
+        return parameters, given
+
+    def _come(self, parameters: Sequence[nn.Parameter]) -> None:
+        """What is done with those that are updated, before their state goes back."""
+        self._averaged(parameters)
+        for weights in self._weights:
+            weights.round({id(parameter) for parameter in parameters})
+
+    @torch.no_grad()
+    def _averaged(self, parameters: Sequence[nn.Parameter], stepped: Tensor | float = 1.0) -> None:
+        if self.training.ema is not None:
+            part = 1 - self.training.ema
+            for parameter in parameters:
+                made = stepped.to(parameter.dtype) if isinstance(stepped, Tensor) else stepped
+                self.averages[id(parameter)].lerp_(parameter, made * part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is alike on all ranks and no option of the optimizer."""
+        found = {"check": self.check.state_dict()}
+        return found if self.scaler is None else {**found, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, as far as it is known there."""
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        if "check" in state:
+            self.check.load_state_dict(state["check"])

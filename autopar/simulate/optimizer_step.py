@@ -1,0 +1,237 @@
+"""The optimizer of a simulated step; its state may come from host memory, bucket by bucket.
+
+Masters come with it. They are rounded to what is held afterwards, unless AdamW's kernel has written
+that as well. Of that there is a launch for every buffer of gradients: the parts that
+reduce_scatters gave, a bucket that was all_reduced, those that were cast together, small ones that
+are copied together for it, and every other one by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.work import Work, adamw_work, optimizer_work, rounding_work
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import Mesh
+from autopar.ir.offload import rows
+from autopar.ir.precision import Precision
+from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
+from autopar.plan import Plan
+from autopar.simulate.buffers import Buffer, Recorder
+from autopar.simulate.settings import Settings
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What this device updates of a parameter.
+
+    Attributes:
+        name: of the node.
+        nbytes, dtype: of what is updated.
+        rounded: bytes of what is made of it in a lower precision, 0 if it is no master.
+        stays: whether that is what this device holds, and not sent to others.
+        sent: bytes of its gradient in a bucket, 0 if it is not reduced.
+        scattered: whether that is put beside those of all others.
+    """
+
+    name: str
+    nbytes: float
+    dtype: str
+    rounded: float = 0.0
+    stays: bool = False
+    sent: float = 0.0
+    scattered: bool = False
+
+
+def updated_of(graph: Graph, plan: Plan, node: Node) -> Updated:
+    """What a device updates of a parameter, under the storage that a plan gives it.
+
+    Args:
+        graph: prepared.
+        plan: for it.
+        node: a parameter that something reads.
+    """
+    share = graph.template[graph.users[node.name][0]]
+    storage = plan.storage(graph.template[node.name], share)
+    return updated_in(storage, node, plan.mesh, plan.precision)
+
+
+def updated_in(storage: Storage, node: Node, mesh: Mesh, precision: Precision) -> Updated:
+    """What a device updates of a parameter that lies in a storage."""
+    own = precision.updated(node.type, node.requires_grad)
+    nbytes = float(storage.updated.local_bytes(own, mesh))
+    hops = storage.hops(node.type, mesh, 1, node.requires_grad, precision)
+    whens = {hop.when for hop in hops}
+    sent = precision.sent(node.type, node.requires_grad)
+    reduced = bool(whens & {"accumulate", "reduce"})
+    bucketed = float(storage.used.local_bytes(sent, mesh)) if reduced else 0.0
+    together = scattered(hops) and sent == own
+    master = precision.has_master(node.type, node.requires_grad)
+    rounded = float(storage.updated.local_bytes(node.type, mesh)) if master else 0.0
+    stays = "update" not in whens
+    return Updated(node.name, nbytes, own.dtype, rounded, stays, bucketed, together)
+
+
+def update_works(
+    trained: Sequence[Updated], state_bytes: float, fused: bool, bucket: int = BUCKET
+) -> list[Work]:
+    """The kernels of an update of all of these at once, and of the rounding of masters.
+
+    Args:
+        trained: not empty.
+        state_bytes: optimizer state in units of what is updated.
+        fused: whether it is AdamW's kernel, which rounds what stays.
+        bucket: bytes of gradients that are reduced together.
+    """
+    dtype, nbytes = trained[0].dtype, sum(each.nbytes for each in trained)
+    works = [optimizer_work(nbytes, state_bytes, dtype)]
+    left = [each for each in trained if each.rounded]
+    if fused:
+        works = _adamw_works(trained, bucket)
+        left = [each for each in left if not each.stays]
+    if left:
+        masters, rounded = (sum(getattr(e, n) for e in left) for n in ("nbytes", "rounded"))
+        works.append(rounding_work(masters, rounded, dtype))
+    return works
+
+
+def _adamw_works(trained: Sequence[Updated], bucket: int) -> list[Work]:
+    """The launches of AdamW's kernel, and the copies of small gradients that are made for it."""
+    buffers: list[list[Updated]] = []
+    size = float(bucket)  # of the last buffer; the first gradient begins one
+    for each in (each for each in trained if each.sent and not each.scattered):
+        if size >= bucket:
+            buffers.append([])
+            size = 0.0
+        buffers[-1].append(each)
+        size += each.sent
+    parts = [each for each in trained if each.scattered]
+    apart = [each for each in trained if not each.sent]
+    cast = [each for each in apart if each.rounded]
+    small = _copied(trained)
+    buffers += [together for together in (parts, cast, small) if together]
+    buffers += [[each] for each in apart if not each.rounded and each not in small]
+    works = []
+    if small:
+        moved = 2 * sum(each.nbytes for each in small)
+        works.append(Work("copy", 0.0, moved, small[0].dtype))
+    for row in buffers:
+        rounded = sum(each.rounded for each in row if each.stays)
+        works.append(adamw_work(sum(each.nbytes for each in row), rounded, row[0].dtype))
+    return works
+
+
+def _copied(trained: Sequence[Updated]) -> list[Updated]:
+    """Those whose small gradients are copied together."""
+    apart = [each for each in trained if not each.sent and not each.rounded]
+    small = [each for each in apart if each.nbytes < COPIED]
+    return small if len(small) > 1 else []
+
+
+@dataclass
+class _Away:
+    """The state of some parameters, on its way: its buffer, and the task that moves it, or -1."""
+
+    buffer: Buffer
+    task: int
+
+
+def update(
+    recorder: Recorder,
+    settings: Settings,
+    trained: Sequence[Updated],
+    plan: Plan,
+    away: bool,
+) -> None:
+    """Play the optimizer's phase.
+
+    Args:
+        recorder: takes the tasks.
+        settings: of the step.
+        trained: what has a gradient.
+        plan: says whether it is AdamW's kernel, which needs no temporaries.
+        away: whether optimizer state comes from host memory.
+    """
+    recorder.phase = "optimizer"
+    if not away:
+        _step(recorder, settings, trained, plan)
+        return
+    buckets = list(rows(trained, plan.bucket))
+    coming = _come(recorder, settings, buckets, 0)
+    going: _Away | None = None
+    for number, row in enumerate(buckets):
+        here = coming
+        if here is not None and here.task >= 0:
+            recorder.compute("wait for optimizer state", "", (), [here.task])
+        if settings.accelerator:
+            coming = _come(recorder, settings, buckets, number + 1)
+        _step(recorder, settings, row)
+        if going is not None:
+            _gone(recorder, going)
+        going = None if here is None else _go(recorder, settings, here)
+        if not settings.accelerator:
+            coming = _come(recorder, settings, buckets, number + 1)
+    if going is not None:
+        _gone(recorder, going)
+
+
+def _step(
+    recorder: Recorder, settings: Settings, trained: Sequence[Updated], plan: Plan | None = None
+) -> None:
+    """One step of the optimizer; by the kernel that a plan may ask for."""
+    fused, bucket = plan is not None and plan.fuses_update, BUCKET if plan is None else plan.bucket
+    at_once = settings.at_once or fused
+    groups = [list(trained)] if at_once and trained else [[each] for each in trained]
+    last: Buffer | None = None
+    for group in groups:
+        nbytes = sum(each.nbytes for each in group)
+        name = "update" if at_once else f"update of {group[0].name}"
+        works = update_works(group, settings.state_bytes, fused, bucket)
+        recorder.compute(name, "", tuple(works))
+        if fused:
+            copied = sum(each.nbytes for each in _copied(group))
+            recorder.scratch("temporary", "gradients copied together", copied)
+            continue
+        recorder.scratch("temporary", f"of {name}", nbytes * max(settings.update_bytes - 1, 0.0))
+        # The loop's variable keeps it until the next parameter has its own.
+        kept = recorder.hold(recorder.allocate("temporary", f"in {name}", nbytes))
+        if last is not None:
+            recorder.drop(last)
+        last = kept
+    if last is not None:
+        recorder.drop(last)
+
+
+def _come(
+    recorder: Recorder, settings: Settings, buckets: Sequence[Sequence[Updated]], number: int
+) -> _Away | None:
+    """The state of a bucket comes."""
+    if number >= len(buckets):
+        return None
+    nbytes = sum(
+        (settings.state_bytes + bool(each.rounded)) * each.nbytes for each in buckets[number]
+    )
+    if not nbytes:
+        return None
+    title = f"state of {buckets[number][0].name}"
+    with recorder.aside(settings.accelerator):
+        task = recorder.copy(title, nbytes, True, not settings.accelerator)
+        return _Away(recorder.hold(recorder.allocate("optimizer", title, nbytes)), task)
+
+
+def _go(recorder: Recorder, settings: Settings, here: _Away) -> _Away:
+    """It goes back."""
+    with recorder.aside(settings.accelerator):
+        nbytes = here.buffer.nbytes
+        task = recorder.copy(here.buffer.name, nbytes, False, not settings.accelerator)
+    if task < 0:
+        recorder.drop(here.buffer)
+    return _Away(here.buffer, task)
+
+
+def _gone(recorder: Recorder, away: _Away) -> None:
+    """Its memory is free for what is computed next."""
+    if away.task >= 0:
+        recorder.compute("wait for the host", "", (), [away.task])
+        recorder.drop(away.buffer)

@@ -1,0 +1,348 @@
+"""Parameters of a simulated step: how they are gathered, and what becomes of their gradients.
+
+The collectives are those of `Storage.hops`, which the program makes. Of a step of several
+microbatches the last one is simulated: the sums of the others' gradients are there when it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cost.operator_memory import reduction_staging
+from autopar.ir.collective import Collective
+from autopar.ir.int8_blocks import staged
+from autopar.ir.mesh import Mesh
+from autopar.ir.precision import AS_IS, Precision
+from autopar.ir.storage import Hop, scattered
+from autopar.ir.tensor import Layout, TensorType
+from autopar.simulate.buffers import Buffer, Recorder, Value
+from autopar.simulate.parameter import Gather, Used, Weight
+from autopar.simulate.task import Cause
+
+Way = tuple[tuple[str, tuple[str, ...], bool], ...]
+Key = tuple[str, str, Way]
+
+
+@dataclass
+class Weights:
+    """The parameters that a step exchanges.
+
+    Attributes:
+        mesh: the devices.
+        recorder: what the step is written to.
+        overlap: see `Settings`.
+        known: by name of the node.
+        direct: those that operators use as they are held, by the id of what is held.
+        microbatches: in a step.
+        bucket: bytes of gradients, or of parameters, that go together.
+        precision: in which dtypes parameters are updated and gradients sent.
+        together: whether parts of gradients have one buffer, which is there from the first one on.
+        rooms: what is left of it, by the parameter's name; None as long as there is none.
+        accelerator: see `Settings`.
+        waiting: gradients that do not go yet, by when and how.
+        again: those that are gathered again for the backward, by the id of what is kept of them.
+        fetched, refetched: those that are gathered for operators, and for their backward.
+    """
+
+    mesh: Mesh
+    recorder: Recorder
+    overlap: frozenset[str]
+    known: dict[str, Weight] = field(default_factory=dict)
+    direct: dict[int, Weight] = field(default_factory=dict)
+    again: dict[int, Weight] = field(default_factory=dict)
+    microbatches: int = 1
+    bucket: int = 1
+    accelerator: bool = False
+    precision: Precision = AS_IS
+    together: bool = False
+    rooms: dict[str, Buffer] | None = None
+    waiting: dict[Key, list[tuple[Weight, Buffer, int]]] = field(default_factory=dict)
+    fetched: Gather = field(default_factory=lambda: Gather("forward"))
+    refetched: Gather = field(default_factory=lambda: Gather("backward"))
+
+    def add(self, weight: Weight) -> None:
+        """One more; the sum of earlier gradients is there when the step begins."""
+        self.known[weight.name] = weight
+        if not weight.storage.moves:
+            self.direct[id(weight.value)] = weight
+        if weight.path("forward"):
+            self.fetched.members.setdefault(weight.block, {})[weight.name] = weight
+        if self.microbatches > 1 and weight.leaf.requires_grad:
+            nbytes = self._bytes(weight, weight.storage.grads, self._own(weight))
+            buffer = self.recorder.allocate("gradient", weight.name, nbytes)
+            weight.total = self.recorder.hold(buffer)
+
+    def use(self, weight: Weight) -> Value:
+        """The parameter as operators use it; the first of a block brings the others."""
+        source = weight.value
+        if not weight.path("forward"):
+            return Value(source.buffer, source.grad, ready=source.ready)
+        if weight.name not in self.fetched.arrived:
+            self._arrive(self.fetched, weight, -1 if self.recorder.phase == "backward" else 1)
+        buffer, ready = self.fetched.take(weight)
+        return Value(buffer, source.grad, ready=ready)
+
+    def keep(self, weight: Weight, target: Value) -> None:
+        """Keep of a parameter for the backward what its storage says."""
+        storage = weight.storage
+        if not any(weight.path("backward")):
+            return
+        if storage.kept.dims == storage.held.dims:
+            part = weight.value.buffer
+        else:
+            nbytes = self._bytes(weight, storage.kept)
+            part = self.recorder.allocate("activation", f"part of {weight.name}", nbytes)
+        target.buffer.kept, self.again[id(part)] = part, weight
+
+    def save(self, kept: Buffer) -> None:
+        """An operator's backward needs a parameter of which only this is kept."""
+        weight = self.again[id(kept)]
+        self.refetched.members.setdefault(weight.block, {})[weight.name] = weight
+
+    def fetch(self, saved: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
+        """Gather again what an operator's backward finds in parts.
+
+        Returns:
+            The new buffers, held, each with the task that makes it or -1.
+        """
+        found = []
+        for weight in (self.again[id(part)] for part in saved if id(part) in self.again):
+            if weight.name not in self.refetched.arrived:
+                if weight.block in self.refetched.done:  # a second operator needs it
+                    self.refetched.members[f"{weight.name} again"] = {weight.name: weight}
+                    self._arrive(self.refetched, weight, 0, f"{weight.name} again")
+                else:
+                    self._arrive(self.refetched, weight, -1)
+            buffer, ready = self.refetched.take(weight)
+            found.append((self.recorder.hold(buffer), ready))
+        return found
+
+    def _arrive(self, gather: Gather, weight: Weight, step: int, block: str = "") -> None:
+        """Wait for the parameters of a block; those of the next one begin to come."""
+        block = block or weight.block
+        gather.drop(self.recorder, but=block)
+        gather.done.add(block)
+        if block not in gather.coming:
+            self._depart(gather, block, False)
+        gather.arrived.update(gather.coming.pop(block))
+        order = gather.order()
+        place = order.index(block) + step if block in order else -1
+        kind = "parameter" if gather is self.fetched else "refetch"
+        ahead = kind in self.overlap and step and 0 <= place < len(order)
+        if ahead and order[place] not in gather.coming:
+            with self.recorder.aside():
+                self._depart(gather, order[place], True)
+
+    def _depart(self, gather: Gather, block: str, ahead: bool) -> None:
+        found: dict[str, tuple[Buffer, int]] = {}
+        for row in self._rows(gather, block):
+            buffers, ready = [weight.value.buffer for weight in row], -1
+            for number, hops in enumerate(zip(*(w.path(gather.when) for w in row), strict=True)):
+                call = _one(hops)
+                title = f"{call.title} of {_titled('parameter', row)}"
+                if ahead:
+                    ready = self.recorder.launch(title, row[0].name, call, "parameter", [ready])
+                else:
+                    self.recorder.collective(title, row[0].name, call, "parameter")
+                made = []
+                for weight, hop, before in zip(row, hops, buffers, strict=True):
+                    nbytes = self._bytes(weight, hop.dst)
+                    new = self.recorder.allocate("temporary", weight.name, nbytes)
+                    made.append(self.recorder.hold(new))
+                    # What came is joined where it is a part of a row or not alone.
+                    joined = bool(hop.dim) or len(row) > 1
+                    staging = joined * nbytes + staged(hop.call, self.mesh)
+                    self.recorder.scratch("communication", weight.name, staging)
+                    if number:  # between two hops
+                        self.recorder.drop(before)
+                buffers = made
+            found |= {w.name: (buffer, ready) for w, buffer in zip(row, buffers, strict=True)}
+        gather.coming[block] = found
+
+    def _rows(self, gather: Gather, block: str) -> list[list[Weight]]:
+        """The parameters of a block that one collective gathers; see `autopar/runtime/`."""
+        ways: dict[object, list[list[Weight]]] = {}
+        for weight in gather.members[block].values():
+            way = (weight.leaf.type.dtype, _way(weight, gather.when))
+            rows = ways.setdefault(way, [[]])
+            if sum(self._bytes(w, w.storage.used) for w in rows[-1]) >= self.bucket:
+                rows.append([])
+            rows[-1].append(weight)
+        return [row for rows in ways.values() for row in rows]
+
+    def give(self, used: Used) -> None:
+        """What becomes of the gradient of a parameter, when the backward has made it."""
+        weight, source, target = used.weight, used.weight.value, used.target
+        source.readers -= 1
+        gradient, ready = target.gradient, target.gradient_ready
+        if gradient is None:
+            return
+        target.gradient = None
+        self.take(weight, gradient, ready)
+
+    def take(self, weight: Weight, gradient: Buffer, ready: int) -> None:
+        """The gradient of a parameter as it is used."""
+        if weight.path("accumulate"):
+            gradient = self._cast(weight, gradient, weight.storage.used, self._sent(weight))
+        self._send("accumulate", weight, gradient, ready)
+
+    def arrived(self, value: Value) -> None:
+        """All of the gradient of a parameter that is used as it is held."""
+        weight, gradient = self.direct.get(id(value)), value.gradient
+        if weight is not None and gradient is not None:
+            value.gradient = None
+            self.take(weight, gradient, value.gradient_ready)
+
+    def _own(self, weight: Weight) -> TensorType:
+        return self.precision.updated(weight.leaf.type, weight.leaf.requires_grad)
+
+    def _sent(self, weight: Weight) -> TensorType:
+        return self.precision.sent(weight.leaf.type, weight.leaf.requires_grad)
+
+    def _cast(self, weight: Weight, gradient: Buffer, layout: Layout, to: TensorType) -> Buffer:
+        """A gradient in another dtype, in place of the one that there was."""
+        nbytes = self._bytes(weight, layout, to)
+        if nbytes == gradient.nbytes:
+            return gradient
+        made = self.recorder.hold(self.recorder.allocate("temporary", gradient.name, nbytes))
+        self.recorder.drop(gradient)
+        return made
+
+    def finish(self) -> None:
+        """Send what still waits when the backward has ended."""
+        self.fetched.drop(self.recorder)
+        self.refetched.drop(self.recorder)
+        for when in ("accumulate", "reduce"):
+            for key in [key for key in self.waiting if key[0] == when]:
+                self._flush(key)
+
+    def _send(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
+        path = _way(weight, when)
+        if not path:
+            self._arrived(when, weight, gradient, ready)
+            return
+        key = (when, self._sent(weight).dtype, path)
+        waiting = self.waiting.setdefault(key, [])
+        waiting.append((weight, gradient, ready))
+        if "gradient" not in self.overlap and {kind for kind, *_ in path} == {"all_reduce"}:
+            return  # at the end, all as one
+        if sum(buffer.nbytes for _, buffer, _ in waiting) >= self.bucket:
+            self._flush(key)
+
+    def _flush(self, key: Key) -> None:
+        """One collective after the other for all gradients that go the same way."""
+        recorder, together = self.recorder, self.waiting.pop(key)
+        weights = [weight for weight, _, _ in together]
+        buffers, ready = [buffer for _, buffer, _ in together], max(r for _, _, r in together)
+        paths = list(zip(*(weight.path(key[0]) for weight in weights), strict=True))
+        for place, hops in enumerate(paths):
+            call = _one(hops)
+            title = f"{call.title} of {_titled('gradient', weights)}"
+            cause: Cause = "accumulation" if key[0] == "accumulate" else "gradient"
+            if "gradient" in self.overlap:
+                needs = [ready, recorder.launched]
+                ready = recorder.launch(title, weights[0].name, call, cause, needs)
+                recorder.launched = ready  # one after another, on a stream of their own
+            else:
+                recorder.collective(title, weights[0].name, call, cause, [ready])
+                ready = -1
+            for at, (weight, hop, before) in enumerate(zip(weights, hops, buffers, strict=True)):
+                nbytes = self._bytes(weight, hop.dst, self._sent(weight))
+                room = self._room(weight) if place == len(paths) - 1 else None
+                buffers[at] = room or recorder.hold(
+                    recorder.allocate("temporary", before.name, nbytes)
+                )
+                whole = self._bytes(weight, hop.src, self._sent(weight))
+                staging = reduction_staging(
+                    hop, whole, nbytes, self.mesh, self.accelerator, together=len(hops) > 1
+                )
+                recorder.scratch("communication", before.name, staging)
+                recorder.drop(before)
+        cast = any(self._sent(weight) != self._own(weight) for weight in weights)
+        if cast and "gradient" not in self.overlap:
+            recorder.compute("cast of gradients", "", ())  # what was sent is gone by then
+        for weight, buffer in zip(weights, buffers, strict=True):
+            self._arrived(key[0], weight, buffer, ready)
+
+    def _room(self, weight: Weight) -> Buffer | None:
+        """The gradient's part of the buffer for all of them, if it has one and ends there."""
+
+        def fits(other: Weight) -> bool:
+            ends = self.microbatches == 1 or bool(other.path("reduce"))
+            return scattered(other.hops) and ends and self._sent(other) == self._own(other)
+
+        if not self.together or not fits(weight):
+            return None
+        if self.rooms is None:
+            self.rooms = {}
+            for other in filter(fits, self.known.values()):
+                nbytes = self._bytes(other, other.storage.updated, self._own(other))
+                made = self.recorder.allocate("gradient", other.name, nbytes)
+                self.rooms[other.name] = self.recorder.hold(made)
+        return self.rooms.pop(weight.name, None)
+
+    def _arrived(self, when: str, weight: Weight, gradient: Buffer, ready: int) -> None:
+        if when == "reduce":
+            gradient = self._cast(weight, gradient, weight.storage.updated, self._own(weight))
+            gradient.kind, gradient.name = "gradient", weight.value.buffer.name
+            weight.value.gradient, weight.value.gradient_ready = gradient, ready
+            return
+        if weight.total is not None:
+            self.recorder.compute(f"sum of gradients of {weight.name}", weight.name, (), [ready])
+            self.recorder.drop(gradient)
+            gradient, ready, weight.total = weight.total, -1, None
+        if weight.path("reduce"):
+            gradient = self._cast(weight, gradient, weight.storage.grads, self._sent(weight))
+        self._send("reduce", weight, gradient, ready)
+
+    def gather(self) -> None:
+        """After the update: what other devices have updated."""
+        waiting: dict[object, list[Weight]] = {}
+        for weight in self.known.values():
+            path = _way(weight, "update")
+            if not path:
+                continue
+            same = waiting.setdefault((weight.leaf.type.dtype, path), [])
+            same.append(weight)
+            if sum(self._bytes(w, w.storage.updated) for w in same) >= self.bucket:
+                self._put_together(same)
+                same.clear()
+        for same in waiting.values():
+            if same:
+                self._put_together(same)
+
+    def _put_together(self, weights: Sequence[Weight]) -> None:
+        for place, hops in enumerate(zip(*(w.path("update") for w in weights), strict=True)):
+            call = _one(hops)
+            title = f"{call.title} of {_titled('parameter', weights)}"
+            self.recorder.collective(title, weights[0].name, call, "parameter")
+            for weight, hop in zip(weights, hops, strict=True):
+                nbytes = self._bytes(weight, hop.dst)
+                # What came is joined where it is a part of a row or not alone.
+                more = (bool(hop.dim) or len(hops) > 1) * nbytes
+                # A master is cast, and what came by the hop before is there.
+                cast = self._own(weight) != weight.leaf.type
+                more += (cast or place > 0) * self._bytes(weight, hop.src)
+                self.recorder.scratch("communication", weight.name, nbytes + more)
+
+    def _bytes(self, weight: Weight, layout: Layout, kind: TensorType | None = None) -> float:
+        """Of a part of a parameter, or of something that is like it in another dtype."""
+        return float(layout.local_bytes(kind or weight.leaf.type, self.mesh))
+
+
+def _one(hops: Sequence[Hop]) -> Collective:
+    """The collective that does for several tensors what each hop does for one."""
+    nbytes, quantised = (
+        sum(sizes) for sizes in zip(*((h.call.nbytes, h.call.quantised) for h in hops), strict=True)
+    )
+    return replace(hops[0].call, nbytes=nbytes, quantised=quantised)
+
+
+def _titled(what: str, weights: Sequence[Weight]) -> str:
+    return f"{what} of {weights[0].name}" if len(weights) == 1 else f"{len(weights)} {what}s"
+
+
+def _way(weight: Weight, when: str) -> Way:
+    """What it has in common with those that go together with it."""
+    return tuple(hop.way for hop in weight.path(when))
