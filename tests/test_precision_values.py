@@ -171,7 +171,7 @@ def test_a_saved_program_trains_as_it_was_compiled(tmp_path: Path) -> None:
     for _ in range(2):
         assert opened.step(batch) == program.step(**batch)
     for average in (False, True):
-        found, wanted = opened.state_dict(average), program._ready()[1].state_dict(average)
+        found, wanted = opened.state_dict(average), program._ready().state_dict(average)
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 

@@ -53,13 +53,13 @@ if __name__ == "__main__":
             if program.rank == 0:
                 print(f"step {number:3}  loss {loss.item():.6f}")
 '''
-_IMPORT = "from autopar.runtime.runtime import"
+_IMPORT = re.compile("^from autopar.runtime.api import .*$", re.MULTILINE)
 
 
 def standalone(source: str) -> str:
     """The source with a training loop that runs it."""
-    own = f"from autopar.runtime.folder import open_program\n{_IMPORT}"
-    lines = re.sub(f"^{re.escape(_IMPORT)}", own, source, count=1, flags=re.MULTILINE)
+    own = "from autopar.runtime.folder import open_program"
+    lines = _IMPORT.sub(lambda found: f"{found.group()}\n{own}", source, count=1)
     return lines.rstrip() + "\n" + MAIN
 
 

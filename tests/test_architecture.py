@@ -1,0 +1,147 @@
+"""The architecture holds: sizes of files, functions and folders, names, cycles, private torch."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES_A_FILE, LINES_A_FUNCTION, FILES_A_FOLDER, PARAMETERS = 400, 60, 20, 8
+
+# Every exception has its reason. One that no longer applies fails, too.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+MANY_PARAMETERS: dict[str, str] = {}
+FULL_FOLDERS: dict[str, str] = {}
+SAME_NAMES: dict[str, str] = {}
+PRIVATE_TORCH: dict[str, str] = {}
+CYCLES: dict[frozenset[str], str] = {}
+
+
+@cache
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """Module -> its file and its syntax tree."""
+    made = {}
+    for path in sorted((ROOT / "autopar").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        made[name] = (path, ast.parse(path.read_text()))
+    return made
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions, named "module:function" or "module:Class.method"."""
+    for module, (_, tree) in modules().items():
+        owners = {
+            child: f"{owner.name}."
+            for owner in ast.walk(tree)
+            if isinstance(owner, ast.ClassDef)
+            for child in owner.body
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{module}:{owners.get(node, '')}{node.name}", node
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring and its signature."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters of a function besides `self` and `cls`."""
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return len(every) - sum(argument.arg in ("self", "cls") for argument in every[:1])
+
+
+def check(found: dict[str, object], allowed: dict[str, str]) -> None:
+    """Compare what breaks a rule with the exceptions from it."""
+    new = {name: value for name, value in found.items() if name not in allowed}
+    assert not new, f"over the limit: {new}"
+    gone = sorted(set(allowed) - set(found))
+    assert not gone, f"exceptions that are no longer needed: {gone}"
+
+
+def test_files_are_short() -> None:
+    lengths = {
+        module: len(path.read_text().splitlines()) for module, (path, _) in modules().items()
+    }
+    check({m: n for m, n in lengths.items() if n > LINES_A_FILE}, LONG_FILES)
+
+
+def test_functions_are_short() -> None:
+    lengths = {name: code_lines(node) for name, node in functions()}
+    check({f: n for f, n in lengths.items() if n > LINES_A_FUNCTION}, LONG_FUNCTIONS)
+
+
+def test_functions_take_few_parameters() -> None:
+    counts = {name: parameter_count(node) for name, node in functions()}
+    check({f: n for f, n in counts.items() if n > PARAMETERS}, MANY_PARAMETERS)
+
+
+def test_folders_are_small() -> None:
+    sizes: dict[str, int] = defaultdict(int)
+    for path, _ in modules().values():
+        sizes[str(path.parent.relative_to(ROOT))] += 1
+    check({folder: n for folder, n in sizes.items() if n > FILES_A_FOLDER}, FULL_FOLDERS)
+
+
+def test_one_base_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, _ in modules().values():
+        if path.name != "__init__.py":
+            homes[path.stem].append(str(path.relative_to(ROOT)))
+    check({name: paths for name, paths in homes.items() if len(paths) > 1}, SAME_NAMES)
+
+
+def imported(module: str) -> set[str]:
+    """The modules of autopar that a module imports when it is loaded."""
+    tree = modules()[module][1]
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules() else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(modules()) - {module}
+
+
+def test_imports_have_no_cycles() -> None:
+    graph = nx.DiGraph((module, used) for module in modules() for used in imported(module))
+    cycles = {frozenset(c) for c in nx.strongly_connected_components(graph) if len(c) > 1}
+    check({str(sorted(c)): c for c in cycles}, {str(sorted(c)): why for c, why in CYCLES.items()})
+
+
+def private_torch(tree: ast.Module) -> set[str]:
+    """The private modules and attributes of torch that a file names."""
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            names = [text] if text.startswith(("torch.", "dist.")) else []
+        found |= {n for n in names if any(p.startswith("_") and p[1:2] != "_" for p in n.split("."))}
+    return found
+
+
+def test_private_torch_stays_in_named_files() -> None:
+    used = {module: private_torch(tree) for module, (_, tree) in modules().items()}
+    check({module: names for module, names in used.items() if names}, PRIVATE_TORCH)
+
+
+@pytest.mark.parametrize("room", ["ir", "plan"])
+def test_values_are_readable_without_torch(room: str) -> None:
+    """`lint-imports` checks the contract; this checks that the contract names the rooms."""
+    contracts = (ROOT / "pyproject.toml").read_text()
+    assert f'"autopar.{room}",' in contracts
