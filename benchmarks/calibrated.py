@@ -55,9 +55,9 @@ from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training
 from autopar.simulate import run, tasks
 from benchmarks.harness import PICTURES, ROOT, middle, write
-from tests import models
-from tests.models import Model
-from tests.ranks import run_ranks
+from tests.support import models
+from tests.support.models import Model
+from tests.support.ranks import run_ranks
 
 MESH = "cpu: node=2, gpu=2"  # one, so that all plans are priced by one calibration
 PARTS = 2  # calibrations, and as often all plans take their turns

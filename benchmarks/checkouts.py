@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def cases() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Name, model, mesh and options of every case."""
-    from tests.families import FAMILIES
+    from tests.support.families import FAMILIES
 
     for model in FAMILIES:
         for label, mesh in MESHES.items():
@@ -68,7 +68,7 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
     from autopar.intra_op.table import table
     from autopar.pipelined import capture_microbatch, sources_of
     from autopar.planning.single import Options, Trace, capture_graph, cost_model
-    from tests.families import make
+    from tests.support.families import make
 
     module, batch = make(model)
     if "precision" in options:
@@ -93,8 +93,8 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
 
 def trained(names: list[str]) -> dict[str, str]:
     """Losses and a digest of the parameters of every family after some steps, by model and mesh."""
-    from tests.ranks import run_ranks
-    from tests.test_families import Jobs
+    from tests.support.ranks import run_ranks
+    from tests.training.test_families import Jobs
 
     found = {}
     jobs = Jobs(names)
@@ -115,7 +115,7 @@ def record(path: Path, train: bool, only: str) -> None:
             found[name] = planned(model, mesh, options)
             print(".", end="", flush=True, file=sys.stderr)
     if train:
-        from tests.families import FAMILIES
+        from tests.support.families import FAMILIES
 
         for name, losses in trained([m for m in FAMILIES if only in m]).items():
             found.setdefault(name, {})["losses"] = losses

@@ -33,8 +33,8 @@ import autopar
 from autopar.pins import fsdp
 from benchmarks import checkpoints
 from benchmarks.harness import write
-from tests.models import Mlp
-from tests.ranks import run_ranks
+from tests.support.models import Mlp
+from tests.support.ranks import run_ranks
 
 MESH = "cpu: gpu=4 @1TB/s 1ns"
 ROUNDS = 3

@@ -1,8 +1,9 @@
 """Models of many families: planned, trained and compared: `python benchmarks/families.py`.
 
-Every model of tests/families.py is captured and planned in a process of its own, on four devices,
-on two by two, and on two nodes of eight H100; then all are trained three steps on four processes of
-this machine, under the plans of the first two meshes, and compared with training in one process.
+Every model of tests/support/families.py is captured and planned in a process of its own, on four
+devices, on two by two, and on two nodes of eight H100; then all are trained three steps on four
+processes of this machine, under the plans of the first two meshes, and compared with training in
+one process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from benchmarks.harness import child, write
-from tests.families import FAMILIES, make
-from tests.ranks import run_ranks
-from tests.test_families import CLUSTER, GRID, LINE, Jobs, train_whole
+from tests.support.families import FAMILIES, make
+from tests.support.ranks import run_ranks
+from tests.training.test_families import CLUSTER, GRID, LINE, Jobs, train_whole
 
 MESHES = {"line": LINE, "grid": GRID, "cluster": CLUSTER}
 

@@ -34,7 +34,7 @@ from autopar.ir.mesh import Mesh
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.zoo import load
 from benchmarks.harness import child, write
-from tests.families import UNet
+from tests.support.families import UNet
 
 MESHES = {
     "8": "H100: gpu=8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -15,12 +16,70 @@ ROOT = Path(__file__).parents[1]
 LINES_A_FILE, LINES_A_FUNCTION, FILES_A_FOLDER, PARAMETERS = 400, 60, 20, 8
 
 # Every exception has its reason. One that no longer applies fails, too.
-LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
-MANY_PARAMETERS: dict[str, str] = {}
+LONG_FILES = {
+    "autopar.planning.single": "waits for the search for stages to leave it",
+    "autopar.runtime.pipeline.pipeline": "the interpreter of a step's rows",
+}
+LONG_FUNCTIONS = {
+    "autopar.inter_op.dynamic_program:sums": "one compiled loop",
+    "autopar.planning.pipelines.search:search": "its parameters become one value",
+    "autopar.planning.pipelines.stages:plan_stages": "its parameters become one value",
+    "autopar.runtime.pipeline.pipeline:Pipeline.__init__": "makes the stages in one order",
+}
+_COMMAND = "the options of a command"
+_COMPILED = "compiled code takes flat arrays"
+_OPERATOR = "the operands of an operator"
+_PLANNING = "its parameters become one value"
+MANY_PARAMETERS = {
+    "autopar.cli.diff:command": _COMMAND,
+    "autopar.cli.explain:command": _COMMAND,
+    "autopar.cli.plan:command": _COMMAND,
+    "autopar.cli.rules:command": _COMMAND,
+    "autopar.cli.schedules:command": _COMMAND,
+    "autopar.cli.simulate:command": _COMMAND,
+    "autopar.compile:compile": _PLANNING,
+    "autopar.compile:plan": _PLANNING,
+    "autopar.explain.summary:explain": _PLANNING,
+    "autopar.inter_op.dynamic_program:sums": _COMPILED,
+    "autopar.inter_op.dynamic_program:trace": _COMPILED,
+    "autopar.inter_op.partition:partition": _PLANNING,
+    "autopar.inter_op.straight:_Program.__init__": _PLANNING,
+    "autopar.intra_op.build:build": _PLANNING,
+    "autopar.intra_op.builder:Builder.__init__": _PLANNING,
+    "autopar.operators.across:Across.mixture": _OPERATOR,
+    "autopar.operators.mixture:mixture": _OPERATOR,
+    "autopar.pipelined:make": _PLANNING,
+    "autopar.planning.pipelines.search:search": _PLANNING,
+    "autopar.planning.pipelines.stage_costs:StageCosts.__init__": _PLANNING,
+    "autopar.planning.pipelines.stages:plan_stages": _PLANNING,
+    "autopar.runtime.ranks.failure:Watch.__init__": _PLANNING,
+}
 FULL_FOLDERS: dict[str, str] = {}
-SAME_NAMES: dict[str, str] = {}
-PRIVATE_TORCH: dict[str, str] = {}
+SAME_NAMES = {
+    "emit": "a command and what it calls",
+    "folder": "of one program and of the stages of a pipeline",
+    "frontier": "a command and what it calls",
+    "kernels": "the kernels and the rules of them",
+    "pipeline": "a command and what runs",
+    "plan": "a command and the value",
+    "program": "a program and how it is lowered",
+    "random": "rules of random operators and what runs",
+    "recompute": "the choice and what runs",
+    "rules": "a command and the folder",
+}
+_TRACES = "traces models and operators without values"
+PRIVATE_TORCH = {
+    "autopar.capture.carried": _TRACES,
+    "autopar.capture.composite": _TRACES,
+    "autopar.capture.decompose": _TRACES,
+    "autopar.capture.joint": _TRACES,
+    "autopar.capture.lowering": "names the type of torch's operators",
+    "autopar.operators.across": "asserts on the device, which torch has no public function for",
+    "autopar.operators.assume": _TRACES,
+    "autopar.operators.interpret": _TRACES,
+    "autopar.runtime.recompute": "sees the operators that a block runs",
+    "autopar.runtime.torch_private": "the corners that the runtime needs",
+}
 CYCLES: dict[frozenset[str], str] = {}
 
 
@@ -130,8 +189,8 @@ def private_torch(tree: ast.Module) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            names = [text] if text.startswith(("torch.", "dist.")) else []
-        found |= {n for n in names if any(p.startswith("_") and p[1:2] != "_" for p in n.split("."))}
+            names = [text] if re.match(r"(torch|dist)\.(?!ops\.)", text) else []
+        found |= {n for n in names if re.fullmatch(r"[\w.]*\._(?!_)[\w.]*", n)}
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 MESH = "cpu[10GFLOP/s 1GiB 5GB/s]: gpu=2 @10GB/s 1us"  # slow enough that two are worth it
 BATCH = {"input": torch.arange(64.0, dtype=torch.float64).reshape(8, 8).sin()}

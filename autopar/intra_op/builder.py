@@ -20,9 +20,9 @@ from autopar.cost.network import near
 from autopar.cost.operator_memory import kept
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
-from autopar.intra_op.allocations import Rows
 from autopar.intra_op.async_linears import Hidden
-from autopar.intra_op.lifetimes import lifetimes, pieces_of
+from autopar.intra_op.memory.allocations import Rows
+from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
 from autopar.intra_op.options import Lies, Option, accumulating, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices

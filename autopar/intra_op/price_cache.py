@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from autopar.cost.model import Checked, CostModel
-from autopar.intra_op.allocations import Around, Rows, amounts, around
 from autopar.intra_op.kernel_work import node_work
+from autopar.intra_op.memory.allocations import Around, Rows, amounts, around
 from autopar.intra_op.options import (
     Lies,
     Option,

@@ -14,7 +14,7 @@ from functools import cached_property
 from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.cost.operator_memory import reduction_staging
-from autopar.intra_op.lifetimes import Role
+from autopar.intra_op.memory.lifetimes import Role
 from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

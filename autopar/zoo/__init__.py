@@ -3,7 +3,7 @@
 Imported by the command line, the benchmarks and the tests; the compiler knows nothing of it.
 """
 
-from autopar.zoo.build import build, example_inputs
+from autopar.zoo.construction import build, example_inputs
 from autopar.zoo.load import load, read_config
 from autopar.zoo.spec import Spec, names, spec
 

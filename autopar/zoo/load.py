@@ -23,7 +23,7 @@ from torch import nn
 from autopar.errors import AutoparError, ModelFileError
 from autopar.fields import shown
 from autopar.outside import MIB, Kind
-from autopar.zoo.build import (
+from autopar.zoo.construction import (
     build,
     example_inputs,
     import_transformers,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.zoo.build import build, example_inputs
+from autopar.zoo.construction import build, example_inputs
 from autopar.zoo.spec import spec
 
 WARM, STEPS, CURVE = 3, 10, 50

@@ -22,8 +22,8 @@ from autopar.ir.mesh import Mesh
 from autopar.plan import NodePlan, Plan
 from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime
-from tests import models
-from tests.emitted import FAST, ONE, SLOW, Case, case_of, family, local_values
+from tests.support import models
+from tests.support.emitted import FAST, ONE, SLOW, Case, case_of, family, local_values
 
 
 def written(code: str) -> Counter[tuple[str, ...]]:

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tests.families import Exact
 from tests.features.feature import Recipe
 from tests.features.zoo import FAMILIES, OTHERS, Batch, Family
+from tests.support.families import Exact
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),

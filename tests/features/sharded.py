@@ -33,7 +33,7 @@ from tests.features.feature import Case
 from tests.features.models import OPTIMIZERS, batches, family, make, schedule
 from tests.features.oracle import SEED, STEPS, Trained, train
 from tests.features.table import REFUSED
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 # Slow devices on fast links: even small tensors are worth splitting.
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"

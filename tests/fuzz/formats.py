@@ -34,7 +34,7 @@ from autopar.pipelined import placement_of
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph
 from autopar.runtime.folder import open_settings
-from autopar.zoo.build import build
+from autopar.zoo.construction import build
 from autopar.zoo.load import read_config
 
 MESH = "toy[2TFLOP/s 1GiB 20GB/s]: a=2 @5GB/s 1us, b=2 @20GB/s 100ns"

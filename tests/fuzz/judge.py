@@ -28,7 +28,7 @@ from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, run, tasks
 from tests.fuzz.programs import Random
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 STEPS, RATE, TOLERANCE = 2, 1e-2, 1e-9
 SLOW = "cpu[1GFLOP/s 64GiB 1GB/s]"

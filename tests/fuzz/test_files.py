@@ -28,7 +28,7 @@ from autopar.plan import Plan
 from autopar.zoo.load import read_config
 from tests.fuzz.formats import Format, formats
 from tests.fuzz.mutations import changed, damaged, toml
-from tests.ranks import forking
+from tests.support.ranks import forking
 
 SECONDS, BYTES = 10.0, 800 * 2**20  # of one file; the processor's time
 NAMES = (

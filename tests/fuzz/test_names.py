@@ -35,8 +35,8 @@ from autopar.runtime.folder import standalone
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.folder import program_source
 from autopar.runtime.pipeline.routes import Placement
-from tests.emitted import family
 from tests.fuzz.hostile import PAYLOADS, RUN, TEXTS
+from tests.support.emitted import family
 
 MESH = "toy[2TFLOP/s 1GiB 20GB/s]: a=2 @5GB/s 1us, b=2 @20GB/s 100ns"
 

@@ -16,7 +16,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import AutoparError
 from tests.fuzz.hostile import PAYLOADS
-from tests.refusals import BATCH, Net, squared
+from tests.support.refusals import BATCH, Net, squared
 
 
 class Silent:

@@ -16,8 +16,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.stage_graphs import cut
 from autopar.passes.normalise import NORMALISING, prepare
-from tests.families import make
-from tests.models import Model, gpt2
+from tests.support.families import make
+from tests.support.models import Model, gpt2
 
 
 def graph_of(model: Model) -> Graph:

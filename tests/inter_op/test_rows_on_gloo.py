@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autopar.inter_op.schedules import schedule, schedules
 from autopar.inter_op.transfers import Lowered, Queue, lower
 from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _train(lowered: Lowered, groups: dict[int, dist.ProcessGroup]) -> int:

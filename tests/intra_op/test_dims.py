@@ -12,10 +12,10 @@ from autopar.intra_op.pins.roles import Roles
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
-from tests import words
-from tests.families import FAMILIES
 from tests.intra_op.test_pins import graph as gpt2
-from tests.test_families import Jobs
+from tests.support import words
+from tests.support.families import FAMILIES
+from tests.training.test_families import Jobs
 
 # The batch is merged with the positions before the loss, heads with their features.
 PRIMES = {3: "batch", 5: "sequence", 11: "hidden", 2: "heads", 13: "ffn", 19: "vocab"}

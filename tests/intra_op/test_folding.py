@@ -28,7 +28,7 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from tests import models
+from tests.support import models
 
 # A slow device with quick links: even small models are worth splitting.
 LINE = "toy[2TFLOP/s 1GiB 20GB/s]: gpu=4 @20GB/s 100ns"

@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
 from autopar.plan import NodePlan, Plan
 from tests.intra_op.test_folding import LINE, random_choice
-from tests.models import MODELS, mlp, squared_error
+from tests.support.models import MODELS, mlp, squared_error
 
 MESH = Mesh.parse(LINE)
 GRID = Mesh.parse("H100: a=2, b=2")

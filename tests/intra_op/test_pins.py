@@ -21,7 +21,7 @@ from autopar.ir.tensor import Layout
 from autopar.passes.normalise import prepare
 from autopar.plan import NodePlan
 from tests.intra_op.test_folding import LINE
-from tests.models import gpt2
+from tests.support.models import gpt2
 
 MESH = Mesh.parse(LINE)
 FC, PROJ = "transformer.h.*.mlp.c_fc.weight", "transformer.h.*.mlp.c_proj.weight"

@@ -15,7 +15,7 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from tests import models
+from tests.support import models
 
 
 @pytest.mark.parametrize("memory", [math.inf, 0.9])

@@ -21,7 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.operators.localise import localise
 from autopar.passes.normalise import prepare
-from tests.models import MODELS, conv_net
+from tests.support.models import MODELS, conv_net
 
 RULES = rules()
 

@@ -34,7 +34,7 @@ from autopar.planning.single import Options, Trace, capture_graph
 from autopar.runtime.communication.measure import attention, problems
 from autopar.simulate.optimizer_step import Updated, update_works
 from autopar_kernels.registry import operators
-from tests.models import gpt2, llama, vit
+from tests.support.models import gpt2, llama, vit
 
 ONE = Mesh.parse("cpu: gpu=1")
 FOUR = Mesh.parse("cpu: data=2, tensor=2")

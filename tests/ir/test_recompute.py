@@ -14,7 +14,7 @@ from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, again, of_runs, run_names
 from autopar.planning.single import Options, Trace, capture_graph
-from tests import models
+from tests.support import models
 
 aten = torch.ops.aten
 # Kernels that run in the forward of one operator of these graphs, and in no backward.

@@ -12,7 +12,7 @@ from autopar.lower.lowered_text import format_lowered, parse_lowered
 from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
-from tests.families import FAMILIES, make
+from tests.support.families import FAMILIES, make
 
 GRID = Mesh.parse("toy[1GFLOP/s 64GiB 1GB/s]: data=2 @10GB/s 1us, tensor=2 @10GB/s 1us")
 QUICK = ("gpt2", "dlrm")

@@ -19,7 +19,7 @@ from autopar.ir.precision import Precision
 from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import run, settings_on, tasks
-from tests.mixed import used_whole
+from tests.support.mixed import used_whole
 
 GPUS = Mesh.parse("H100: gpu=4")
 WIDTH, WORDS, ROWS = 256, 4096, (8, 512)

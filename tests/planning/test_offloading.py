@@ -27,7 +27,7 @@ from autopar.planning import single
 from autopar.planning.offloading import told
 from autopar.planning.single import Options, Planner, Trace, capture_graph
 from autopar.runtime.update.optimizer import refuse_what_steps_break
-from tests import models
+from tests.support import models
 
 GPUS = Mesh.parse("A100-80: gpu=2")
 RUN, LAYERS = "transformer.h", 3

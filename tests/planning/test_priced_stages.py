@@ -22,8 +22,8 @@ from autopar.pipelined import capture_microbatch
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace
 from autopar.zoo import load
-from tests.test_cli import refused, run
-from tests.test_why_cli import MODEL as SOURCE
+from tests.cli.test_commands import refused, run
+from tests.cli.test_why import MODEL as SOURCE
 
 MESH, STAGE = Mesh.parse("cpu: node=2, gpu=2"), Mesh.parse("cpu: node=1, gpu=2")
 SEND = 0.7

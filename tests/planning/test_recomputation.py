@@ -16,8 +16,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import KINDS, Recompute
 from autopar.plan import Plan
 from autopar.planning.single import Options, Planner, Trace, capture_graph
-from tests import models
-from tests.ranks import run_ranks
+from tests.support import models
+from tests.support.ranks import run_ranks
 
 MESH = Mesh.parse("cpu: gpu=4")
 LAYERS = 3

@@ -20,7 +20,7 @@ from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.simulated import stage_figures
 from autopar.planning.pipelines.stages import Devices, in_flight, plan_stages, stage_graphs
 from autopar.planning.single import Options, Trace, make_plan
-from tests import models
+from tests.support import models
 
 WIDTHS = (64, 128, 128, 128, 32)
 

@@ -15,7 +15,7 @@ from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, Timeline, run, tasks
-from tests.models import gpt2
+from tests.support.models import gpt2
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
 MICROBATCHES = 4

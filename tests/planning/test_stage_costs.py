@@ -26,7 +26,7 @@ from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import stage_graphs, weights
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.planning.workers import Workers
-from tests.models import gpt2
+from tests.support.models import gpt2
 
 BATCH = 16
 CLUSTER = Mesh.parse("H100: node=2, gpu=2")

@@ -14,7 +14,7 @@ from autopar.pipelined import capture_microbatch
 from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.pipelines.stages import stage_graphs
 from autopar.planning.single import Options, Trace
-from tests import models
+from tests.support import models
 
 MESH = Mesh.parse("H100: gpu=2")
 

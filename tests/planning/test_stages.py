@@ -46,7 +46,7 @@ from autopar.planning.pipelines.stages import (
     schedule_of,
 )
 from autopar.planning.single import Options, Trace
-from tests import models
+from tests.support import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
 LINE = Mesh.parse(f"{DEVICE}: gpu=4 @10GB/s 1us")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.simulate.task import COMPUTE
-from tests.test_cli import refused, run
+from tests.cli.test_commands import refused, run
 
 MESH = "A100-80: node=2, gpu=4"
 MODEL = """

@@ -24,9 +24,9 @@ from autopar.plan import Plan
 from autopar.planning.offloading import told
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Task, run, settings_on, tasks
-from tests import models
-from tests.memory import Measured, measured_step, simulated_levels
-from tests.ranks import run_ranks
+from tests.support import models
+from tests.support.memory import Measured, measured_step, simulated_levels
+from tests.support.ranks import run_ranks
 
 FLAT, GRID = "cpu: gpu=4", "cpu: data=2, tensor=2"
 PLANS: dict[str, tuple[str, list[Word]]] = {

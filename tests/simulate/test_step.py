@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.simulate import Settings, Task, Timeline, run, tasks
 from autopar.simulate.timeline import cause_of
-from tests.memory import measured_step, simulated_levels
+from tests.support.memory import measured_step, simulated_levels
 
 MESH = "A100-80: data=2, tensor=4"
 PLANS = {

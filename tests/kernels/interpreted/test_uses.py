@@ -20,7 +20,7 @@ from autopar_kernels.linear_cross_entropy import (
 from autopar_kernels.registry import KernelError, KernelWarning, operators, register
 from autopar_kernels.registry.draw import Draw
 from tests.kernels.checks import error
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ours = torch.ops.autopar_kernels
 ALL = operators()

@@ -1,0 +1,161 @@
+"""Programs saved as folders: they run by themselves, and are written whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import autopar
+from autopar.errors import ProgramError
+from autopar.runtime import folder
+from tests.support.models import gpt2
+from tests.support.ranks import run_ranks
+
+GRID = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
+SINGLE = "cpu: x=1"
+FILES = {
+    "program.py",
+    "plan.toml",
+    "graph.txt",
+    "program.toml",
+    "weights.safetensors",
+    "batch.safetensors",
+}
+
+
+def save_and_train(path: str) -> tuple[list[str], bool]:
+    """Losses of ten steps after saving, as the saved program prints them; whether it is sharded."""
+    torch.manual_seed(0)
+    model, batch = gpt2()
+    program = autopar.compile(
+        model.double(),
+        GRID,
+        optimizer=functools.partial(torch.optim.Adam, lr=1e-2, betas=(0.8, 0.9)),
+        clip_norm=0.5,
+        example_inputs=batch,
+    )
+    # One rank writes; that it cannot is an error of all.
+    with pytest.raises(ProgramError, match="cannot write"):
+        program.save(__file__)
+    program.save(path)
+    losses = [f"{program.step(**batch).item():.6f}" for _ in range(10)]
+    return losses, "96@" in program.source or "32@" in program.source
+
+
+def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
+    target = tmp_path / "out" / "program"
+    results = run_ranks(save_and_train, str(target))
+    losses, sharded = results[0]
+    assert sharded
+    assert all(result == results[0] for result in results)
+    assert {file.name for file in target.iterdir()} == FILES
+    # Tied weights are saved once.
+    assert "lm_head.weight" not in load_file(target / "weights.safetensors")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    printed = run(sys.executable, *launch, str(target / "program.py"))
+    steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
+    assert [step[3] for step in steps] == losses
+
+
+def run(*command: str) -> str:
+    # A folder of its own: nothing of the project is imported by way of the working directory.
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def small() -> tuple[autopar.Program, dict[str, torch.Tensor]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return autopar.compile(model, SINGLE, example_inputs=torch.randn(2, 4)), model.state_dict()
+
+
+def contents(target: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in target.iterdir()}
+
+
+def test_a_save_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, weights = small()
+    target = program.save(tmp_path / "program")
+    before = contents(target)
+    assert set(before) == FILES
+
+    written = []
+
+    def full_disk(tensors: Any, path: Path) -> None:
+        written.append(path)
+        path.write_bytes(b"half of")
+        raise OSError("no space left on device")
+
+    program.load_state_dict({name: value + 1 for name, value in weights.items()})
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "save_file", full_disk)
+        for path in (target, tmp_path / "fresh"):
+            with pytest.raises(ProgramError, match="cannot write") as caught:
+                program.save(path)
+            assert "no space left" in caught.value.why
+    assert len(written) == 2
+    assert contents(target) == before
+    assert list(tmp_path.iterdir()) == [target]
+
+    program.save(target)
+    assert contents(target) != before
+    saved = load_file(target / "weights.safetensors")
+    for name, value in weights.items():
+        torch.testing.assert_close(saved[name], value + 1)
+
+
+def test_a_save_keeps_files_of_other_names(tmp_path: Path) -> None:
+    program, _ = small()
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    program.save(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {*FILES, "notes.txt"}
+
+
+def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    program = autopar.compile(
+        model,
+        SINGLE,
+        loss_fn=lambda output: output.square().mean(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        example_inputs=torch.randn(2, 4),
+    )
+    program.save(tmp_path)
+    file = str(tmp_path / "program.py")
+    with folder.open_program(file) as opened:
+        torch.testing.assert_close(
+            opened.step(opened.example), program.step(opened.example["input"])
+        )
+        (group,) = opened.executor.optimizer.param_groups
+        assert group["lr"] == 0.5
+    text = (tmp_path / "program.toml").read_text(encoding="utf-8")
+    (tmp_path / "program.toml").write_text(text.replace("SGD", "Optimizer9"), encoding="utf-8")
+    with pytest.raises(ProgramError, match="Optimizer9"), folder.open_program(file):
+        pass
+    (tmp_path / "program.toml").write_text(text, encoding="utf-8")
+    for name in sorted(FILES - {"graph.txt", "plan.toml"}):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"\xff[" + whole[: len(whole) // 2])
+        with pytest.raises(ProgramError, match=rf"{name} cannot be read|cannot read .*{name}"):
+            folder.open_program(file).__enter__()
+        (tmp_path / name).unlink()
+        with pytest.raises(ProgramError, match=f"{name} is missing"):
+            folder.open_program(file).__enter__()
+        (tmp_path / name).write_bytes(whole)

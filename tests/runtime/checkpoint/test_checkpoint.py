@@ -1,0 +1,412 @@
+"""Checkpoints in one process: the folder, optimizers, plain models, weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import re
+import resource
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import CheckpointError, StateError
+from tests.support import models
+from tests.support.models import Mlp
+
+SINGLE = "cpu: x=1"
+NOBODY = 65534
+BATCH = torch.arange(32.0).reshape(4, 8).sin()
+
+
+# The folder --------------------------------------------------------------------------------------
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def small(
+    optimizer: Any = torch.optim.AdamW, seed: int = 0, sizes: tuple[int, ...] = (8, 5, 3)
+) -> autopar.Program:
+    torch.manual_seed(seed)
+    return autopar.compile(
+        Mlp(sizes), SINGLE, loss_fn=loss_of, optimizer=optimizer, example_inputs=BATCH
+    )
+
+
+def trained(program: autopar.Program, steps: int = 2) -> list[Tensor]:
+    return [program.step(BATCH) for _ in range(steps)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+    """A checkpoint after two steps, and the two losses that follow."""
+    program = small()
+    trained(program)
+    path = program.save_checkpoint(tmp_path_factory.mktemp("saved") / "one").result()
+    return path, trained(program)
+
+
+def test_what_is_damaged_is_refused_and_changes_nothing(
+    saved: tuple[Path, list[Tensor]], tmp_path: Path
+) -> None:
+    path, losses = saved
+    program = small(seed=1)
+    before = {k: v.clone() for k, v in program.state_dict().items()}
+    files = contents(path)
+    rank = next(name for name in files if re.fullmatch(r"save-\w{16}/rank_0\.safetensors", name))
+    assert set(files) == {"checkpoint.json", rank}
+    data, text = files[rank], files["checkpoint.json"]
+    flipped = data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+    damages = {
+        rank: [data[: len(data) // 2], flipped, b"", None],
+        "checkpoint.json": [text[:-40], text.replace(b"0.001", b"0.002"), b"[]", None],
+    }
+    assert b"0.001" in text  # the learning rate
+    for name, versions in damages.items():
+        for version in versions:
+            folder = tmp_path / str(len(list(tmp_path.iterdir())))
+            (folder / rank).parent.mkdir(parents=True)
+            for file, content in {**files, name: version}.items():
+                if content is not None:
+                    (folder / file).write_bytes(content)
+            for load in (program.load_checkpoint, program.load_weights, autopar.load_checkpoint):
+                with pytest.raises(CheckpointError) as caught:
+                    load(folder)
+                what = "damaged|no whole|no weights" if version is None else "damaged"
+                assert re.search(what, caught.value.what)
+    torch.testing.assert_close(program.state_dict(), before, rtol=0, atol=0)
+    assert not program.optimizer.state
+    program.load_checkpoint(path)
+    assert trained(program) == losses
+
+
+def test_loading_unpickles_nothing(
+    saved: tuple[Path, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, losses = saved
+    program = small(seed=1)
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    monkeypatch.setattr(torch, "load", never)
+    program.load_checkpoint(path)
+    assert trained(program) == losses
+    autopar.load_checkpoint(path)
+    # torch's own checkpoints hold a pickle.
+    (tmp_path / ".metadata").write_bytes(b"c")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        program.load_checkpoint(tmp_path)
+
+
+@contextmanager
+def full_disk(room: int = 1000) -> Iterator[None]:
+    """Inside, no file of this process can grow beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    program = small()
+    trained(program)
+    path = program.save_checkpoint(tmp_path / "one").result()
+    before = contents(path)
+    losses = trained(program)
+    for target in (path, tmp_path / "other"):
+        for asynchronous in (False, True):
+            with full_disk(), pytest.raises(CheckpointError, match="cannot be written") as caught:
+                program.save_checkpoint(target, asynchronous=asynchronous).result()
+            assert "os error 27" in caught.value.why
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        program.save_checkpoint(path / "checkpoint.json" / "in a file")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("keep")
+    other = tmp_path / "another program's"
+    other.mkdir()
+    (other / "checkpoint.json").write_text('{"steps": 12}')
+    for place in (mine, other, mine / "notes.txt"):
+        with pytest.raises(CheckpointError, match="is no checkpoint"):
+            program.save_checkpoint(place)
+    with pytest.raises(CheckpointError, match="checkpoint of another model"):
+        small(sizes=(8, 6, 3)).save_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"values\['net'\]"):
+        program.save_checkpoint(path, values={"net": program})
+    assert contents(path) == before
+    assert contents(mine) == {"notes.txt": b"keep"}
+    assert contents(other) == {"checkpoint.json": b'{"steps": 12}'}
+    assert {file.name for file in tmp_path.iterdir()} == {"one", "mine", other.name}
+    program.load_checkpoint(path)
+    assert trained(program) == losses
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Inside, this process may not write into a folder; root becomes nobody, bound by modes."""
+    user = os.geteuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_folder_that_is_read_only_is_named_and_keeps_what_it_holds() -> None:
+    program = small()
+    trained(program)
+    with tempfile.TemporaryDirectory() as name:  # not below a folder that only root may enter
+        folder = Path(name)
+        path = program.save_checkpoint(folder / "one").result()
+        before, losses = contents(path), trained(program)
+        with read_only(folder):
+            for target in (path, folder / "other"):
+                for asynchronous in (False, True):
+                    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+                        program.save_checkpoint(target, asynchronous=asynchronous).result()
+                    assert "Permission denied" in caught.value.why
+        assert contents(path) == before
+        assert [file.name for file in folder.iterdir()] == ["one"]
+        program.load_checkpoint(path)
+        assert trained(program) == losses
+
+
+def test_a_folder_of_the_old_form_is_read_and_replaced(tmp_path: Path) -> None:
+    """Files once lay beside checkpoint.json; what a user put there stays."""
+    program = small()
+    path = program.save_checkpoint(tmp_path / "one").result()
+    first = {k: v.clone() for k, v in program.state_dict().items()}
+    (folder,) = path.glob("save-*")
+    (folder / "rank_0.safetensors").rename(path / "rank_0.safetensors")
+    folder.rmdir()
+    document = json.loads((path / "checkpoint.json").read_text())
+    for stored in document["content"]["tensors"].values():
+        for chunk in stored["chunks"]:
+            chunk[2] = "rank_0.safetensors"
+    document["checksum"] = zlib.crc32(json.dumps(document["content"], sort_keys=True).encode())
+    (path / "checkpoint.json").write_text(json.dumps(document))
+    (path / "notes.txt").write_text("keep")
+    torch.testing.assert_close(autopar.load_checkpoint(path), first, rtol=0, atol=0)
+    trained(program)
+    program.save_checkpoint(path)
+    torch.testing.assert_close(autopar.load_checkpoint(path), program.state_dict(), rtol=0, atol=0)
+    names = {file.name for file in path.iterdir()}
+    assert names == {"checkpoint.json", "notes.txt", *(f.name for f in path.glob("save-*"))}
+    assert len(names) == 3
+
+
+def test_an_asynchronous_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:
+    program = small()
+    trained(program)
+    saving = program.save_checkpoint(tmp_path / "one", asynchronous=True)
+    losses = trained(program)
+    assert saving.result() == tmp_path / "one"
+    assert saving.done()
+    other = small(seed=1)
+    other.load_checkpoint(tmp_path / "one")
+    assert trained(other) == losses
+
+
+# Optimizers --------------------------------------------------------------------------------------
+
+OPTIMIZERS = [
+    functools.partial(torch.optim.SGD, lr=0.1),
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
+    functools.partial(torch.optim.Adam, lr=torch.tensor(0.01), foreach=False),
+    functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    functools.partial(torch.optim.NAdam, lr=0.01),
+    functools.partial(torch.optim.ASGD, lr=0.01),
+    functools.partial(torch.optim.Rprop, lr=0.01),
+    functools.partial(torch.optim.Adafactor, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_optimizers_go_on_as_they_would(optimizer: Any, tmp_path: Path) -> None:
+    program = small(optimizer)
+    trained(program)
+    for group in program.optimizer.param_groups:
+        group["lr"] = group["lr"] / 2
+    program.save_checkpoint(tmp_path / "one")
+    losses = trained(program, 3)
+    other = small(optimizer, seed=1)
+    trained(other, 1)
+    other.load_checkpoint(tmp_path / "one")
+    assert trained(other, 3) == losses
+
+
+def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
+    def decayed(parameters: Any) -> torch.optim.Optimizer:
+        known = list(parameters)
+        matrices = [p for p in known if p.dim() > 1]
+        others = [p for p in known if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def turned(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = decayed(parameters)
+        optimizer.param_groups.reverse()
+        return optimizer
+
+    program = small(decayed)
+    trained(program)
+    program.save_checkpoint(tmp_path / "one")
+    losses = trained(program)
+    other = small(turned, seed=1)
+    other.load_checkpoint(tmp_path / "one")
+    assert trained(other) == losses
+    with pytest.raises(CheckpointError, match="groups are not those"):
+        small().load_checkpoint(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="trains with SGD"):
+        small(functools.partial(torch.optim.SGD, lr=0.1)).load_checkpoint(tmp_path / "one")
+
+
+# Models and weights ------------------------------------------------------------------------------
+
+
+def test_another_models_checkpoint_is_refused(saved: tuple[Path, list[Tensor]]) -> None:
+    path, _ = saved
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        small(sizes=(8, 6, 3)).load_checkpoint(path)
+    assert "mis-shaped: layers.0.weight [5, 8] instead of [6, 8]" in caught.value.why
+    with pytest.raises(CheckpointError, match="missing: layers"):
+        small(sizes=(8, 5, 3, 2)).load_checkpoint(path)
+    with pytest.raises(CheckpointError, match="unexpected: layers"):
+        small(sizes=(8, 5)).load_checkpoint(path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        small().load_checkpoint(path / "nowhere")
+    program = small()
+    rates = torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
+    with pytest.raises(CheckpointError, match="has no scheduler"):
+        program.load_checkpoint(path, scheduler=rates)
+
+
+def test_the_plain_model_takes_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = models.conv_net()
+    program = autopar.compile(model, SINGLE, example_inputs=batch)
+    program.step(**batch)
+    program.save_checkpoint(tmp_path / "one")
+    plain, _ = models.conv_net()
+    plain.load_state_dict(autopar.load_checkpoint(tmp_path / "one"))
+    torch.testing.assert_close(plain.state_dict(), program.state_dict(), rtol=0, atol=0)
+    assert int(plain.state_dict()["norm1.num_batches_tracked"]) == 1
+
+
+def test_hugging_face_folders_are_read(tmp_path: Path) -> None:
+    """In several files with a list of them; tied weights are there once; a hollow program."""
+    torch.manual_seed(0)
+    model, batch = models.gpt2(layers=1)
+    model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    assert (tmp_path / "hub" / "model.safetensors.index.json").exists()
+    with torch.device("meta"):
+        hollow, _ = models.gpt2(layers=1)
+    program = autopar.compile(hollow, SINGLE, example_inputs=batch)
+    with pytest.raises(StateError, match="no weights to save"):
+        program.save_checkpoint(tmp_path / "one")
+    program.load_weights(tmp_path / "hub")
+    torch.testing.assert_close(program.state_dict(), dict(model.state_dict()), rtol=0, atol=0)
+    program.save_checkpoint(tmp_path / "one")
+    assert "model.lm_head.weight" not in load_file(
+        next((tmp_path / "one").rglob("rank_0.safetensors"))
+    )
+    loaded = autopar.load_checkpoint(tmp_path / "one")
+    assert list(loaded) == list(model.state_dict())
+    (tmp_path / "hub" / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
+    os.remove(next((tmp_path / "hub").glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        program.load_weights(tmp_path / "hub")
+    with pytest.raises(CheckpointError, match="no weights in"):
+        program.load_weights(tmp_path / "nothing")
+
+
+def test_state_dicts_are_taken_under_other_names() -> None:
+    program, other = small(seed=0), small(seed=1)
+    values = {f"net.{name}": value for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match="missing: layers"):
+        program.load_weights(values)
+    program.load_weights(values, rename=lambda name: f"net.{name}")
+    torch.testing.assert_close(program.state_dict(), other.state_dict(), rtol=0, atol=0)
+    del values["net.layers.0.weight"]
+    with pytest.raises(CheckpointError, match=r"missing: layers\.0\.weight"):
+        program.load_weights(values, rename=lambda name: f"net.{name}")
+
+
+class Running(nn.Module):
+    """Has a parameter that nothing uses, and a running mean that its state_dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp((8, 5, 3))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.mean(0)
+        return loss_of(self.net(x - self.mean))
+
+
+def running(seed: int, device: str = "cpu") -> tuple[nn.Module, autopar.Program]:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Running()
+    return model, autopar.compile(model, SINGLE, example_inputs={"x": BATCH})
+
+
+def test_what_a_state_dict_leaves_out_goes_on_too(tmp_path: Path) -> None:
+    _, program = running(0)
+    trained(program)
+    program.save_checkpoint(tmp_path / "one")
+    losses = trained(program)
+    model, other = running(1)
+    trained(other, 1)
+    other.load_checkpoint(tmp_path / "one")
+    assert trained(other) == losses
+    assert "mean" not in autopar.load_checkpoint(tmp_path / "one")
+    other.load_weights(model.state_dict())  # with the unused one
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
+    _, hollow = running(2, "meta")
+    with pytest.raises(StateError, match="no value of mean"):
+        hollow.load_weights(model.state_dict())
+    hollow.load_checkpoint(tmp_path / "one")
+    assert trained(hollow) == losses
+
+
+def test_a_scheduler_that_fails_is_named(tmp_path: Path) -> None:
+    class Broken(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("rate")
+
+    program = small()
+    with pytest.raises(CheckpointError, match="cannot be taken") as caught:
+        program.save_checkpoint(tmp_path / "one", scheduler=Broken(program.optimizer, 1))
+    assert "KeyError: 'rate'" in caught.value.why
+    assert not list(tmp_path.iterdir())

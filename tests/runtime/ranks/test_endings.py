@@ -1,0 +1,144 @@
+"""Ranks that stop between steps: all others end in time and say what that rank did."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar import program as compiled
+from autopar.program import Program
+from autopar.runtime import torch_private
+from tests.runtime.ranks import kills
+from tests.runtime.ranks.test_failure import COUNT, LIMIT, run
+from tests.support import models
+
+WHO = 2
+MESH = "cpu[1GFLOP/s 64GiB 1GB/s]: x=4 @10GB/s 1us"
+
+
+def train(rank: int, folder: Path, batches: Callable[[int, Path], None], **options: object) -> None:
+    """Steps between which rank WHO does something else; errors end as a script's do."""
+    torch.manual_seed(0)
+    model, batch = models.mlp((8, 8, 8))
+    try:
+        program: Program = autopar.compile(
+            model,
+            MESH,
+            loss_fn=models.squared_error,
+            example_inputs=batch,
+            pins=autopar.pins.data_parallel("x"),
+            dump=folder / "dump",
+            **options,  # type: ignore[arg-type]
+        )
+        for step in range(5):
+            if rank == WHO and step == 3:
+                (folder / "failed").write_text(str(time.time()))
+                batches(rank, folder)
+            program.step(**batch)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.exit(1)
+
+
+def spinning_loader(rank: int, folder: Path) -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def failing_loader(rank: int, folder: Path) -> None:
+    raise OSError("no such shard of data")
+
+
+def leaving_loader(rank: int, folder: Path) -> None:
+    sys.exit(0)
+
+
+def spin(rank: int, folder: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/again",
+        rank=rank,
+        world_size=COUNT,
+        timeout=timedelta(seconds=6),
+    )
+    train(rank, folder, spinning_loader)
+
+
+def fail(rank: int, folder: Path) -> None:
+    train(rank, folder, failing_loader)
+
+
+def leave(rank: int, folder: Path) -> None:
+    train(rank, folder, leaving_loader)
+
+
+def fail_in_capture(rank: int, folder: Path) -> None:
+    """Rank WHO fails before its graph is compared with the others'."""
+    if rank == WHO:
+        (folder / "failed").write_text(str(time.time()))
+        compiled.capture_graph = failing_capture  # type: ignore[assignment]
+    train(rank, folder, failing_loader)
+
+
+def failing_capture(*args: object) -> None:
+    raise OSError("no such shard of data")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (spin, "rank 2 did not come in time"),
+        (fail, "rank 2 failed: OSError: no such shard of data"),
+        (leave, "rank 2 ended in the middle of the training"),
+        (fail_in_capture, "rank 2 failed: "),
+    ],
+)
+def test_the_others_end_and_say_why(
+    how: Callable[[int, Path], None], said: str, tmp_path: Path
+) -> None:
+    ended = run(how, tmp_path, "file")
+    for rank, end in enumerate(ended):
+        assert end.seconds < 2 * LIMIT, f"rank {rank} did not end:\n{end.stderr}"
+        if rank != WHO:
+            assert end.status == 1, end.stderr
+            assert said in end.stderr, end.stderr
+            assert f"autopar doctor {tmp_path}/dump" in end.stderr
+    others = "\n".join(end.stderr for rank, end in enumerate(ended) if rank != WHO)
+    if how is spin:
+        # The user's line, and the generated one at which the others wait.
+        assert "in spinning_loader" in others
+        assert "between steps, after step 3" in others
+    if how in (spin, fail, fail_in_capture):
+        assert (tmp_path / "dump" / f"rank-{WHO}.json").exists()
+
+
+def test_the_time_out_of_the_default_group_is_found(tmp_path: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=77),
+    )
+    try:
+        limit = torch_private.timeout_of(torch_private.default_group())
+    finally:
+        dist.destroy_process_group()
+    assert limit == timedelta(seconds=77)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_is_killed_or_stopped_anywhere(seed: int, tmp_path: Path) -> None:
+    """pytest -m slow tests/runtime/ranks/test_endings.py; more by python -m of `kills`."""
+    outcome = kills.play(kills.Kill.drawn(seed, tuple(kills.KINDS)), tmp_path)
+    assert not outcome.wrong

@@ -1,0 +1,284 @@
+"""Four processes without a launcher: when one fails, all end soon and name it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from autopar.errors import RankFailedError
+from autopar.runtime.ranks.failure import Failure, Watch
+from tests.support.ranks import forking
+
+COUNT = 4
+RANKS = tuple(range(COUNT))
+LIMIT = 30.0  # seconds from the failure to the end of the last process
+# No collective gives up by itself before the test would fail.
+NEVER = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: status, what it wrote to stderr, and when."""
+
+    status: int | None
+    stderr: str
+    seconds: float
+
+
+def start(rank: int, folder: str, store: str, play: Callable[[int, Path], None]) -> None:
+    """A process: its stderr in a file, in a group that meets in a file or at rank 0's port."""
+    with open(Path(folder) / f"{rank}.err", "w") as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    if store == "file":
+        method, shared = f"file://{folder}/store", None
+    else:
+        method, shared = None, served_store(rank, Path(folder))
+    dist.init_process_group(
+        "gloo", init_method=method, store=shared, rank=rank, world_size=COUNT, timeout=NEVER
+    )
+    play(rank, Path(folder))
+
+
+def served_store(rank: int, folder: Path) -> Store:
+    """A TCPStore that rank 0 serves at a port the system chose."""
+    meeting = FileStore(str(folder / "meeting"), COUNT)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, COUNT, True, NEVER, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+        return store
+    return TCPStore("127.0.0.1", int(meeting.get("port")), COUNT, False, NEVER)
+
+
+def run(play: Callable[[int, Path], None], folder: Path, store: str) -> list[Ended]:
+    """How the processes ended, in rank order; `seconds` counts from the file "failed", if any.
+
+    A process that plays on after its own failure waits for the file "over".
+    """
+    with forking() as context:
+        processes = [
+            context.Process(target=start, args=(rank, str(folder), store, play)) for rank in RANKS
+        ]
+        for process in processes:
+            process.start()
+    ends: dict[int, float] = {}
+    deadline = time.time() + 2 * LIMIT
+    while len(ends) < COUNT and time.time() < deadline:
+        for rank, process in enumerate(processes):
+            if rank not in ends and not process.is_alive():
+                ends[rank] = time.time()
+        if len(ends) == COUNT - 1:
+            (folder / "over").touch()
+        time.sleep(0.02)
+    for process in processes:
+        process.kill()
+        process.join()
+    failed = folder / "failed"
+    start_of = float(failed.read_text()) if failed.exists() else 0.0
+    return [
+        Ended(p.exitcode, (folder / f"{r}.err").read_text(), ends.get(r, 1e9) - start_of)
+        for r, p in enumerate(processes)
+    ]
+
+
+def boom(folder: Path) -> None:
+    (folder / "failed").write_text(str(time.time()))
+    raise ValueError("boom at step 3")
+
+
+def meet() -> int:
+    """A collective of all ranks."""
+    x = torch.ones(())
+    dist.all_reduce(x)
+    return int(x)
+
+
+def fail_in_step(rank: int, folder: Path, who: int = 2) -> None:
+    """Rank `who` raises and ends; the others wait for it in an all_reduce."""
+    watch = Watch.over(RANKS)
+    for step in range(5):
+        with watch:
+            if step == 3 and rank == who:
+                boom(folder)
+            meet()
+
+
+def fail_in_nested_step(rank: int, folder: Path) -> None:
+    watch = Watch.over(RANKS)
+    with watch:
+        try:
+            with watch:
+                raise KeyError("handled inside the step")
+        except KeyError:
+            meet()
+        with watch:
+            if rank == 2:
+                boom(folder)
+            meet()
+
+
+def first_fails(rank: int, folder: Path) -> None:
+    """Rank 0, whose store goes with it."""
+    fail_in_step(rank, folder, who=0)
+
+
+def fail_and_live_on(rank: int, folder: Path) -> None:
+    """Rank 2's sockets stay open: nothing but the watch can stop the others."""
+    try:
+        fail_in_step(rank, folder)
+    except ValueError:
+        while not (folder / "over").exists():
+            time.sleep(0.02)
+        raise
+
+
+def fail_while_others_are_outside(rank: int, folder: Path) -> None:
+    """The others wait for rank 2 where no step is running, as for a device's result."""
+    watch = Watch.over(RANKS)
+    watch.patience = 3.0
+    with watch:
+        meet()
+    if rank == 2:
+        try:
+            with watch:
+                boom(folder)
+        except ValueError:
+            while not (folder / "over").exists():
+                time.sleep(0.02)
+            raise
+    meet()
+
+
+@pytest.mark.parametrize(
+    ("play", "store", "failing"),
+    [
+        (fail_in_step, "file", 2),
+        (fail_in_nested_step, "tcp", 2),
+        (first_fails, "tcp", 0),
+        (fail_and_live_on, "tcp", 2),
+        (fail_while_others_are_outside, "tcp", 2),
+    ],
+)
+def test_all_ranks_end_and_name_the_one_that_failed(
+    play: Callable[[int, Path], None], store: str, failing: int, tmp_path: Path
+) -> None:
+    ended = run(play, tmp_path, store)
+    for rank, end in enumerate(ended):
+        assert end.seconds < LIMIT, f"rank {rank} did not end:\n{end.stderr}"
+        assert end.status == 1, end
+        assert "ValueError: boom at step 3" in end.stderr
+        told = f"rank {failing} failed: ValueError: boom at step 3" in end.stderr
+        assert told == (rank != failing)
+        # The line of the user's program that failed.
+        assert 'raise ValueError("boom at step 3")' in end.stderr
+
+
+def test_a_broken_collective_is_the_cause_of_the_error(tmp_path: Path) -> None:
+    """Where gloo notices first, RankFailedError is raised, chained to what gloo said."""
+    ended = run(raise_at_once, tmp_path, "tcp")
+    for end in ended[:2] + ended[3:]:
+        assert end.status == 1
+        assert re.search(r"RuntimeError: .*\n(.*\n)*The above exception was the direct", end.stderr)
+        assert "autopar.errors.RankFailedError: rank 2 failed: ValueError: boom" in end.stderr
+
+
+def raise_at_once(rank: int, folder: Path) -> None:
+    """The thread never looks; what remains is the exception of the collective itself."""
+    watch = Watch.over(RANKS)
+    watch.interval = 2 * LIMIT
+    with watch:
+        meet()
+        if rank == 2:
+            boom(folder)
+        meet()
+
+
+def succeed(rank: int, folder: Path) -> None:
+    watch = Watch.over(RANKS)
+    for _ in range(3):
+        with watch, watch:
+            assert meet() == COUNT
+    # What every rank refuses for itself, and survives, stops nobody later.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a batch nobody likes"), watch:
+            raise ValueError("a batch nobody likes")
+        threading.Event().wait(2 * watch.interval)  # the thread has looked
+        with watch:
+            meet()
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("autopar-watch") == 1
+    watch.close()
+    assert "autopar-watch" not in [thread.name for thread in threading.enumerate()]
+    if rank % 2:  # the others leave the thread to the end of the process
+        with watch:
+            pass
+    with Watch.over(RANKS):  # knows nothing of the first one's failures
+        meet()
+    with Watch.over((1, 3)) as part:
+        assert (part.world == 2) == (rank in (1, 3))
+    dist.barrier()
+    (folder / f"{rank}.done").touch()
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_nobody_fails(store: str, tmp_path: Path) -> None:
+    ended = run(succeed, tmp_path, store)
+    for rank, end in enumerate(ended):
+        assert end.status == 0, end.stderr
+        assert "rank" not in end.stderr
+        assert (tmp_path / f"{rank}.done").exists()
+
+
+AT_THE_END = """
+import threading
+import torch.distributed as dist
+from autopar.runtime.ranks.failure import Watch
+
+store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+with Watch(store.clone(), 0, 2, interval=1e-4):
+    threading.Event().wait(0.1)
+print("done")
+"""
+
+
+def test_the_thread_does_not_disturb_the_end_of_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_alone_there_is_nothing_to_watch() -> None:
+    watch = Watch.over((0,))
+    before = threading.active_count()
+    with watch:
+        assert threading.active_count() == before
+    with pytest.raises(ValueError, match="mine"), watch:
+        raise ValueError("mine")
+
+
+def test_a_failure_shows_the_error_and_its_cause() -> None:
+    try:
+        try:
+            raise KeyError("weight")
+        except KeyError as cause:
+            raise ValueError("no such weight") from cause
+    except ValueError as error:
+        failure = Failure.of(3, 0, error)
+    raised = failure.error()
+    assert isinstance(raised, RankFailedError)
+    assert "rank 3 failed: ValueError: no such weight" in str(raised)
+    assert "KeyError: 'weight'" in str(raised)

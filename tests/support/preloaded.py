@@ -1,0 +1,18 @@
+"""What every rank of a test would import and compile anew, done once by the server that forks them.
+
+Importing this module is the work: torch, autopar and the models, and what a first capture and a
+first plan load besides.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from autopar.ir.mesh import Mesh
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from tests.support import models
+
+model, batch = models.gpt2(layers=1)
+captured = capture_graph(model, (), batch, Options(), Trace(None))
+made = make_plan(captured.graph, Mesh.parse("cpu: gpu=4"), Options(), Trace(None))
+assert threading.active_count() == 1, "a process with threads must not be forked"

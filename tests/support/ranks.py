@@ -1,0 +1,73 @@
+"""Run a function on several gloo processes of this machine and collect what they return."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+
+@contextmanager
+def forking() -> Iterator[ForkServerContext]:
+    """A way to start processes at once: each is a fork of one that has imported what they need.
+
+    Every process is a fresh one, which no other can spoil. What they share is the seed of Python's
+    hashes, and one thread each for torch.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the server, which the first process starts
+    try:
+        yield context
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+def _rank(
+    rank: int, count: int, folder: str, patience: timedelta, function: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
+        timeout=patience,
+    )
+    result = function(*args)
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    count: int = 4,
+    start: str = "forkserver",
+    patience: timedelta = timedelta(minutes=1),
+) -> list[Any]:
+    """What `function(*args)` returns on each of `count` ranks, in rank order.
+
+    The function must be importable (defined at the top of a module). An exception on a rank stops
+    the others and is raised here with that rank's traceback. `start="spawn"` takes seconds longer
+    and gives every rank an interpreter of its own, as launchers do, whose sets have other orders.
+    """
+    with tempfile.TemporaryDirectory() as folder, forking():
+        given = (count, folder, patience, function, args)
+        start_processes(_rank, given, nprocs=count, start_method=start)
+        return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(count)]
