@@ -50,6 +50,7 @@ from autopar.plan import Plan
 from autopar.planning.single import Options, Trace, capture_graph, make_plan
 from autopar.runtime.communication.measure import middle as middle_point
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training
@@ -148,7 +149,7 @@ def _train(program: dict[str, Any]) -> list[float]:
     """One process: seconds of the steps of a program."""
     training = Training(partial(torch.optim.AdamW, lr=1e-4))
     runtime = Runtime(Mesh.parse(MESH), torch.device("cpu"))
-    module = load(program["source"], "<program>")
+    module = Generated.of(load(program["source"], "<program>"))
     executor = Executor(module, runtime, program["values"], training, tied=program["tied"])
     return [_step(executor, program["batch"]) for _ in range(WARMUP + STEPS)][WARMUP:]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +13,14 @@ from autopar.errors import StateError
 from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
+from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.gradients import Gradients
-from autopar.runtime.parameters.pieces import (
-    State,
-    fuses_update,
-    host_bucket_of,
-    parameters_of,
-    precision_of,
-    stows,
-    widened_of,
-)
+from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.random import synchronised
 from autopar.runtime.ranks.failure import Watch
-from autopar.runtime.runtime import Runtime, typed
+from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
 from autopar.runtime.update.optimizer import refuse_what_shards_break
@@ -43,7 +35,7 @@ class Executor:
     what this device holds of it, and what its optimizer updates of that.
 
     Args:
-        program: the loaded module.
+        program: the loaded program.
         runtime: the mesh.
         values: every parameter and buffer by name, whole; the first rank's count.
         training: how the local parameters are updated.
@@ -57,7 +49,7 @@ class Executor:
 
     def __init__(
         self,
-        program: ModuleType,
+        program: Generated,
         runtime: Runtime,
         values: Mapping[str, Tensor],
         training: Training,
@@ -66,8 +58,8 @@ class Executor:
         cuda_graph: bool = False,
     ) -> None:
         self.program, self.runtime = program, runtime
-        runtime.widened = widened_of(program)
-        self.state = State(runtime, parameters_of(program), tied)
+        runtime.widened = program.widened
+        self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
         self.tensors = [
@@ -79,24 +71,22 @@ class Executor:
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
         self.writes = Writes(self.named)
-        self.weights = Weights(
-            runtime, self.state.parameters, self.tensors, getattr(program, "BUCKET", 1)
-        )
+        self.weights = Weights(runtime, self.state.parameters, self.tensors, program.bucket)
         if self.loaded:
             self._load(values, broadcast=True)
         self.update = Update(
             training,
-            precision_of(program),
+            program.precision,
             self.weights.named,
             runtime.device,
-            host_bucket_of(program),
-            self.weights.rounded if fuses_update(program) else None,
+            program.host_bucket,
+            self.weights.rounded if program.fused_update else None,
             self.weights.scattered,
             [self.weights],
         )
         refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.update.compare()
-        self._written = [self.named[key] for key in getattr(program, "WRITTEN", ())]
+        self._written = [self.named[key] for key in program.written]
         self.grad_norm: Tensor | None = None
         self.gradients = runtime.gradients = Gradients(
             self.weights, runtime.device, 1, self.update.order, self.update.room
@@ -108,15 +98,15 @@ class Executor:
         self.graph: CudaGraph | None = None
         if cuda_graph:
             self.graph = self._graphed()
-        self._intake = Intake(program.INPUTS, runtime.device, everyone.channel)
+        self._intake = Intake(program.inputs, runtime.device, everyone.channel)
 
     def _graphed(self) -> CudaGraph:
         """What captures and replays a step; ProgramError if one cannot be captured."""
         program, kernel = self.program, self.update.kernel
         refuse(
             self.runtime.device,
-            random=program.RANDOM,
-            offloaded=self.update.away is not None or stows(program),
+            random=program.random,
+            offloaded=self.update.away is not None or program.stows,
             counted=kernel is not None,
         )
         assert kernel is not None
@@ -141,7 +131,7 @@ class Executor:
             ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
-        check_trainable(self.program.LOSS is not None)
+        check_trainable(self.program.loss is not None)
         recorder = self.runtime.peers.recorder
         with self.watch, recorder.step():
             with recorder.part(PHASE, "batch"):
@@ -161,7 +151,7 @@ class Executor:
         self.update.check.keep(self._written)
         self.writes.drop()
         with part(PHASE, "forward"), self.runtime.saving(self.weights, inputs.values()):
-            loss: Tensor = self._forward(inputs, outputs=False)[self.program.LOSS]
+            loss = self._forward(inputs, outputs=False)[self.program.loss or ""]
         with part(PHASE, "backward"):
             torch.autograd.backward(loss, torch.ones_like(loss) * self.update.scale)
             self.runtime.fetch.drop()
@@ -203,7 +193,7 @@ class Executor:
             inputs = self._prepare(batch, "forward")
             self.update.check.settle(self._intake.differences)
             outputs = self._forward(inputs)
-            held = {name: typed(text) for name, text in self.program.OUTPUTS.items()}
+            held = self.program.outputs
             whole = {
                 name: self.writes.apart(self.runtime.unshard(value, held[name][2], held[name][1]))
                 for name, value in outputs.items()
@@ -213,11 +203,10 @@ class Executor:
 
     def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
         """The loss, and all other `outputs`; without these, those that cost nothing more."""
-        less = {} if outputs or not getattr(self.program, "ASIDE", False) else {"outputs": False}
         given = self.runtime.given(self.writes.given)
-        random = synchronised(self.runtime) if self.program.RANDOM else nullcontext()
+        random = synchronised(self.runtime) if self.program.random else nullcontext()
         with self.runtime.writing(self.writes), random:
-            return dict(self.program.forward(self.runtime, given, batch, **less))
+            return self.program.forward(self.runtime, given, batch, outputs)
 
     def _prepare(
         self, batch: Mapping[str, Tensor], call: str, options: Mapping[str, str] | None = None

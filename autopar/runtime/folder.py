@@ -26,9 +26,9 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 from autopar.fields import Check, Fields, Number, Table, Text
-from autopar.ir.mesh import Mesh
 from autopar.outside import Kind
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.ranks.agreement import compare_ranks, text_of
 from autopar.runtime.ranks.shared import local_device
@@ -147,8 +147,8 @@ class OpenProgram:
         settings = open_settings(folder / "program.toml")
         source = read(folder / "program.py", read_text)
         compare_ranks({"program.py": source, "program.toml": text_of(settings)})
-        program = load(source, str(folder / "program.py"))
-        runtime = Runtime(Mesh.parse(program.MESH), local_device())
+        program = Generated.of(load(source, str(folder / "program.py")))
+        runtime = Runtime(program.mesh, local_device())
         self.rank = runtime.rank
         self.example = read(folder / "batch.safetensors", load_file)
         self.executor = Executor(

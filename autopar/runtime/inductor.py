@@ -8,13 +8,13 @@ is the same for all blocks of a run, and so are its segments: each is compiled o
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from autopar.errors import ProgramError
 from autopar.runtime import torch_private
+from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.segments import segmented
 
@@ -22,8 +22,8 @@ from autopar.runtime.segments import segmented
 BACKENDS = ("eager", "aot_eager", "inductor")
 
 
-def loaded(source: str, filename: str, backend: str) -> ModuleType:
-    """The module that a program defines, compiled by a backend.
+def loaded(source: str, filename: str, backend: str) -> Generated:
+    """A program, compiled by a backend.
 
     Args:
         source: a program that `emit` wrote.
@@ -31,17 +31,17 @@ def loaded(source: str, filename: str, backend: str) -> ModuleType:
         backend: one of `BACKENDS`.
 
     Raises:
-        ProgramError: there is no such backend, or see `load`. A step raises one where a segment
+        ProgramError: there is no such backend, or see `load`, `Generated.of`. A step raises one where a segment
             cannot be compiled, as without a C++ compiler on a CPU and without Triton on a GPU.
     """
     check(backend)
     if backend == "eager":
-        return load(source, filename)
+        return Generated.of(load(source, filename))
     tree, segments = segmented(source)
     module = load(source, filename, tree)
     for name in segments:
         setattr(module, name, _Compiled(getattr(module, name), backend))
-    return module
+    return Generated.of(module)
 
 
 def check(backend: str) -> None:

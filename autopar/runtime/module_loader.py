@@ -19,7 +19,7 @@ def load(source: str, filename: str, tree: ast.Module | None = None) -> ModuleTy
         tree: what is run in its place, with its lines.
 
     Raises:
-        ProgramError: the source is no Python, fails, or lacks what a program defines.
+        ProgramError: the source is no Python, or fails.
     """
     module = ModuleType(Path(filename).stem)
     module.__file__ = filename
@@ -33,8 +33,4 @@ def load(source: str, filename: str, tree: ast.Module | None = None) -> ModuleTy
         raise ProgramError(
             f"the program {filename} does not load", why=f"{type(error).__name__}: {error}"
         ) from error
-    wanted = ("MESH", "INPUTS", "OUTPUTS", "LOSS", "RANDOM", "parameters", "forward")
-    missing = [name for name in wanted if not hasattr(module, name)]
-    if missing:
-        raise ProgramError(f"the program {filename} does not define {', '.join(missing)}")
     return module

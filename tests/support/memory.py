@@ -68,7 +68,7 @@ def measured_step(executor: Executor, batch: Mapping[str, Tensor]) -> Measured:
         found.begin = len(alive.curve)
         outputs = forward(inputs, **more)
         # The executor goes on with the loss alone.
-        loss = {executor.program.LOSS: outputs[executor.program.LOSS]}
+        loss = {executor.program.loss: outputs[executor.program.loss]}
         del outputs
         alive.curve.append(("end of forward", alive.live))
         found.forward = len(alive.curve)

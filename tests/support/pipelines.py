@@ -23,6 +23,7 @@ from autopar.planning.pipelines.stages import (
     weights,
 )
 from autopar.planning.single import Options, Trace
+from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
@@ -197,7 +198,10 @@ class Jobs:
         captured = self.captured[job.case.key]
         model, batch = make(job.case)
         pipeline = Pipeline(
-            [load(s, f"<stage {n} of {job.case}>") for n, s in enumerate(job.sources)],
+            [
+                Generated.of(load(s, f"<stage {n} of {job.case}>"))
+                for n, s in enumerate(job.sources)
+            ],
             job.placement,
             {leaf.target: str(leaf.type) for leaf in captured.graph.leaves("input")},
             torch.device("cpu"),

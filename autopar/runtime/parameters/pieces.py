@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -88,38 +87,6 @@ class Parameter:
             return key_of(self.name)
         stop = self.piece.start + self.piece.length
         return key_of(self.name, (self.piece.dim, self.piece.start, stop))
-
-
-def precision_of(program: ModuleType) -> Precision:
-    """The precision of a loaded program."""
-    return Precision.read(getattr(program, "PRECISION", ""))
-
-
-def widened_of(program: ModuleType) -> dict[torch.dtype, torch.dtype]:
-    """Dtypes of activations, and those in which a loaded program sums them over devices."""
-    pairs = precision_of(program).widened.items()
-    return {TORCH_DTYPES[narrow]: TORCH_DTYPES[wide] for narrow, wide in pairs}
-
-
-def host_bucket_of(program: ModuleType) -> int | None:
-    """Bytes of parameters whose state comes from host memory together; None if it lies here."""
-    return getattr(program, "BUCKET", 1) if getattr(program, "HOST_STATE", False) else None
-
-
-def fuses_update(program: ModuleType) -> bool:
-    """Whether AdamW's step is a kernel."""
-    return bool(getattr(program, "FUSED_UPDATE", False))
-
-
-def stows(program: ModuleType) -> bool:
-    """Whether activations lie in host memory between forward and backward."""
-    return "stowed" in program.forward.__code__.co_names
-
-
-def parameters_of(program: ModuleType) -> list[Parameter]:
-    """What a loaded program stores, in its precision."""
-    precision = precision_of(program)
-    return [replace(parameter, precision=precision) for parameter in program.parameters()]
 
 
 Squares = Callable[[Sequence[Tensor]], Tensor]

@@ -19,6 +19,7 @@ from autopar.errors import MeshError
 from autopar.ir.action import format_row, parse_row
 from autopar.lower.literals import comment, docstring, quoted
 from autopar.runtime.folder import MAIN, open_settings, processes, read, read_text, training_of
+from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
@@ -111,7 +112,7 @@ class OpenPipeline:
         compare_ranks(
             {**sources, "program.py": text_of(placement), "program.toml": text_of(settings)}
         )
-        modules = [load(sources[name], str(folder / name)) for name in stages]
+        modules = [Generated.of(load(sources[name], str(folder / name))) for name in stages]
         world = dist.get_world_size() if dist.is_initialized() else 1
         wanted = 1 + max(rank for copy in placement.ranks for ranks in copy for rank in ranks)
         if world != wanted:

@@ -10,26 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from autopar.errors import StateError
 from autopar.ir.action import Action
-from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
-from autopar.runtime.parameters.pieces import (
-    State,
-    fuses_update,
-    host_bucket_of,
-    parameters_of,
-    precision_of,
-    widened_of,
-)
+from autopar.runtime.parameters.pieces import State
 from autopar.runtime.pipeline.messages import Post, Queues, Wires, queues
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
@@ -37,7 +29,7 @@ from autopar.runtime.pipeline.state import PipelineState
 from autopar.runtime.pipeline.tied_copies import Copies
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Peers
-from autopar.runtime.runtime import Runtime, typed
+from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import ACTION, PHASE
 from autopar.runtime.trainable import check_trainable
 from autopar.runtime.update.optimizer import refuse_what_shards_break
@@ -66,7 +58,7 @@ class Pipeline(PipelineState):
 
     def __init__(
         self,
-        modules: Sequence[ModuleType],
+        modules: Sequence[Generated],
         placement: Placement,
         inputs: Mapping[str, str],
         device: torch.device,
@@ -86,12 +78,11 @@ class Pipeline(PipelineState):
         self.everywhere: dict[tuple[int, int], Stage] = {}
         for copy, ranks in enumerate(placement.ranks):
             for number, (module, members) in enumerate(zip(modules, ranks, strict=True)):
-                key = (module.MESH, members)
+                key = (str(module.mesh), members)
                 if key not in runtimes:
-                    mesh = Mesh.parse(module.MESH)
-                    runtimes[key] = Runtime(mesh, device, members, seed=number)
-                    runtimes[key].widened = widened_of(module)
-                state = State(runtimes[key], parameters_of(module))
+                    runtimes[key] = Runtime(module.mesh, device, members, seed=number)
+                    runtimes[key].widened = module.widened
+                state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
         self.stages = {
@@ -108,12 +99,12 @@ class Pipeline(PipelineState):
         if self.loaded:
             self._load(values, from_first=True)
         named = [pair for stage in self.stages.values() for pair in stage.weights.named]
-        buckets = [host_bucket_of(stage.module) for stage in self.stages.values()]
+        buckets = [stage.module.host_bucket for stage in self.stages.values()]
         away = max((bucket for bucket in buckets if bucket is not None), default=None)
         held = {k: v for stage in self.stages.values() for k, v in stage.weights.rounded.items()}
-        fused = fuses_update(modules[0])
+        fused = modules[0].fused_update
         scattered = [k for stage in self.stages.values() for k in stage.weights.scattered]
-        precision, rounded = precision_of(modules[0]), held if fused else None
+        precision, rounded = modules[0].precision, held if fused else None
         weights = [stage.weights for stage in self.stages.values()]
         self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
         for stage in self.stages.values():
@@ -130,9 +121,7 @@ class Pipeline(PipelineState):
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
         self.update.compare()
         self._written = [
-            stage.named[key]
-            for stage in self.stages.values()
-            for key in getattr(stage.module, "WRITTEN", ())
+            stage.named[key] for stage in self.stages.values() for key in stage.module.written
         ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self._in_training = self._coming(placement.rows)
@@ -141,7 +130,7 @@ class Pipeline(PipelineState):
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(peers.world))
         self.watch.start()
-        self._random = any(module.RANDOM for module in modules)
+        self._random = any(module.random for module in modules)
         self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
         batch = {
             name: str(TensorType(t.dtype, (t.shape[0] * placement.microbatches, *t.shape[1:])))
@@ -177,7 +166,7 @@ class Pipeline(PipelineState):
             ProgramError: the program has no loss, or gradients are switched off.
             RankFailedError: another rank failed.
         """
-        check_trainable(any(module.LOSS is not None for module in self.modules))
+        check_trainable(any(module.loss is not None for module in self.modules))
         part = self.peers.recorder.part
         with self.watch, self.peers.recorder.step():
             with part(PHASE, "batch"):
@@ -234,8 +223,8 @@ class Pipeline(PipelineState):
                         made = stage.forward(action.microbatch, given, dict(arrived))
                     else:
                         made = self._backward(stage, action, arrived)
-                if action.kind == "F" and stage.module.LOSS is not None:
-                    losses.append(made[stage.module.LOSS])
+                if action.kind == "F" and stage.module.loss is not None:
+                    losses.append(made[stage.module.loss])
                 for name, letter in sends:
                     post.send(letter, made[name])
         post.finish()
@@ -276,9 +265,8 @@ class Pipeline(PipelineState):
         # Every rank of the last stage has the loss; one of them speaks for all.
         if losses and all(s.runtime.rank == 0 for s in self.stages.values()):
             return torch.stack(list(losses)).sum() / self.placement.microbatches
-        module = next(module for module in self.modules if module.LOSS is not None)
-        dtype = TORCH_DTYPES[typed(module.OUTPUTS[module.LOSS])[0]]
-        return torch.zeros((), dtype=dtype, device=self.device)
+        (dtype,) = {m.outputs[m.loss][0] for m in self.modules if m.loss is not None}
+        return torch.zeros((), dtype=TORCH_DTYPES[dtype], device=self.device)
 
     def _add_up(self, part: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, in its place."""
@@ -342,7 +330,7 @@ class Pipeline(PipelineState):
             for number, module in enumerate(self.modules):
                 if (microbatch, number) in own:
                     found[microbatch, number] = torch.get_rng_state()
-                if module.RANDOM:
+                if module.random:
                     module.draw(runtime)
         end = torch.get_rng_state()
         yield lambda action: torch.set_rng_state(found[action.microbatch, action.stage])
@@ -374,7 +362,7 @@ class Pipeline(PipelineState):
                         post.send(letter, made[name])
                     for name, value in made.items():
                         if not name.startswith("%"):
-                            _, shape, layout = typed(stage.module.OUTPUTS[name])
+                            _, shape, layout = stage.module.outputs[name]
                             whole_value = stage.runtime.unshard(value, layout, shape)
                             found[name, action.microbatch] = stage.writes.apart(whole_value)
             post.finish()
@@ -385,10 +373,9 @@ class Pipeline(PipelineState):
         """The outputs of all microbatches, put together, on every rank."""
         outputs: Tensors = {}
         for number, module in enumerate(self.modules):
-            for name, text in module.OUTPUTS.items():
+            for name, (dtype, shape, _) in module.outputs.items():
                 if name.startswith("%"):
                     continue
-                dtype, shape, _ = typed(text)
                 pieces = []
                 for microbatch in range(self.placement.microbatches):
                     value = found.get((name, microbatch))

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 
 from autopar.ir.action import Action
 from autopar.ir.crossing import Side, crossing
-from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.runtime.pipeline.messages import Letter, Way
-from autopar.runtime.runtime import typed
 
 Named = tuple[tuple[str, Letter], ...]  # of values
 
@@ -76,16 +73,16 @@ class Routes:
     _around: dict[Action, tuple[Named, Named]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, modules: Sequence[ModuleType], placement: Placement) -> Routes:
+    def of(cls, modules: Sequence[Generated], placement: Placement) -> Routes:
         """The routes that the modules' tables of results and of received values imply."""
-        meshes = [Mesh.parse(module.MESH) for module in modules]
+        meshes = [module.mesh for module in modules]
         routes: list[Route] = []
         ways: list[Way] = []
         for copy, ranks in enumerate(placement.ranks):
             for reader, module in enumerate(modules):
-                for name, value in getattr(module, "RECEIVED", {}).items():
-                    maker = next(n for n, other in enumerate(modules) if name in other.OUTPUTS)
-                    dtype, shape, layout = typed(modules[maker].OUTPUTS[name])
+                for name, value in module.received.items():
+                    maker = next(n for n, other in enumerate(modules) if name in other.outputs)
+                    dtype, shape, layout = modules[maker].outputs[name]
                     tensor = TensorType(dtype, shape)
                     made = Side(meshes[maker], ranks[maker], layout)
                     read = Side(meshes[reader], ranks[reader], value.layout)

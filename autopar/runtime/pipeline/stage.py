@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.pipeline.split import Later, backward_input
-from autopar.runtime.runtime import Received, Runtime
+from autopar.runtime.runtime import Runtime
 
 Tensors = dict[str, Tensor]
 Share = float | Tensor
@@ -38,11 +38,11 @@ class Stage:
     """
 
     def __init__(
-        self, module: ModuleType, runtime: Runtime, number: int, copy: int, state: State
+        self, module: Generated, runtime: Runtime, number: int, copy: int, state: State
     ) -> None:
         self.module, self.runtime, self.number, self.copy = module, runtime, number, copy
         self.state = state
-        self.received: dict[str, Received] = getattr(module, "RECEIVED", {})
+        self.received = module.received
         self.tensors: list[Tensor] = []
         self.weights = Weights(runtime, (), ())
         self.updated: Tensors = {}
@@ -63,7 +63,7 @@ class Stage:
         self.named = dict(zip(keys, self.tensors, strict=True))
         self.writes = Writes(self.named)
         self.weights = Weights(
-            self.runtime, self.state.parameters, self.tensors, getattr(self.module, "BUCKET", 1)
+            self.runtime, self.state.parameters, self.tensors, self.module.bucket
         )
         self.updated = dict(zip(keys, self.weights.updated, strict=True))
 
@@ -88,7 +88,7 @@ class Stage:
             received: what other stages sent, in the layouts that the module tells.
         """
         leaves: Tensors = {}
-        inputs = {name: batch[name] for name in self.module.INPUTS}
+        inputs = {name: batch[name] for name in self.module.inputs}
         for name, value in received.items():
             if torch.is_grad_enabled() and self.received[name].gradient:
                 leaves[name] = value.detach().requires_grad_()
@@ -99,15 +99,14 @@ class Stage:
         saving = self.runtime.saving(self.weights, inputs.values())
         with saving, self.runtime.writing(self.writes):
             # Outputs that nothing else needs are for those who ask for them.
-            aside = torch.is_grad_enabled() and getattr(self.module, "ASIDE", False)
-            less = {"outputs": False} if aside else {}
             given = self.runtime.given(self.writes.given)
-            results: Tensors = dict(self.module.forward(self.runtime, given, inputs, **less))
+            outputs = not torch.is_grad_enabled()
+            results = self.module.forward(self.runtime, given, inputs, outputs)
         if torch.is_grad_enabled():
             with_gradient = {
                 name: value
                 for name, value in results.items()
-                if value.requires_grad and (name.startswith("%") or name == self.module.LOSS)
+                if value.requires_grad and (name.startswith("%") or name == self.module.loss)
             }
             self._kept[microbatch] = _Kept(leaves, with_gradient)
         return {name: value.detach() for name, value in results.items()}
@@ -162,8 +161,8 @@ class Stage:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results that a backward begins with, and their gradients."""
         given = dict(gradients)
-        if self.module.LOSS in kept.results:
-            given[self.module.LOSS] = torch.ones_like(kept.results[self.module.LOSS]) * share
+        if self.module.loss in kept.results:
+            given[self.module.loss] = torch.ones_like(kept.results[self.module.loss]) * share
         names = [name for name in kept.results if name in given]
         return [kept.results[name] for name in names], [given[name] for name in names]
 
