@@ -31,8 +31,8 @@ def loaded(source: str, filename: str, backend: str) -> Generated:
         backend: one of `BACKENDS`.
 
     Raises:
-        ProgramError: there is no such backend, or see `load`, `Generated.of`. A step raises one where a segment
-            cannot be compiled, as without a C++ compiler on a CPU and without Triton on a GPU.
+        ProgramError: there is no such backend; see `load`, `Generated.of`. A step raises one where
+            a segment cannot be compiled, as without a C++ compiler on a CPU, Triton on a GPU.
     """
     check(backend)
     if backend == "eager":

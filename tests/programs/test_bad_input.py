@@ -330,14 +330,14 @@ def fail_inside_a_step(rank: int, folder: Path) -> None:
     assert "mesh." in program.source
     executor = program._executor
     assert executor is not None
-    forward, calls = executor.program.forward, iter(range(10))
+    forward, calls = executor.program.module.forward, iter(range(10))
 
     def failing(mesh: Any, p: Any, given: Any) -> Any:
         if rank == 2 and next(calls) == 1:
             boom(folder)
         return forward(mesh, p, given)
 
-    executor.program.forward = failing  # type: ignore[attr-defined]
+    executor.program.module.forward = failing
     for _ in range(5):
         program.step(**BATCH)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from autopar.ir.action import Action
 from autopar.ir.crossing import Side, crossing
 from autopar.ir.tensor import TensorType
+from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.messages import Letter, Way
 
 Named = tuple[tuple[str, Letter], ...]  # of values
