@@ -48,6 +48,7 @@ def test_the_readme_trains(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "program.py").exists()
 
 
+@pytest.mark.slow  # six processes import torch, and four train
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     done = run("docs/tutorial.md", tmp_path)
     assert len(done) == 6

@@ -92,7 +92,7 @@ def in_a_process(names: Sequence[str], count: int, seed: int, folder: Path) -> N
 
 
 def test_a_few_damaged_files(tmp_path: Path) -> None:
-    in_a_process(NAMES, 20, 0, tmp_path)
+    in_a_process(NAMES, 10, 0, tmp_path)
 
 
 @pytest.mark.slow

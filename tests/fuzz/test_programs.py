@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.judge import judge
 
-QUICK, ALL, TOGETHER = 20, 1000, 100
+QUICK, ALL, TOGETHER = 10, 1000, 99
 
 
 def check(seeds: range) -> None:

@@ -197,7 +197,7 @@ def assert_best_of_all(laws: tuple[Law, ...], world: World) -> None:
     assert len(set(world.asked)) == len(world.asked) == found.calls
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(world=worlds(), stages=st.sampled_from([2, 4]), layers=st.sampled_from([1, 2]))
 def test_chunks_of_equal_layers_against_all_ways(world: World, stages: int, layers: int) -> None:
     world.kinds = ("a",) * (2 * stages * layers)

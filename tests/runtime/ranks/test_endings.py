@@ -96,7 +96,7 @@ def failing_capture(*args: object) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (spin, "rank 2 did not come in time"),
+        pytest.param(spin, "rank 2 did not come in time", marks=pytest.mark.slow),  # waits 20 s
         (fail, "rank 2 failed: OSError: no such shard of data"),
         (leave, "rank 2 ended in the middle of the training"),
         (fail_in_capture, "rank 2 failed: "),
