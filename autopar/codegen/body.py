@@ -21,7 +21,7 @@ from autopar.lower.lines import (
     Move,
     Use,
 )
-from autopar.lower.literals import comment, names_text, quoted
+from autopar.lower.literals import comment, names_text, quoted, shortened
 from autopar.operators.localise import localise
 
 WIDTH = 100
@@ -68,8 +68,8 @@ class Body:
         for line in lines:
             if isinstance(line, Cite):
                 source = line.source
-                text = comment(f"{source.file}:{source.line}  {source.text}")
-                self.lines.append(text[: WIDTH - 4].rstrip())
+                text = f"{source.file}:{source.line}  {source.text}"
+                self.lines.append(comment(shortened(text, WIDTH - 6)))
             elif isinstance(line, Compute):
                 self._compute(line)
             elif isinstance(line, Move):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from autopar.codegen.allowed import check_source, names_in
 from autopar.codegen.body import WIDTH, Body, Loop
+from autopar.codegen.header import header
 from autopar.codegen.ops import draws_random_numbers
 from autopar.codegen.printer import Printer
 from autopar.codegen.random_draws import draw_function
@@ -22,7 +23,6 @@ from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import of_runs
 from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
-from autopar.ir.units import format_bytes, format_seconds
 from autopar.lower.keys import Keys, block_keys, leaf_key
 from autopar.lower.lines import Bound, Function, Lowered
 from autopar.lower.literals import docstring, quoted
@@ -83,7 +83,7 @@ def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
     if calls := sorted({f[0] for node in graph.folded if (f := called(node)) is not None}):
         constants += f"functions = find_all({', '.join(map(quoted, calls))})\n"
     source = (
-        f"{_header(graph, plan)}\n\n"
+        f"{header(printer)}\n\n"
         + "\n".join([*imports, "", *own])
         + f"\n\n{constants}MESH = {quoted(str(plan.mesh))}\nINPUTS = {{\n{inputs}}}\n"
         + (f"RECEIVED = {{\n{received}}}\n" if received else "")
@@ -116,7 +116,8 @@ def _written(graph: Graph) -> str:
             keys[leaf_key(graph[name])] = None
     if not keys:
         return ""
-    return f"WRITTEN = ({''.join(f'{quoted(key)}, ' for key in keys).rstrip()})  # by forward\n"
+    lines = "".join(f"    {quoted(key)},\n" for key in keys)
+    return f"WRITTEN = (  # by forward\n{lines})\n"
 
 
 def _is_stage(graph: Graph) -> bool:
@@ -149,24 +150,6 @@ def _imports(used: Collection[str]) -> tuple[list[str], list[str]]:
     wanted = {*used, "stored", *(["find_all"] if "functions" in used else [])}
     own = ", ".join(name for name in _RUNTIME if name in wanted)
     return lines, [f"from autopar.runtime.api import {own}"]
-
-
-def _header(graph: Graph, plan: Plan) -> str:
-    figures = plan.predicted
-    lines = [f"{graph.name} on {plan.mesh}, written by autopar from a plan; edit it freely.", ""]
-    if "step_seconds" in figures and "peak_bytes" in figures:
-        lines.append(
-            f"Predicted: {format_seconds(figures['step_seconds'])} a step, "
-            f"{format_bytes(figures['peak_bytes'])} a device at the peak."
-        )
-    lines += [plan.precision.caution] if plan.precision.caution else []
-    return docstring(
-        [
-            *lines,
-            "A comment such as f32[8@data, 64] +sum(tensor) is the value's dtype, global shape and",
-            "layout: split over data, and along tensor a part of a sum that is still owed.",
-        ]
-    )
 
 
 def _read(node: Node) -> str:
@@ -300,7 +283,7 @@ def _stored(printer: Printer, node: Node, name: str, indent: str) -> list[str]:
     if not node.requires_grad:
         given.append("trainable=False")
     line = f"{indent}stored({', '.join(given)}),"
-    if not states or len(line) + 4 <= WIDTH:
+    if len(line) + 4 <= WIDTH:
         return [line]
     return [f"{indent}stored(", *(f"{indent}    {word}," for word in given), f"{indent}),"]
 

@@ -30,6 +30,12 @@ from autopar.lower.placed import Placed
 from autopar.lower.variables import IDENTITIES, Names
 from autopar.operators.exchange import across
 
+# How a value is called that has gone through a collective while something still reads the old one.
+_DONE = {
+    "all_gather": "gathered", "reduce_scatter": "scattered", "all_reduce": "summed",
+    "all_to_all": "exchanged", "slice": "part",
+}  # fmt: skip
+
 
 class Writer:
     """Writes the lines of one function.
@@ -87,7 +93,7 @@ class Writer:
             return held.variable
         key = (value, steps[-1].dst)
         if key not in self._copies:
-            self._copies[key] = self._target(value, held.variable)
+            self._copies[key] = self._target(value, held.variable, steps[-1].op)
             self._reshard(value, held.variable, self._copies[key], steps)
         return self._copies[key]
 
@@ -100,14 +106,21 @@ class Writer:
             self.lines.append(Move(value, self.graph[value].type, step, source, target))
             source = target
 
-    def _target(self, value: str, variable: str) -> str:
-        """The variable of a resharded value: the old one where nothing reads that any more."""
+    def _target(self, value: str, variable: str, op: str = "") -> str:
+        """The variable of a resharded value: the old one where nothing reads that any more.
+
+        Args:
+            value: name of its node.
+            variable: what it is called before.
+            op: the last collective that it goes through, as `all_gather`.
+        """
+        done = next((word for start, word in _DONE.items() if op.startswith(start)), "")
         if variable.startswith(LEAF):
             return self.names.fresh(value)
         owners = [name for name, held in self.held.items() if held.variable == variable]
         owners += [name for (name, _), copy in self._copies.items() if copy == variable]
         if variable in self._kept or any(self._uses.get(name, 0) for name in owners):
-            return self.names.fresh(variable)
+            return self.names.fresh(f"{variable}_{done}" if done else variable)
         return variable
 
     def _cite(self, source: Source) -> None:

@@ -7,6 +7,7 @@ Characters that are not to be seen, or turn the order in which a line is read, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
@@ -29,6 +30,15 @@ def names_text(names: tuple[str, ...]) -> str:
 def comment(text: str) -> str:
     """A comment of one line."""
     return f"# {printable(text)}".rstrip()
+
+
+def shortened(text: str, width: int) -> str:
+    """The text cut to a width between two words, with " ..." where something is left out."""
+    text = printable(text)
+    if len(text) <= width:
+        return text
+    end = max((at.start() for at in re.finditer(r"\b", text[: width - 3])), default=0)
+    return f"{text[: end or width - 4].rstrip()} ..."
 
 
 def docstring(lines: Iterable[str]) -> str:

@@ -1,0 +1,58 @@
+"""Emitted programs under review: one of each kind, kept as a person would read it.
+
+A change of what is printed shows in a diff of these files; read it before you commit it. After
+
+    python -m pytest tests/golden --update-golden
+
+they are what is printed now.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.codegen.emit import emit
+from autopar.cost.model import AnalyticModel
+from autopar.ir.mesh import Mesh
+from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from tests.support import families, models
+
+FOLDER = Path(__file__).parent
+# Slow devices on fast links, so that small models are worth splitting.
+MESH = "toy[2TFLOP/s 1GiB 20GB/s]: data=2 @5GB/s 1us, tensor=2 @20GB/s 100ns"
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {}),
+    "mixture": ("mixtral_grouped", {}),
+    "encoder_decoder": ("t5", {}),
+    "convolutional": ("conv_net", {}),
+    "zero3": ("gpt2", {"state": "zero3"}),
+    "offload": ("gpt2", {"offload": "optimizer+activations 2", "state": "zero1"}),
+}
+
+
+def source(name: str) -> str:
+    """The program of one case."""
+    family, options = OPTIONS[name]
+    model, batch = models.conv_net() if family == "conv_net" else families.make(family)
+    given = Options(**options)
+    graph = capture_graph(model, (), batch, given, Trace(None)).graph
+    mesh = Mesh.parse(MESH)
+    return emit(graph, make_plan(graph, mesh, given, Trace(None)), AnalyticModel(mesh).collective)
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="other versions trace other operators"
+)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_programs_are_printed_as_they_were_reviewed(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    path = FOLDER / f"{name}.py.txt"
+    printed = source(name)
+    if request.config.getoption("--update-golden"):
+        path.write_text(printed, encoding="utf-8")
+    assert printed == path.read_text("utf-8"), "see the docstring of tests/golden/test_golden.py"
