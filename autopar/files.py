@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWNER = "owner.json"
-_TOKEN = re.compile(r"save-[0-9a-f]{16}")
+_TOKEN = re.compile(r"(save|part)-[0-9a-f]{16}")
 _NEW = os.O_CREAT | os.O_EXCL | os.O_RDWR
 _DAY = 86_400.0  # seconds
 
@@ -108,24 +108,24 @@ class Draft:
     Args:
         target: an absolute path; there may be a folder or nothing.
         note: what other writers to the same target are told of this one.
+        kind: "save" of what stays there, named by a marker; "part" of what is moved out of it.
 
     Attributes:
-        folder: where to write; in the target it will have the same name.
-        folder.name: unique.
+        folder: where to write; it will have the same name in the target, which no other has.
 
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self, target: Path, note: str = "") -> None:
-        self.target, self._published = target, False
-        token = f"save-{secrets.token_hex(8)}"
+    def __init__(self, target: Path, note: str = "", kind: str = "save") -> None:
+        self.target, self._kind, self._published = target, kind, False
+        token = f"{kind}-{secrets.token_hex(8)}"
         self._base = target
         if not os.path.isdir(target):
             self._base = target.with_name(f".{target.name}.{token}")
             os.makedirs(self._base)
         self.folder = self._base / token
-        new = self._base / f"new-{token}"
+        new, self._lock = self._base / f"new-{token}", -1
         try:
             os.mkdir(new)
             # Nobody meets a draft that has no owner yet.
@@ -134,16 +134,15 @@ class Draft:
             self._born = os.fstat(self._lock).st_mtime
             os.rename(new, self.folder)
         except BaseException:
-            remove(new)
-            if self._base != target:
-                remove(self._base)
+            self.folder = new
+            self.abandon()
             raise
 
     def others(self) -> list[Owner]:
         """Who else is at work on the target; of two that begin at once, one sees the other."""
         found = [
             _at_work(folder, top, self._born)
-            for folder, top in _drafts(self.target)
+            for folder, top in _drafts(self.target, self._kind)
             if folder != self.folder and os.path.isdir(folder) and _TOKEN.fullmatch(folder.name)
         ]
         return [owner for owner in found if owner is not None]
@@ -165,11 +164,44 @@ class Draft:
             os.rename(self.folder / marker, self.target / marker)
         self._base, self.folder = self.target, self.target / self.folder.name
         self._published = True
-        for folder in (self.target, self.target.parent):
-            sync(folder)
+        try:
+            for folder in (self.target, self.target.parent):
+                sync(folder)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Let others know that nobody is at work here any more."""
         with contextlib.suppress(OSError):
             os.unlink(self.folder / OWNER)
-        os.close(self._lock)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
+
+    def unpack(self, marker: str) -> None:
+        """Let all files of the draft take their places beside what else the target has.
+
+        In between there is no `marker`, so that half of it is not taken for a whole.
+
+        Raises:
+            OSError: a file cannot; the target is as it was if a folder is in the way of one.
+        """
+        names = sorted({*os.listdir(self.folder)} - {OWNER, marker})
+        for name in (*names, marker):
+            if os.path.isdir(self.target / name):
+                raise IsADirectoryError(f"{self.target / name} is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._base / marker)
+        for name in (*names, marker):
+            os.rename(self.folder / name, self._base / name)
+        sync(self._base)
+        if self._base != self.target:
+            remove(self.folder)
+            os.rename(self._base, self.target)
+            sync(self.target.parent)
+        self._published = True
+        self._end()
+        remove(self.folder)
 
     def _enter(self) -> None:
         """Go to the target, which another writer has made in the meantime."""
@@ -187,19 +219,18 @@ class Draft:
         remove(self.folder)
         if self._base != self.target:
             remove(self._base)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        self._end()
 
-    def sweep(self, named: Callable[[], Collection[str]]) -> None:
+    def sweep(self, named: Callable[[], Collection[str]] = tuple) -> None:
         """Remove drafts whose writers have ended, and what was published and is replaced.
 
         Args:
-            named: reads the marker; the names of the folders that it needs.
+            named: reads the marker; the names of the folders that it needs, none by default.
         """
         with contextlib.suppress(OSError):
             ended = [
                 (folder, top)
-                for folder, top in _drafts(self.target)
+                for folder, top in _drafts(self.target, self._kind)
                 if folder != self.folder and _at_work(folder, top, self._born) is None
             ]
             kept = named()  # what has ended before and is not among these never will be
@@ -237,16 +268,16 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _drafts(target: Path) -> Iterator[tuple[Path, Path]]:
+def _drafts(target: Path, kind: str) -> Iterator[tuple[Path, Path]]:
     """All drafts of a target, and what was published; with each the folder to remove with it."""
     start = f".{target.name}."
     for name in os.listdir(target.parent):
         token = name.removeprefix(start)
-        if name.startswith(start) and _TOKEN.fullmatch(token):
+        if name.startswith(f"{start}{kind}-") and is_draft(token):
             yield target.parent / name / token, target.parent / name
     if os.path.isdir(target):
         for name in os.listdir(target):
-            if is_draft(name):
+            if is_draft(name) and name.removeprefix("new-").startswith(f"{kind}-"):
                 yield target / name, target / name
 
 

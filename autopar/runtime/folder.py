@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from autopar.errors import ProgramError
 from autopar.fields import Check, Fields, Number, Table, Text
+from autopar.files import Draft, sync, write_text
 from autopar.outside import Kind
 from autopar.runtime.executor import Executor
 from autopar.runtime.generated import Generated
@@ -37,6 +37,7 @@ from autopar.runtime.update.optimizer import OptimizerFactory
 from autopar.runtime.update.update import Training
 
 SETTINGS = Kind("the program's settings", ProgramError, "save the program again")
+MARKER = "program.toml"  # written last: a folder without it is not whole
 Content = TypeVar("Content")
 MAIN = '''
 
@@ -96,21 +97,28 @@ def write(
         The folder.
 
     Raises:
-        ProgramError: the folder cannot be written; it is as it was.
+        ProgramError: another job is writing there, or the folder cannot be written; it is as it
+            was.
     """
     folder = Path(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as part:
+        draft = Draft(folder.absolute(), kind="part")
+        try:
+            if draft.others():
+                raise ProgramError(
+                    f"another job is saving a program to {folder}", todo="save to another place"
+                )
             for name, text in files.items():
-                Path(part, name).write_text(text, encoding="utf-8")
+                write_text(draft.folder / name, text)
             for name, values in tensors.items():
                 # Tied tensors share storage, which safetensors refuses.
                 apart = {k: v.detach().cpu().clone() for k, v in values.items()}
-                save_file(apart, Path(part, name))
-            folder.mkdir(exist_ok=True)
-            for file in Path(part).iterdir():
-                file.replace(folder / file.name)
+                save_file(apart, draft.folder / name)
+                sync(draft.folder / name)
+            draft.unpack(MARKER if MARKER in files else next(iter(files)))
+        finally:
+            draft.abandon()
+        draft.sweep()
     except (OSError, SafetensorError) as error:
         raise ProgramError(f"cannot write the program to {folder}", why=str(error)) from error
     return folder
@@ -144,7 +152,11 @@ class OpenProgram:
     """
 
     def __init__(self, folder: Path) -> None:
-        settings = open_settings(folder / "program.toml")
+        with unchanged(folder):
+            self._open(folder)
+
+    def _open(self, folder: Path) -> None:
+        settings = open_settings(folder / MARKER)
         source = read(folder / "program.py", read_text)
         compare_ranks({"program.py": source, "program.toml": text_of(settings)})
         program = Generated.of(load(source, str(folder / "program.py")))
@@ -235,6 +247,27 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
         return reader(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise ProgramError(f"{path} cannot be read", why=str(error)) from error
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Inside, a saved program is read; ProgramError if another save replaces it meanwhile."""
+
+    def version() -> tuple[int, int]:
+        try:
+            about = (folder / MARKER).stat()
+        except OSError:
+            return 0, 0
+        return about.st_ino, about.st_mtime_ns
+
+    before = version()
+    yield
+    if version() != before:
+        raise ProgramError(
+            f"{folder} was replaced while it was opened",
+            why="half of what was read is of one save, half of another",
+            todo="start again",
+        )
 
 
 def read_text(path: Path) -> str:

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autopar
+from autopar import files
 from autopar.errors import ProgramError
 from autopar.runtime import folder
+from tests.runtime.checkpoint.turns import Actor, Turns, stepping
 from tests.support.models import gpt2
 from tests.support.ranks import run_ranks
 
@@ -85,7 +87,7 @@ def small() -> tuple[autopar.Program, dict[str, torch.Tensor]]:
 
 
 def contents(target: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in target.iterdir()}
+    return {file.name: file.read_bytes() for file in target.iterdir() if file.is_file()}
 
 
 def test_a_save_that_fails_leaves_what_was_there(
@@ -126,6 +128,67 @@ def test_a_save_keeps_files_of_other_names(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     program.save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {*FILES, "notes.txt"}
+
+
+def test_two_saves_into_one_folder_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused while the first is at work; who opens it meanwhile is told."""
+    program, _ = small()
+    target = program.save(tmp_path / "program")
+    write, before = folder.save_file, contents(target)
+    refusals = []
+
+    def meanwhile(tensors: Any, path: Path) -> None:
+        write(tensors, path)
+        with pytest.raises(ProgramError, match="another job") as caught:
+            folder.write(target, {"program.toml": "half of another"}, {})
+        refusals.append(caught.value)
+        assert contents(target) == before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "save_file", meanwhile)
+        program.save(target)
+    assert len(refusals) == 2
+    load = folder.load_file
+
+    def replaced(path: Path) -> Any:
+        monkeypatch.undo()
+        program.save(target)
+        return load(path)
+
+    monkeypatch.setattr(folder, "load_file", replaced)
+    with pytest.raises(ProgramError, match="was replaced"):
+        folder.open_program(str(target / "program.py")).__enter__()
+    folder.open_program(str(target / "program.py")).__enter__()
+    assert contents(target) == before
+
+
+def test_a_save_that_dies_is_not_taken_for_a_whole(tmp_path: Path) -> None:
+    """Whatever file it had come to: all old, all new, or refused; a checkpoint beside it stays."""
+    program, _ = small()
+    for at in range(1, 1000, 3):
+        target = tmp_path / str(at) / "program"
+        target.parent.mkdir()
+        program.save_checkpoint(target)
+        program.save(target)
+        old = {name: (target / name).stat().st_ino for name in FILES}
+        turns = Turns(at)
+        dying = Actor(lambda path=target: program.save(path), dies=at)
+        with stepping(turns):
+            turns.run([dying])
+        new = {name: (target / name).stat().st_ino for name in FILES if (target / name).exists()}
+        if "program.toml" in new:
+            assert len({new[name] == old[name] for name in FILES}) == 1
+        if not dying.dead:
+            break
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "_DAY", -1.0)
+            program.save(target)
+        names = {entry.name for entry in target.iterdir() if not entry.name.startswith("save-")}
+        assert names == {*FILES, "checkpoint.json"}
+        autopar.load_checkpoint(target)
+    assert at > 10
 
 
 def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:

@@ -18,7 +18,16 @@ from torch import Tensor
 from autopar.errors import MeshError
 from autopar.ir.action import format_row, parse_row
 from autopar.lower.literals import comment, docstring, quoted
-from autopar.runtime.folder import MAIN, open_settings, processes, read, read_text, training_of
+from autopar.runtime.folder import (
+    MAIN,
+    MARKER,
+    open_settings,
+    processes,
+    read,
+    read_text,
+    training_of,
+    unchanged,
+)
 from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.pipeline import Pipeline
@@ -107,7 +116,13 @@ class OpenPipeline:
     def __init__(
         self, folder: Path, stages: Sequence[str], placement: Placement, inputs: Mapping[str, str]
     ) -> None:
-        settings = open_settings(folder / "program.toml")
+        with unchanged(folder):
+            self._open(folder, stages, placement, inputs)
+
+    def _open(
+        self, folder: Path, stages: Sequence[str], placement: Placement, inputs: Mapping[str, str]
+    ) -> None:
+        settings = open_settings(folder / MARKER)
         sources = {name: read(folder / name, read_text) for name in stages}
         compare_ranks(
             {**sources, "program.py": text_of(placement), "program.toml": text_of(settings)}

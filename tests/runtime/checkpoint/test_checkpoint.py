@@ -38,11 +38,14 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def small(
-    optimizer: Any = torch.optim.AdamW, seed: int = 0, sizes: tuple[int, ...] = (8, 5, 3)
+    optimizer: Any = torch.optim.AdamW,
+    seed: int = 0,
+    sizes: tuple[int, ...] = (8, 5, 3),
+    **options: Any,
 ) -> autopar.Program:
     torch.manual_seed(seed)
     return autopar.compile(
-        Mlp(sizes), SINGLE, loss_fn=loss_of, optimizer=optimizer, example_inputs=BATCH
+        Mlp(sizes), SINGLE, loss_fn=loss_of, optimizer=optimizer, example_inputs=BATCH, **options
     )
 
 
