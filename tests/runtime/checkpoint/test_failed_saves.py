@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import autopar
 from autopar import files
-from autopar.runtime.checkpoint import safetensors_files as storage
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint import safetensors_files as storage
+from tests.runtime.checkpoint.test_checkpoint import contents, small, trained
 from tests.runtime.checkpoint.test_interleavings import load, save
 from tests.runtime.checkpoint.turns import Actor, Turns, stepping
-from tests.runtime.checkpoint.test_checkpoint import contents, small, trained
 from tests.support.ranks import run_ranks
 
 # At every operation ------------------------------------------------------------------------------

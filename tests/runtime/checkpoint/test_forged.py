@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
+from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.boxes import Box, tile
 from autopar.runtime.checkpoint.values import decode
-from autopar.errors import CheckpointError
 from tests.runtime.checkpoint.mutations import HOSTILE, mutated
 from tests.runtime.checkpoint.test_checkpoint import contents, small, trained
 

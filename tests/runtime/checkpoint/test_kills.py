@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.runtime.checkpoint import safetensors_files as storage
 from autopar.errors import CheckpointError, RankFailedError
 from autopar.pins import data_parallel, fsdp
+from autopar.runtime.checkpoint import safetensors_files as storage
 from tests.runtime.ranks import test_failure
 from tests.runtime.ranks.test_failure import COUNT, run
 from tests.support.models import Mlp
