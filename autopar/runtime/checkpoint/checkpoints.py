@@ -119,7 +119,7 @@ class Checkpoints:
             CheckpointError: an asynchronous save failed, and nobody has asked for it.
         """
         try:
-            if agreed and self._lease is not None:
+            if agreed and (self._last or self._lease):
                 with ranks_lost("the last checkpoint was not saved"), self.holder.watch:
                     self._settle(self._group())
         finally:
