@@ -33,15 +33,18 @@ def _matrices(*cores: int) -> Callable[[Node, Types], str]:
     return spec
 
 
-def _along(position: int, mark: str, *, gone: bool) -> Callable[[Node, Types], str]:
+def _along(
+    position: int, mark: str, *, gone: bool, default: int = -1
+) -> Callable[[Node, Types], str]:
     """Two operands that meet along one dimension, and are broadcast beside it.
 
-    `mark`: "!" if that dimension stays whole; `gone`: whether the result has it no more.
+    `mark`: "!" if that dimension stays whole; `gone`: whether the result has it no more; `default`:
+    the dimension of a call that names none.
     """
 
     def spec(node: Node, types: Types) -> str:
         rank = max(len(tensor.shape) for tensor in types)
-        (dim,) = dimensions(argument(node, position, "dim", -1), rank)
+        (dim,) = dimensions(argument(node, position, "dim", default), rank)
         names = [f"{n}{mark}" if i == dim else n for i, n in enumerate(letters(rank))]
         out = [n for i, n in enumerate(names) if i != dim or not gone]
         left = ", ".join(broadcast(names, tensor) for tensor in types)
@@ -134,7 +137,7 @@ RULES = (
     ),
     rule(
         "aten.cosine_similarity",
-        _along(2, "!", gone=True),
-        examples=("f64[4, 6, 8], f64[4, 1, 8], -1",),
+        _along(2, "!", gone=True, default=1),
+        examples=("f64[4, 6, 8], f64[4, 1, 8], -1", "f64[4, 6, 8], f64[4, 6, 8]"),
     ),
 )

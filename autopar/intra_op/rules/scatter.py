@@ -118,9 +118,13 @@ def _diagonal_scatter(node: Node, types: Types) -> str:
 
 
 def _diag_embed(node: Node, types: Types) -> str:
-    if len(node.args) > 2 or node.kwargs:
-        return all_whole(node, types)
-    return "... k! -> ... a! b!"
+    """The last dimension becomes two, which stay whole."""
+    names = letters(len(types[0].shape))
+    pair = [argument(node, 2, "dim1", -2), argument(node, 3, "dim2", -1)]
+    dims = dimensions(tuple(pair), len(names) + 1)
+    beside = iter(names[:-1])
+    right = [f"m{i}!" if i in dims else next(beside) for i in range(len(names) + 1)]
+    return f"{' '.join([*names[:-1], 'k!'])} -> {' '.join(right)}"
 
 
 def _whole_term(prefix: str, tensor: TensorType) -> str:
@@ -222,7 +226,12 @@ RULES = (
         linear=True,
         examples=("f64[4, 6, 8], f64[4, 6], 0, 1, 2",),
     ),
-    rule("aten.diag_embed", _diag_embed, linear=True, examples=("f64[4, 6]",)),
+    rule(
+        "aten.diag_embed",
+        _diag_embed,
+        linear=True,
+        examples=("f64[4, 6]", "f64[4, 6], 1, 0, 2"),
+    ),
     rule(
         "aten.take",
         _take,
