@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException
 
 import autopar
 from autopar.capture.capture import Captured
@@ -170,9 +171,17 @@ def judge(seeds: Iterable[int], together: int = 50, start: str = "forkserver") -
         for count in sorted({job.ranks for job in jobs}):
             alike = [job for job in jobs if job.ranks == count and not job.error]
             for place in range(0, len(alike), together):
-                part = alike[place : place + together]
-                ranks = run_ranks(train, part, count=count, start=start)
-                for job, *runs in zip(part, *ranks, strict=True):
-                    if said := fault(job, runs):
-                        wrong[job.seed] = said
+                wrong |= _faults(alike[place : place + together], count, start)
     return wrong
+
+
+def _faults(jobs: list[Job], count: int, start: str) -> dict[int, str]:
+    """What is wrong with jobs of so many ranks, by seed; where processes die, each by itself."""
+    try:
+        ranks = run_ranks(train, jobs, count=count, start=start)
+    except ProcessExitedException as error:
+        if len(jobs) == 1:
+            return {jobs[0].seed: f"the processes died: {error}"}
+        return {seed: said for job in jobs for seed, said in _faults([job], count, start).items()}
+    said = ((job.seed, fault(job, runs)) for job, *runs in zip(jobs, *ranks, strict=True))
+    return {seed: fault for seed, fault in said if fault}

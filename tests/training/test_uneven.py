@@ -97,8 +97,9 @@ def trained_on_rank(shapes: tuple[Shape, ...]) -> list[tuple[list[float], dict[s
     return found
 
 
-def trained_alone(shape: Shape) -> tuple[list[float], dict[str, Tensor]]:
-    model, batch = made(shape)
+def trained_alone(
+    model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(3):
@@ -112,7 +113,7 @@ def trained_alone(shape: Shape) -> tuple[list[float], dict[str, Tensor]]:
 
 def compare(shapes: tuple[Shape, ...], count: int) -> None:
     first, *others = run_ranks(trained_on_rank, shapes, count=count)
-    expected = {shape: trained_alone(shape) for shape in shapes}
+    expected = {shape: trained_alone(*made(shape)) for shape in shapes}
     cases = list(itertools.product(shapes, MESHES[count]))
     for (shape, mesh), (losses, state, _) in zip(cases, first, strict=True):
         alone, parameters = expected[shape]
@@ -136,3 +137,46 @@ def test_odd_shapes_train_as_unsharded(count: int) -> None:
 @pytest.mark.parametrize("count", sorted(MESHES))
 def test_many_odd_shapes_train_as_unsharded(count: int) -> None:
     compare(SHAPES, count)
+
+
+class Narrow(nn.Module):
+    """Equal blocks of perceptrons, three and five wide: no part of a parameter is as another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+NARROW = torch.linspace(-1, 1, 8 * 3, dtype=torch.float64).view(8, 3)
+
+
+def narrow_on_rank(states: tuple[str, ...]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and final state under each state sharding."""
+    results = []
+    for state in states:
+        program = autopar.compile(
+            Narrow().double(), f"{CHIP}: x=2 @100MB/s 100us, y=2 @10GB/s 1us", state=state,
+            pins=autopar.pins.data_parallel("x", "y"), optimizer=OPTIMIZER,
+        )  # fmt: skip
+        losses = [program.step(NARROW).item() for _ in range(3)]
+        results.append((losses, program.state_dict()))
+        program.close()
+    return results
+
+
+def test_ranks_fill_buckets_alike_however_uneven_their_parts_are() -> None:
+    states = ("zero1", "zero2", "zero3", "paro-iig over x")
+    expected, parameters = trained_alone(Narrow().double(), {"x": NARROW})
+    for rank in run_ranks(narrow_on_rank, states, count=4):
+        for losses, state in rank:
+            torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(state, parameters, rtol=1e-10, atol=1e-12)

@@ -10,6 +10,7 @@ one collective moves it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -281,8 +282,14 @@ class Bucket:
         del tensor  # nobody else holds what is on its way
         if kinds == {"all_reduce"} and device.type == "cpu":
             return []  # nothing is gained from it before the end
-        full = sum(waits.numel() * waits.element_size() for _, waits in waiting) >= self._limit
+        full = sum(self._nbytes(*each) for each in waiting) >= self._limit
         return self.send(way) if full else []
+
+    def _nbytes(self, weight: Weight, tensor: Tensor) -> int:
+        """Bytes of the largest part that a rank has: all ranks must send at the same time."""
+        layout = weight.path(self._when)[0].src
+        shape = layout.local_shape(weight.type.shape, self._comm.mesh)
+        return math.prod(shape) * tensor.element_size()
 
     def empty(self) -> list[tuple[Weight, Tensor]]:
         """Send everything that still waits."""
