@@ -33,11 +33,13 @@ from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.search import SCHEDULES, Borders, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.trace import Trace
 from benchmarks.harness import write
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.wide_resnet import WideResNet, WideSizes

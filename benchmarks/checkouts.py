@@ -66,7 +66,6 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
     from autopar.codegen.emit import emit
     from autopar.errors import AutoparError
     from autopar.intra_op.table import table
-    from autopar.pipelined import capture_microbatch, sources_of
     from autopar.planning.single import Options, Trace, capture_graph, cost_model
     from tests.support.families import make
 
@@ -82,8 +81,8 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
             sources = [emit(graph, plan, cost_model(plan.mesh, known).collective)]
         else:
             count = plan.microbatches
-            captured = capture_microbatch(module, (), batch, count, known, Trace(None))
-            sources = [*sources_of(captured, plan, known)]
+            captured = capture_call(Call(module, (), batch), known, Trace(None), count)
+            sources = [*Compiled.of(captured, plan, known, Trace(None)).sources]
     except AutoparError as error:
         return {"plan": str(error), "program": ""}
     text = "\n".join(line for line in plan.to_toml().splitlines() if "seconds = " not in line)

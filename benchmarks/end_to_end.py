@@ -41,7 +41,10 @@ from autopar import pins
 from autopar.cost.device import device as device_of
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.folder import join_process_group
 from autopar.runtime.profile import profiled
 from autopar.runtime.ranks.processes import device_name, from_first_rank, local_device
@@ -130,7 +133,7 @@ class Bench:
         runner.held = self.allocated() - before
         return runner
 
-    def _ours(self, model: nn.Module, staged: bool) -> autopar.Program:
+    def _ours(self, model: nn.Module, staged: bool) -> autopar.Session:
         given = self.given
         options: dict[str, Any] = {"memory": given.memory, "calibration": given.calibration}
         if staged:
@@ -232,7 +235,7 @@ class Bench:
             "mfu": flops / step / peak_rate,
             "exposed_ms": 1e3 * runner.exposed,
             "peak_bytes": runner.peak or "",
-            "predicted_ms": 1e3 * runner.predicted.get("step_seconds", 0.0) or "",
+            "predicted_ms": 1e3 * runner.predicted.step_seconds or "",
             "predicted_bytes": runner.predicted.get("peak_bytes", ""),
             "ours_over_it": middle(
                 [a / b for a, b in zip(ours.seconds, runner.seconds, strict=True)]

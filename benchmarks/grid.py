@@ -26,16 +26,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import pins
-from autopar.cli.common.model_options import Wanted
 from autopar.cli.pipeline import OnMicrobatches, find_pipeline
 from autopar.cost.device import device
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage_values import Candidate, Chunk, Law, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
 from autopar.planning.pipelines.search import Borders, Searched, play
 from autopar.planning.pipelines.stage_costs import StageCosts
-from autopar.planning.single import Options
 from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 from benchmarks.harness import write
@@ -92,7 +92,7 @@ class Grid:
         self.mesh, self.batch = Mesh.parse(case.mesh), case.batch
         self.memory = device(self.mesh).usable
         self.options = Options(memory=self.memory, recompute="none")
-        self.wanted = Wanted(case.model, None, case.seq, case.layers)
+        self.wanted = ModelSpec(case.model, None, case.seq, case.layers)
         self.blocks = depth(case.model, case.layers) or 0
         self.parts = {part.size: part for part in submeshes(self.mesh)}
         self.layered = cache(OnMicrobatches(self.wanted, case.batch, self.mesh, self.options))

@@ -18,7 +18,10 @@ from autopar import pins
 from autopar.errors import InfeasibleError
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from benchmarks.harness import write
 

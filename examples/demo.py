@@ -76,7 +76,7 @@ def alone_step(
     return float(loss.detach())
 
 
-def show(program: autopar.Program, console: Console) -> None:
+def show(program: autopar.Session, console: Console) -> None:
     """The plan of the block's parameters in a table, and the end of the generated block."""
     graph, plan = program.graph, program.plan
     rows = {}
@@ -90,7 +90,7 @@ def show(program: autopar.Program, console: Console) -> None:
     for name, row in rows.items():
         table.add_row(name, *row)
     console.print(table)
-    seconds, peak = plan.predicted["step_seconds"], plan.predicted["peak_bytes"]
+    seconds, peak = plan.predicted.step_seconds, plan.predicted.peak_bytes
     console.print("Predicted, with a core for each process:")
     console.print(f"{format_seconds(seconds)} a step, {format_bytes(peak)} a process at the peak\n")
     block = program.source.partition("def h_block")[2].partition("\n\n\n")[0].splitlines()
