@@ -183,5 +183,5 @@ def _faults(jobs: list[Job], count: int, start: str) -> dict[int, str]:
         if len(jobs) == 1:
             return {jobs[0].seed: f"the processes died: {error}"}
         return {seed: said for job in jobs for seed, said in _faults([job], count, start).items()}
-    said = ((job.seed, fault(job, runs)) for job, *runs in zip(jobs, *ranks, strict=True))
-    return {seed: fault for seed, fault in said if fault}
+    judged = ((job.seed, fault(job, runs)) for job, *runs in zip(jobs, *ranks, strict=True))
+    return {seed: said for seed, said in judged if said}

@@ -48,8 +48,6 @@ def with_defaults(node: Node, schema: Any, *, explicit: bool) -> Node:
                 continue
             value = argument.default_value
             value = tuple(value) if isinstance(value, list) else value
-            if not isinstance(value, (int, float, str, tuple, type(None))):
-                continue
         if argument.kwarg_only:
             keywords[argument.name] = value
         else:
@@ -80,6 +78,6 @@ def test_an_argument_left_out_is_torchs_default(rule: Any, example: str, schema:
         run(case, with_defaults(case.node, schema, explicit=explicit)) for explicit in (False, True)
     )
     if short is None or long is None or short.types != long.types:
-        return  # an example that torch takes with other arguments only
+        pytest.skip("torch takes this example with other arguments only")
     assert short.node.types == long.node.types
     assert short.signature == long.signature

@@ -55,7 +55,7 @@ def _index_write(node: Node, types: Types) -> str:
 
 
 def _rows(node: Node, types: Types, row: str) -> tuple[str, str]:
-    """What is written into, whole along `dim`, and the rows that are written."""
+    """Terms of the tensor that is written into, whole along `dim`, and of the rows written."""
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dim"), len(names))
     into = [f"{n}!" if i == dim else n for i, n in enumerate(names)]

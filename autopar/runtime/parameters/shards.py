@@ -61,22 +61,22 @@ class Weight:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of it in another dtype."""
+        """True if the optimizer updates a copy of it in another dtype."""
         return self.held.dtype != self.updated.dtype
 
     @property
     def scattered(self) -> bool:
-        """Whether a reduce_scatter gives its gradient."""
+        """True if a reduce_scatter gives its gradient."""
         return scattered(self.hops)
 
     @cached_property
     def only_summed(self) -> bool:
-        """Whether all that is exchanged of it is its gradient, which is updated as it is used."""
+        """True if its gradient alone is exchanged, and updated as it is used."""
         kinds = {hop.call.kind for hop in self.hops}
         return self.updated is self.held and kinds == {"all_reduce"}
 
     def way(self, when: str) -> Way:
-        """What it has in common with those that it can go together with."""
+        """The key of the parameters that it can be sent together with."""
         ways = tuple(hop.way for hop in self.path(when))
         return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
 
@@ -114,7 +114,7 @@ class Weights:
 
     @property
     def updated(self) -> list[Tensor]:
-        """What the optimizer updates of each, in the order of the program's table."""
+        """The optimizer's tensor of each parameter, in the order of the program's table."""
         return [weight.updated for weight in self.all]
 
     @property
@@ -139,7 +139,7 @@ class Weights:
 
     @property
     def fetched_again(self) -> bool:
-        """Whether some are gathered again for the backward."""
+        """True if some are gathered again for the backward."""
         return any(weight.path("backward") for weight in self.all)
 
     @property
@@ -149,7 +149,7 @@ class Weights:
 
     @property
     def rounded(self) -> dict[int, Tensor]:
-        """What is held of those that are only rounded after an update, by the id of the master."""
+        """The held tensors that are only rounded after an update, by the id of the master."""
         return {
             id(weight.updated): weight.held
             for weight in self.all
@@ -272,18 +272,18 @@ class Bucket:
         self._comm, self._limit, self._when = comm, limit, when
         self._order, self._room = order or {}, room
         self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
+        self._filled: dict[Way, int] = {}  # bytes of what waits
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
         """What arrives because of one tensor more: nothing until its buffer is full."""
         way = weight.way(self._when), self._order.get(id(weight.updated), 0)
-        waiting = self._waiting.setdefault(way, [])
-        waiting.append((weight, tensor))
+        self._waiting.setdefault(way, []).append((weight, tensor))
+        self._filled[way] = self._filled.get(way, 0) + self._nbytes(weight, tensor)
         kinds, device = {hop.call.kind for hop in weight.path(self._when)}, tensor.device
         del tensor  # nobody else holds what is on its way
         if kinds == {"all_reduce"} and device.type == "cpu":
             return []  # nothing is gained from it before the end
-        full = sum(self._nbytes(*each) for each in waiting) >= self._limit
-        return self.send(way) if full else []
+        return self.send(way) if self._filled[way] >= self._limit else []
 
     def _nbytes(self, weight: Weight, tensor: Tensor) -> int:
         """Bytes of the largest part that a rank has: all ranks must send at the same time."""
@@ -303,10 +303,12 @@ class Bucket:
     def drop(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
+        self._filled.clear()
 
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
         """Send what waits to go one way; what arrives."""
         together = self._waiting.pop(way)
+        del self._filled[way]
         weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]
         together.clear()
         arrived = travel(self._comm, weights, tensors, self._when, self._room(weights))
