@@ -7,21 +7,19 @@ from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.operators.annotation import shard
-from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
-from autopar.program import Program
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.update.groups import groups
+from autopar.session import Session
 
 __all__ = [
     "Dump",
     "Mesh",
     "OpRule",
-    "PipelinePlan",
     "Plan",
     "Precision",
-    "Program",
+    "Session",
     "compile",
     "groups",
     "layout",

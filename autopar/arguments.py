@@ -18,7 +18,6 @@ from autopar.errors import ProgramError
 from autopar.ir.graph import Graph, Source
 from autopar.ir.graph_text import format_node
 from autopar.ir.mesh import Mesh
-from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.runtime.ranks.agreement import text_of
 from autopar.runtime.update.optimizer import OptimizerFactory, sample
@@ -63,10 +62,7 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, nn.Module):
         return "\n".join(_lines(value))
     if isinstance(value, Plan):  # the seconds of a search are those of a rank
-        return replace(value, solver={}).to_toml()
-    if isinstance(value, PipelinePlan):
-        stages = (replace(s, plan=replace(s.plan, solver={})) for s in value.stages)
-        return replace(value, stages=tuple(stages)).to_toml()
+        return value.without_solver().to_toml()
     if isinstance(value, Mesh):
         return str(value)
     if name == "optimizer":

@@ -1,79 +1,50 @@
-"""Plan: what the planner decided, as a value and as a TOML file that people read and edit.
+"""Plan: everything the planner decided, as a value and as a TOML file that people read and edit.
 
-For every node of the folded graph it names the layouts that the operator takes and gives:
+A plan has one or more stages, each with the layouts of its part of the model (`stage_plan.py`):
 
-    "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
+    version = 2
+    graph = "gpt sha256:9f2c41aa"
+    mesh = "H100: gpu=8"
+    microbatches = 8
+    schedule = "1f1b"
 
-so that code generation needs the graph and the plan and nothing else. A parameter's line says how
-it is stored, its `share`'s line how it is used; where its gradients are added up or its optimizer
-state lies otherwise, these layouts follow (`ir/storage.py`). Loading a plan is reading data:
-nothing in it is ever executed.
+    [[stages]]
+    end = "add_17"        # the last node of the stage, by execution order
+    ranks = [0]           # the first global rank of each copy of the stage
+    mesh = "H100: gpu=4"
+    graph = "gpt, stage 0 sha256:0b6c12e5"
+    ...
+
+The plan of a model in one piece has one stage and no schedule. Two stages with the same ranks share
+their devices, as in interleaved schedules. Loading a plan is reading data: nothing in it is ever
+executed.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
-from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.fields import Check, Fields, Number, Or, Row, Table, Text, Whole
-from autopar.ir.fusion import UPDATE, switches
+from autopar.errors import PlanError, PlanMismatchError
+from autopar.fields import Fields, Number, Row, Text, Whole
 from autopar.ir.mesh import Mesh
-from autopar.ir.offload import NOTHING, Offload
-from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.recompute import Recompute
-from autopar.ir.storage import Storage
-from autopar.ir.tensor import Layout
+from autopar.ir.precision import Precision
 from autopar.outside import Kind
+from autopar.plan_entries import (
+    UNNAMED,
+    UNPREDICTED,
+    UNSEARCHED,
+    ModelSpec,
+    Prediction,
+)
+from autopar.stage_plan import STATE_BYTES, StagePlan, check_mesh, mesh_of
 
-VERSION = 1
+VERSION = 2
 FILE = Kind("the plan", PlanError)
-Shaped = tuple[tuple[int, ...], Layout]
-
-
-@dataclass(frozen=True)
-class NodePlan:
-    """Layouts of one node, each with the global shape it belongs to."""
-
-    operands: tuple[Shaped, ...]
-    results: tuple[Shaped, ...]
-
-    def __str__(self) -> str:
-        left, right = (
-            "; ".join(layout.format(shape) for shape, layout in side)
-            for side in (self.operands, self.results)
-        )
-        return f"{left} -> {right}" if left else right
-
-    @classmethod
-    def parse(cls, text: str) -> NodePlan:
-        """Read "[8, 4@gpu]; [4] -> [8]" (leaves have no left side); LayoutError if it is not."""
-        left, arrow, right = text.rpartition("->")
-        sides = [
-            tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
-            for side in (left if arrow else "", right)
-        ]
-        return cls(sides[0], sides[1])
-
-
-@dataclass(frozen=True)
-class Fused:
-    """What one kernel has taken the place of.
-
-    Attributes:
-        count: how often it stands in the model; how often the optimizer's is launched in a step.
-        first: the user's line of the first one.
-        nbytes: bytes that a device moves less in a step than where it is written out.
-        seconds: predicted seconds that this takes less.
-    """
-
-    count: int
-    first: str
-    nbytes: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -81,85 +52,93 @@ class Plan:
     """A whole plan.
 
     Attributes:
-        graph: fingerprint of the graph it is for.
-        mesh: the devices it is for.
-        nodes: node name -> its layouts.
-        predicted: figures such as "step_seconds" and "peak_bytes".
-        model: how the command line spelled the model, "source", "batch", "seq" and "layers" where
-            they were given; data only, nothing runs it.
-        replicated: operators that run whole on every device for want of a sharding rule, each with
-            its predicted seconds.
-        pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
-            again under it. A plan that is only used need not keep it.
-        memory: what it was made within: the "limit" in bytes a device, and the optimizer's "state"
-            in units of a parameter's own bytes (AdamW: 2).
-        recompute: run of blocks -> how many of them compute their activations again in the
-            backward, and what they keep; see `autopar.ir.recompute`.
-        offload: what lies in host memory while nothing needs it; see `autopar.ir.offload`.
-        step: the "microbatches" of a step, 1 if not told, and the "bucket" of gradients and
-            parameters that go together, in bytes.
-        state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
-        fuse: the patterns in whose place kernels stand wherever they are found, and "adamw" where
-            the optimizer's step is one.
-        fused: kernel -> where it was placed, and what it saves.
-        precision: in which dtypes it computes, updates and sends gradients.
-        solver: how it was found: "name", the "nodes" of the problem, how many of them the
-            reductions "left" to be searched, the proven relative "gap" and the "seconds". It is no
-            part of what the plan says, so plans that differ in it only are equal.
-        calibration: fingerprint of the calibration that priced it, "" where closed forms did;
-            nor is this part of what it says.
+        graph: fingerprint of the whole graph; in a pipeline of the normalised one, on one
+            microbatch.
+        mesh: all devices.
+        stages: in execution order; one, if the model is in one piece.
+        microbatches: of a step.
+        schedule: of a pipeline, with its options if it takes any: "interleaved_1f1b chunks=2"; ""
+            for a model in one piece.
+        predicted: figures of the whole step; of a model in one piece those of its stage.
+        model: how the command line spelled the model.
+        version: of the file that it was read from; no part of what it says.
     """
 
     graph: str
     mesh: Mesh
-    nodes: dict[str, NodePlan]
-    predicted: dict[str, float] = field(default_factory=dict)
-    model: dict[str, str | int] = field(default_factory=dict)
-    replicated: dict[str, float] = field(default_factory=dict)
-    pins: dict[str, str] = field(default_factory=dict)
-    solver: dict[str, str | float] = field(default_factory=dict, compare=False)
-    memory: dict[str, float] = field(default_factory=dict)
-    recompute: dict[str, Recompute] = field(default_factory=dict)
-    calibration: str = field(default="", compare=False)
-    step: dict[str, float] = field(default_factory=dict)
-    state: str = ""
-    fuse: tuple[str, ...] = ()
-    fused: dict[str, Fused] = field(default_factory=dict)
-    precision: Precision = AS_IS
-    offload: Offload = NOTHING
+    stages: tuple[StagePlan, ...]
+    microbatches: int = 1
+    schedule: str = ""
+    predicted: Prediction = UNPREDICTED
+    model: ModelSpec = UNNAMED
+    version: int = field(default=VERSION, compare=False)
 
     def __str__(self) -> str:
         return self.to_toml()
 
-    def storage(self, parameter: str, share: str) -> Storage:
-        """Where a parameter and its states lie.
+    @classmethod
+    def of(cls, stage: StagePlan, model: ModelSpec = UNNAMED) -> Plan:
+        """The plan of a model in one piece."""
+        return cls(
+            stage.graph, stage.mesh, (stage,), stage.microbatches, "", stage.predicted, model
+        )
 
-        Args:
-            parameter: name of its node in the folded graph.
-            share: name of the node of its share.
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a schedule of stages and microbatches runs it."""
+        return bool(self.schedule)
+
+    @property
+    def stage(self) -> StagePlan:
+        """The one stage of a model in one piece.
 
         Raises:
-            LayoutError: its line does not say so.
+            PlanError: it is a pipeline.
         """
-        if not self.nodes[share].results:
-            raise LayoutError(f"the line of {share} says no layout", why="it has no right side")
-        _, used = self.nodes[share].results[0]
-        return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+        if self.is_pipeline:
+            raise PlanError(
+                "the plan is a pipeline",
+                why=f"it has {len(self.stages)} stages, and one is asked for",
+                todo="take one of plan.stages",
+            )
+        return self.stages[0]
 
     @property
-    def bucket(self) -> int:
-        """Bytes of gradients, or of parameters, that go together; 1 if each goes by itself."""
-        return int(self.step.get("bucket", 1))
+    def ends(self) -> tuple[str, ...]:
+        """The last node of every stage but the last."""
+        return tuple(stage.end for stage in self.stages[:-1])
 
     @property
-    def fuses_update(self) -> bool:
-        """Whether the optimizer's step is a kernel, on state that is on the device."""
-        return UPDATE in self.fuse and not self.offload.optimizer
+    def precision(self) -> Precision:
+        """In which dtypes all stages compute, update and send gradients."""
+        return self.stages[0].precision
 
     @property
-    def microbatches(self) -> int:
-        """How many a step accumulates."""
-        return int(self.step.get("microbatches", 1))
+    def fuse(self) -> tuple[str, ...]:
+        """The patterns in whose place stages have kernels."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.fuse))
+
+    def without_solver(self) -> Plan:
+        """The plan without the seconds of its search, which differ from run to run."""
+        stages = tuple(replace(stage, solver=UNSEARCHED) for stage in self.stages)
+        return replace(self, stages=stages)
+
+    def on(self, mesh: Mesh) -> Plan:
+        """The plan on another mesh of the same axes; that of a pipeline's stages stays."""
+        if self.is_pipeline:
+            return replace(self, mesh=mesh)
+        return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=mesh),))
+
+    def check(self, graph: str, mesh: Mesh) -> None:
+        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+        check_mesh(self.mesh, mesh)
+        if self.graph != graph:
+            batch = ", with this size of microbatch" if self.is_pipeline else ""
+            raise PlanMismatchError(
+                "the plan is for another model",
+                why=f"plan: {self.graph}; here: {graph}",
+                todo=f"plan this model{batch} again",
+            )
 
     def to_toml(self) -> str:
         """The file's text; `Plan.from_toml` reads it back to an equal plan."""
@@ -168,39 +147,23 @@ class Plan:
         document["version"] = VERSION
         document["graph"] = self.graph
         document["mesh"] = str(self.mesh)
-        if self.calibration:
-            document["calibration"] = self.calibration
-        if self.model:
-            document["model"] = dict(self.model)
-        document["predicted"] = dict(self.predicted)
-        if self.replicated:
-            document["replicated"] = dict(self.replicated)
-        if self.pins:
-            document["pins"] = dict(self.pins)
-        if self.state:
-            document["state"] = self.state
-        if self.precision != AS_IS:
-            document["precision"] = str(self.precision)
-        if self.fuse:
-            document["fuse"] = list(self.fuse)
-        if self.step:
-            document["step"] = dict(self.step)
-        if self.memory:
-            document["memory"] = dict(self.memory)
-        if self.recompute:
-            document["recompute"] = {run: str(how) for run, how in self.recompute.items()}
-        if self.offload:
-            document["offload"] = self.offload.to_table()
-        if self.fused:
-            document["fused"] = {name: asdict(entry) for name, entry in self.fused.items()}
-        if self.solver:
-            document["solver"] = dict(self.solver)
-        document["layouts"] = {name: str(node) for name, node in self.nodes.items()}
+        if self.microbatches != 1:
+            document["microbatches"] = self.microbatches
+        if self.is_pipeline:
+            document["schedule"] = self.schedule
+        if self.model != UNNAMED:
+            document["model"] = self.model.table()
+        if self.is_pipeline and self.predicted != UNPREDICTED:
+            document["predicted"] = self.predicted.table()
+        stages = tomlkit.aot()
+        for stage in self.stages:
+            stages.append(stage.to_table())
+        document["stages"] = stages
         return tomlkit.dumps(document)
 
     @classmethod
     def from_toml(cls, text: str, where: str = "") -> Plan:
-        """Read a plan.
+        """Read a plan; files of version 1 are read, too.
 
         Raises:
             PlanError: the text is not TOML or not a plan; names the entry.
@@ -208,38 +171,77 @@ class Plan:
         return cls.from_table(FILE.toml(text, where), where)
 
     @classmethod
-    def from_table(cls, table: dict[str, Any], where: str = "") -> Plan:
-        """Make a plan of the entries of its file; PlanError names one that is damaged."""
-        if "stages" in table and "layouts" not in table:
+    def from_table(cls, table: Mapping[str, Any], where: str = "") -> Plan:
+        """Read the entries of a plan file; PlanError names one that is damaged."""
+        version = Fields(table, PlanError, "the plan", where).take("version", Whole())
+        if version not in (1, VERSION):
             raise PlanError(
-                "the plan is one of a pipeline",
+                f"the plan has version {version}",
                 where=where,
-                why="this asks for the plan of a model in one piece",
-                todo="autopar explain, simulate, why, diff and emit take it, and autopar.compile",
+                why=f"versions 1 and {VERSION} are read",
+                todo="plan again with this version of autopar",
             )
-        fields = Fields(table, PlanError, "the plan", where)
-        check_version(fields, where)
-        made = cls(
-            graph=fields.take("graph", Text()),
-            mesh=fields.take("mesh", _mesh),
-            predicted=fields.take("predicted", Table(Number())),
-            nodes=fields.take("layouts", _layouts),
-            model=fields.take("model", model_of, {}),
-            replicated=fields.take("replicated", Table(Number()), {}),
-            pins=fields.take("pins", Table(Text()), {}),
-            solver=fields.take("solver", Table(Or((Text(), Whole(), Number()))), {}),
-            memory=fields.take("memory", _memory, {}),
-            recompute=fields.take("recompute", _recompute, {}),
-            calibration=fields.take("calibration", Text(), ""),
-            step=fields.take("step", _step, {}),
-            state=fields.take("state", Text(), ""),
-            fuse=fields.take("fuse", Row(Text(known=switches()), unique=True), ()),
-            fused=fields.take("fused", _fused, {}),
-            precision=fields.take("precision", _precision, AS_IS),
-            offload=fields.take("offload", Offload.from_table, NOTHING),
+        fields = Fields(
+            _upgraded(table, where) if version == 1 else table, PlanError, "the plan", where
+        )
+        fields.take("version", Whole())
+        microbatches = fields.take("microbatches", Whole(1, 2**31), 1)
+        schedule = fields.take("schedule", Text(1000), "")
+        within = f"{where}, " if where else ""
+        stages = tuple(
+            StagePlan.from_table(
+                entry, f"{within}stage {number}" if schedule else where, microbatches
+            )
+            for number, entry in enumerate(fields.take("stages", Row(dict)))
+        )
+        own = stages[0].predicted if stages and not schedule else UNPREDICTED
+        plan = cls(
+            fields.take("graph", Text()),
+            fields.take("mesh", mesh_of),
+            stages,
+            microbatches,
+            schedule,
+            fields.take("predicted", Prediction.from_table, own),
+            fields.take("model", ModelSpec.from_table, UNNAMED),
+            version,
         )
         fields.end()
-        return made
+        plan._judge(where)
+        return plan
+
+    def _judge(self, where: str) -> None:
+        """PlanError unless the stages fit one another and the mesh."""
+        faults = [*self._one_piece_faults()] if not self.schedule else []
+        if not self.stages:
+            faults.append("there are no stages")
+        if any(bool(stage.end) != (stage is not self.stages[-1]) for stage in self.stages):
+            faults.append("every stage but the last has an end")
+        if len({len(stage.starts) for stage in self.stages}) > 1:
+            faults.append("the stages differ in their number of copies")
+        for number, stage in enumerate(self.stages):
+            last = max(stage.starts, default=0) + stage.mesh.size
+            if not stage.starts or min(stage.starts) < 0 or last > self.mesh.size:
+                faults.append(f"stage {number} runs on ranks that {self.mesh} does not have")
+        if len({stage.precision for stage in self.stages}) > 1:
+            faults.append("the stages differ in their precision")
+        spans = {(start, stage.mesh.size) for stage in self.stages for start in stage.starts}
+        held = [rank for start, size in spans for rank in range(start, start + size)]
+        if not faults and sorted(held) != list(range(self.mesh.size)):
+            faults.append(f"the stages' ranks are not those of {self.mesh}, each in one group")
+        if faults:
+            raise PlanError(
+                "the plan has a damaged entry", where=where, why="; ".join(dict.fromkeys(faults))
+            )
+
+    def _one_piece_faults(self) -> list[str]:
+        faults = []
+        if len(self.stages) > 1:
+            faults.append("there are several stages and no schedule")
+        elif self.stages and (self.stage.graph, self.stage.mesh) != (self.graph, self.mesh):
+            faults.append("the one stage is of another graph or mesh than the plan")
+        elif self.stages and self.predicted != self.stage.predicted:
+            faults.append("the one stage predicts other figures than the plan")
+        return faults
 
     def save(self, path: str | Path) -> None:
         """Write the plan, whole or not at all; PlanError if it cannot be written."""
@@ -250,81 +252,35 @@ class Plan:
         """Read a plan file; PlanError if it is missing, not text or not a plan."""
         return cls.from_toml(FILE.text(path), where=str(path))
 
-    def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
-        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
-        if self.mesh.names != mesh.names or self.mesh.shape != mesh.shape:
-            raise PlanMismatchError(
-                "the plan is for another mesh", why=f"plan: {self.mesh}; here: {mesh}"
-            )
-        if self.graph != graph or set(self.nodes) != nodes:
-            missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
-            raise PlanMismatchError(
-                "the plan is for another model",
-                why=f"plan: {self.graph}; here: {graph}; "
-                f"nodes without a layout: {', '.join(missing[:5]) or 'none'}; "
-                f"unknown nodes: {', '.join(extra[:5]) or 'none'}",
-                todo="plan this model again",
-            )
+
+def _upgraded(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries of a file of version 1 as version 2 has them.
+
+    There, the plan of a model in one piece had no stages, a stage of a pipeline was a whole plan,
+    and tables `memory` and `step` held what are fields now.
+    """
+    whole = {"version": VERSION, **{k: v for k, v in table.items() if k in ("graph", "mesh")}}
+    if "stages" in table:
+        entries = Row(dict)
+        kept = {k: v for k, v in table.items() if k not in ("version", "stages")}
+        stages = Fields(table, PlanError, "the plan", where).take("stages", entries)
+        return {**kept, **whole, "stages": [_upgraded_stage(each, where)[0] for each in stages]}
+    if "model" in table:
+        whole["model"] = table["model"]
+    stage, microbatches = _upgraded_stage(table, where)
+    return {**whole, "microbatches": microbatches, "stages": [stage]}
 
 
-def check_version(fields: Fields, where: str) -> None:
-    """PlanError unless the entry `version` is the one that is read."""
-    version = fields.take("version", Whole())
-    if version != VERSION:
-        raise PlanError(f"the plan has version {version}", where=where, why=f"{VERSION} is read")
-
-
-def model_of(table: Any) -> dict[str, str | int]:
-    """The entry `model`; ValueError unless it holds the known keys with values of their types."""
-    return _entries("model", table, source=Text(), batch=_SIZE, seq=_SIZE, layers=_SIZE)
-
-
-_SIZE = Whole(1, 2**31)
-
-
-def _entries(name: str, table: Any, **checks: Any) -> dict[str, Any]:
-    """Those of the entries that there are, and no others."""
-    fields = Fields(table, PlanError, name, prefix=f"{name}.")
-    found = {key: fields.take(key, check, None) for key, check in checks.items()}
-    fields.end()
-    return {key: found[key] for key in table}
-
-
-def _mesh(text: Any) -> Mesh:
-    return Mesh.parse(Text()(text))
-
-
-def _precision(text: Any) -> Precision:
-    return Precision.read(Text()(text))
-
-
-def _layouts(table: Any) -> dict[str, NodePlan]:
-    return {name: NodePlan.parse(line) for name, line in Table(Text())(table).items()}
-
-
-def _recompute(table: Any) -> dict[str, Recompute]:
-    return {run: Recompute.parse(how) for run, how in Table(Text())(table).items()}
-
-
-def _memory(table: Any) -> dict[str, float]:
-    return _entries("memory", table, limit=Number(), state=Number(0, 1e6))
-
-
-def _step(table: Any) -> dict[str, float]:
-    sizes = {"microbatches": Whole(1, 2**31, rounded=True), "bucket": Whole(0, 2**50, rounded=True)}
-    return {name: float(value) for name, value in _entries("step", table, **sizes).items()}
-
-
-def _fused(table: Any) -> dict[str, Fused]:
-    saved = Number(-1e30)
-    checks: dict[str, Check] = {
-        "count": Whole(),
-        "first": Text(),
-        "nbytes": saved,
-        "seconds": saved,
-    }
-    return {
-        name: Fused(*(fields.take(key, check) for key, check in checks.items()))
-        for name, entry in Table(lambda value: value)(table).items()
-        for fields in (Fields(entry, PlanError, f"fused.{name}"),)
-    }
+def _upgraded_stage(entry: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
+    """A stage of version 1, and its number of microbatches."""
+    kept = {k: v for k, v in entry.items() if k not in ("version", "model", "memory", "step")}
+    memory = Fields(entry.get("memory", {}), PlanError, "the plan", where, "memory.")
+    limit = memory.take("limit", Number(), None)
+    state = memory.take("state", Number(0, 1e6), STATE_BYTES)
+    memory.end()
+    step = Fields(entry.get("step", {}), PlanError, "the plan", where, "step.")
+    microbatches = step.take("microbatches", Whole(1, 2**31, rounded=True), 1)
+    bucket = step.take("bucket", Whole(0, 2**50, rounded=True), 1)
+    step.end()
+    limited = {} if limit is None else {"limit": limit}
+    return {**kept, **limited, "state_bytes": state, "bucket": bucket}, microbatches

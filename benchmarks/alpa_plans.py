@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from autopar.cli.pipeline import THOROUGH
 from autopar.errors import InfeasibleError
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers, layers_at
@@ -33,17 +32,19 @@ from autopar.inter_op.stage_values import Candidate, Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.pipelines.automatic import THOROUGH
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.search import SCHEDULES, Borders, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.trace import Trace
 from benchmarks.harness import write
 from benchmarks.published.models import GPT, Sizes
 from benchmarks.published.wide_resnet import WideResNet, WideSizes
 
 MEMORY = 16e9
-STATE_BYTES = 2.0
 TRACED = 4  # blocks of a GPT
 SAMPLES = tuple(2**k for k in range(8))  # of a microbatch, that are tried
 SEQ, VOCAB = 1024, 51200
@@ -153,7 +154,7 @@ def published(case: Published, memory: float) -> tuple[Pipeline, float] | None:
     """Alpa's pipeline and its simulated seconds; None where it does not fit."""
     layered = model_on(case)
     parts = {(part.hosts, part.devices): part for part in submeshes(case.mesh)}
-    costs = StageCosts(layered, case.mesh, Options(), memory, STATE_BYTES, most=len(case.stages))
+    costs = StageCosts(layered, case.mesh, Options(), memory, len(case.stages))
     kinds, rule, count = layered(case.microbatches).kinds, law("1f1b"), case.microbatches
     blocks = sum(number for number, *_ in case.stages)
     stages: list[Stage] = []
@@ -196,7 +197,6 @@ def compare(case: Published) -> dict[str, Any]:
             counts,
             Options(),
             min(memory, 1e15),
-            STATE_BYTES,
             schedules=SCHEDULES,
             **THOROUGH,
             scaling=True,

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from autopar import pins
 from autopar.codegen.emit import emit
+from autopar.compiled import values_of
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -45,9 +46,10 @@ from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.pipelined import values_of
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.communication.measure import middle as middle_point
 from autopar.runtime.executor import Executor
 from autopar.runtime.generated import Generated
@@ -55,6 +57,7 @@ from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training
 from autopar.simulate import run, tasks
+from autopar.stage_plan import StagePlan
 from benchmarks.harness import PICTURES, ROOT, middle, write
 from tests.support import models
 from tests.support.models import Model
@@ -105,7 +108,7 @@ class Case:
     batch: int
     pins: str
     graph: Graph
-    plan: Plan
+    plan: StagePlan
     program: dict[str, Any]
 
 
@@ -128,7 +131,7 @@ def cases(names: list[str], file: Path) -> Iterator[Case]:
                 yield Case(name, size, word, captured.graph, plan, program)
 
 
-def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, float]:
+def predicted(graph: Graph, plan: StagePlan, calibration: Calibration) -> dict[str, float]:
     """Seconds of a step by each of the predictions."""
     kernels, measured = works(graph, plan, rules()), MeasuredModel(plan.mesh, calibration)
     closed = AnalyticModel(plan.mesh)
@@ -140,7 +143,7 @@ def predicted(graph: Graph, plan: Plan, calibration: Calibration) -> dict[str, f
     )
     return {
         "simulated": run(tasks(graph, plan, kernels, measured), measured, slowdown).seconds,
-        "summed": plan.predicted["step_seconds"] + updates,
+        "summed": plan.predicted.step_seconds + updates,
         "closed_form": run(tasks(graph, plan, kernels, closed), closed, slowdown).seconds,
     }
 

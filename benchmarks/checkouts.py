@@ -63,11 +63,11 @@ def cases() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
     """The plan of a model and its emitted program, or the error in place of both."""
     import autopar
-    from autopar.codegen.emit import emit
+    from autopar.compiled import Compiled
     from autopar.errors import AutoparError
-    from autopar.intra_op.table import table
-    from autopar.pipelined import capture_microbatch, sources_of
-    from autopar.planning.single import Options, Trace, capture_graph, cost_model
+    from autopar.planning.capturing import Call, capture_call
+    from autopar.planning.options import Options
+    from autopar.planning.trace import Trace
     from tests.support.families import make
 
     module, batch = make(model)
@@ -75,19 +75,14 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
         module = module.float()
     try:
         plan = autopar.plan(module, mesh, example_inputs=batch, **options)
-        fuse = plan.fuse if isinstance(plan, autopar.Plan) else plan.stages[0].plan.fuse
-        known = Options(table=table(()), precision=plan.precision, fuse=fuse)
-        if isinstance(plan, autopar.Plan):
-            graph = capture_graph(module, (), batch, known, Trace(None)).graph
-            sources = [emit(graph, plan, cost_model(plan.mesh, known).collective)]
-        else:
-            count = plan.microbatches
-            captured = capture_microbatch(module, (), batch, count, known, Trace(None))
-            sources = [*sources_of(captured, plan, known)]
+        known = Options(precision=plan.precision, fuse=plan.fuse)
+        count = plan.microbatches if plan.is_pipeline else None
+        captured = capture_call(Call.of(module, batch), known, Trace(None), count)
+        sources = Compiled.of(captured, plan, known, Trace(None)).sources
     except AutoparError as error:
         return {"plan": str(error), "program": ""}
     text = "\n".join(line for line in plan.to_toml().splitlines() if "seconds = " not in line)
-    figures = json.dumps(plan.predicted, sort_keys=True)
+    figures = json.dumps(plan.predicted.table(), sort_keys=True)
     return {"plan": f"{text}\n{figures}", "program": "\n".join(sources)}
 
 
@@ -130,7 +125,8 @@ def recorded(checkout: Path, train: bool, only: str, folder: Path) -> dict[str, 
         path = folder / f"{len(list(folder.iterdir()))}.json"
         arguments = [str(path), "--only", only] + ["--train"] * train
         environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-        command = [sys.executable, str(Path(__file__).resolve()), "--record", *arguments]
+        script = checkout.resolve() / "benchmarks" / Path(__file__).name  # which knows its autopar
+        command = [sys.executable, str(script), "--record", *arguments]
         subprocess.run(command, cwd=checkout, env=environment, check=True)
         text = path.read_text("utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
@@ -140,11 +136,22 @@ def recorded(checkout: Path, train: bool, only: str, folder: Path) -> dict[str, 
 def differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
     """The lines in which a case differs, part by part."""
     for part in PARTS:
-        old, new = before.get(part, ""), after.get(part, "")
+        old, new = (_normal(part, found.get(part, "")) for found in (before, after))
         if old != new:
             yield f"  {part}:"
             changed = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
             yield from (f"    {line}" for line in list(changed)[2:14])
+
+
+def _normal(part: str, text: str) -> str:
+    """Returns a recorded part as this checkout writes it, whatever version of a plan it is in."""
+    if part != "plan" or "[" not in text:
+        return text
+    from autopar import Plan
+
+    plan, _, figures = text.rpartition("\n")
+    known = {name: figure for name, figure in json.loads(figures).items() if figure}
+    return f"{Plan.from_toml(plan).to_toml()}\n{json.dumps(known, sort_keys=True)}"
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def program(model: nn.Module, x: Tensor, pins: Any) -> autopar.Program:
+def program(model: nn.Module, x: Tensor, pins: Any) -> autopar.Session:
     """The perceptron under a plan, after one step."""
     made = autopar.compile(model, MESH, loss_fn=square, example_inputs=x, pins=pins)
     made.step(x)

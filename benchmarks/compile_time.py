@@ -24,8 +24,10 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from autopar.zoo import load
 from benchmarks.harness import child, middle, write
 
@@ -68,7 +70,7 @@ def measure(name: str, layers: int, batch: int, seq: int, text: str) -> dict[str
     solution = solve(built.problem)
     nodes = layouts(built, graph, solution.choice)
     clock.mark("emit")
-    plan = Plan(fingerprint(graph), mesh, nodes, built.figures(solution.choice))
+    plan = StagePlan(fingerprint(graph), mesh, nodes, predicted=built.figures(solution.choice))
     source = emit(graph, plan, prices.collective)
     clock.mark("")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

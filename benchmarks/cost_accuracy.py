@@ -30,7 +30,9 @@ from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import overlap_ratio
 from autopar.intra_op.build import build
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from benchmarks.harness import PICTURES, write
 from benchmarks.published import (

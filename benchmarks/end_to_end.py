@@ -41,7 +41,11 @@ from autopar import pins
 from autopar.cost.device import device as device_of
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.plan_entries import UNPREDICTED, Prediction
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.folder import join_process_group
 from autopar.runtime.profile import profiled
 from autopar.runtime.ranks.processes import device_name, from_first_rank, local_device
@@ -89,7 +93,7 @@ class Runner:
 
     name: str
     step: Callable[[], Tensor]
-    predicted: dict[str, float]
+    predicted: Prediction
     held: float = 0.0
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -130,7 +134,7 @@ class Bench:
         runner.held = self.allocated() - before
         return runner
 
-    def _ours(self, model: nn.Module, staged: bool) -> autopar.Program:
+    def _ours(self, model: nn.Module, staged: bool) -> autopar.Session:
         given = self.given
         options: dict[str, Any] = {"memory": given.memory, "calibration": given.calibration}
         if staged:
@@ -141,12 +145,12 @@ class Bench:
             model, self.mesh, optimizer=self.setting.optimizer, example_inputs=self.batch, **options
         )
 
-    def _predicted(self, name: str) -> dict[str, float]:
+    def _predicted(self, name: str) -> Prediction:
         """What the cost model says of a baseline's plan."""
         if name not in WORDS or (name == "tp+fsdp2" and len(self.mesh.axes) < 2):
-            return {}
+            return UNPREDICTED
 
-        def made() -> dict[str, float]:
+        def made() -> Prediction:
             model = build(self.spec, layers=self.given.layers)
             inputs = example_inputs(self.spec, self.given.batch, self.given.seq)
             options = Options(
@@ -156,7 +160,7 @@ class Bench:
             try:
                 return make_plan(graph, self.mesh, options, Trace(None)).predicted
             except AutoparError:
-                return {}  # the words do not apply to this model
+                return UNPREDICTED  # the words do not apply to this model
 
         return from_first_rank(made)
 
@@ -232,8 +236,8 @@ class Bench:
             "mfu": flops / step / peak_rate,
             "exposed_ms": 1e3 * runner.exposed,
             "peak_bytes": runner.peak or "",
-            "predicted_ms": 1e3 * runner.predicted.get("step_seconds", 0.0) or "",
-            "predicted_bytes": runner.predicted.get("peak_bytes", ""),
+            "predicted_ms": 1e3 * runner.predicted.step_seconds or "",
+            "predicted_bytes": runner.predicted.peak_bytes or "",
             "ours_over_it": middle(
                 [a / b for a, b in zip(ours.seconds, runner.seconds, strict=True)]
             ),

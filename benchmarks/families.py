@@ -18,7 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from benchmarks.harness import child, write
 from tests.support.families import FAMILIES, make
 from tests.support.ranks import run_ranks

@@ -16,8 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.ir.mesh import Mesh
+from autopar.planning.capturing import capture_graph
 from autopar.planning.frontier import frontier
-from autopar.planning.single import Options, Planner, Trace, capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import Planner
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from benchmarks.harness import write
 
@@ -37,8 +40,8 @@ def main() -> None:
             "model": MODEL,
             "batch": BATCH,
             "mesh": MESH,
-            "memory_gib": round(plan.predicted["peak_bytes"] / 2**30, 1),
-            "step_seconds": round(plan.predicted["step_seconds"], 4),
+            "memory_gib": round(plan.predicted.peak_bytes / 2**30, 1),
+            "step_seconds": round(plan.predicted.step_seconds, 4),
             "recomputed": ", ".join(f"{run} {how}" for run, how in plan.recompute.items()),
             "planning_s": round(time.perf_counter() - began, 1),
         }

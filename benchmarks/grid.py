@@ -26,21 +26,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import pins
-from autopar.cli.common.model_options import Wanted
-from autopar.cli.pipeline import OnMicrobatches, find_pipeline
+from autopar.cli.common.model_options import model_of_any_size
 from autopar.cost.device import device
 from autopar.inter_op.laws import law
 from autopar.inter_op.stage_values import Candidate, Chunk, Law, Pipeline, Stage
 from autopar.inter_op.submeshes import SubMesh, submeshes
 from autopar.ir.mesh import Mesh
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
+from autopar.planning.pipelines.automatic import AnySize, OnMicrobatches, find_pipeline
 from autopar.planning.pipelines.search import Borders, Searched, play
 from autopar.planning.pipelines.stage_costs import StageCosts
-from autopar.planning.single import Options
 from autopar.planning.workers import Workers
 from autopar.zoo.load import depth
 from benchmarks.harness import write
 
-STATE_BYTES = 2.0  # of AdamW, in units of a parameter's own
 KEPT = 10  # plans of the grid that are written
 
 
@@ -92,14 +92,20 @@ class Grid:
         self.mesh, self.batch = Mesh.parse(case.mesh), case.batch
         self.memory = device(self.mesh).usable
         self.options = Options(memory=self.memory, recompute="none")
-        self.wanted = Wanted(case.model, None, case.seq, case.layers)
+        self.wanted = ModelSpec(case.model, None, case.seq, case.layers)
         self.blocks = depth(case.model, case.layers) or 0
         self.parts = {part.size: part for part in submeshes(self.mesh)}
-        self.layered = cache(OnMicrobatches(self.wanted, case.batch, self.mesh, self.options))
+        self.layered = cache(
+            OnMicrobatches(self.model(self.options), case.batch, self.mesh, self.options)
+        )
         self.costs = cache(self._costs)
         self.borders = Borders(self.layered(case.batch), self.mesh, self.options)
         self.tried = self.fitting = 0
         self.found: list[Played] = []  # the best, the fastest first
+
+    def model(self, options: Options) -> AnySize:
+        """Returns the case's model, on batches of any size."""
+        return model_of_any_size(self.wanted, options)
 
     def _costs(self, tensor: int, data: int, recompute: str) -> tuple[StageCosts, SubMesh] | None:
         """Prices under the grid's pins on (data, tensor) devices; None where none are so shaped."""
@@ -115,7 +121,7 @@ class Grid:
         if tensor > 1:
             words.append(pins.megatron_sp(names[-1]))
         options = replace(self.options, pins=words or None, state="zero1", recompute=recompute)
-        prices = StageCosts(self.layered, self.mesh, options, math.inf, STATE_BYTES, most=1)
+        prices = StageCosts(self.layered, self.mesh, options, math.inf, 1)
         return prices, replace(part, meshes=(meshes[0],))
 
     def spans(self, chunks: int, counted: bool) -> list[tuple[int, int]] | None:
@@ -253,7 +259,7 @@ def rows(case: Case) -> list[dict[str, Any]]:
     grid = Grid(case)
     began, busy = time.perf_counter(), _processor()
     options = replace(grid.options, recompute="auto")
-    model = OnMicrobatches(grid.wanted, case.batch, grid.mesh, options)
+    model = OnMicrobatches(grid.model(options), case.batch, grid.mesh, options)
     with Workers() as workers:
         ours: Searched = find_pipeline(model, grid.memory, lambda text: None, workers)
     seconds, busy = time.perf_counter() - began, _processor() - busy

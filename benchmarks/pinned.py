@@ -18,7 +18,10 @@ from autopar import pins
 from autopar.errors import InfeasibleError
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from benchmarks.harness import write
 
@@ -52,8 +55,8 @@ def main() -> None:
         row |= {"options": options, "step_ms": None, "memory_gib": None, "refused": ""}
         try:
             made = make_plan(graph, Mesh.parse(MESH), Options(pins=words), Trace(None)).predicted
-            row["step_ms"] = round(made["step_seconds"] * 1e3, 1)
-            row["memory_gib"] = round(made["peak_bytes"] / 2**30, 1)
+            row["step_ms"] = round(made.step_seconds * 1e3, 1)
+            row["memory_gib"] = round(made.peak_bytes / 2**30, 1)
         except InfeasibleError as error:
             row["refused"] = error.why
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

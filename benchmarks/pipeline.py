@@ -40,11 +40,12 @@ import autopar
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.ir.mesh import Mesh
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import capture_microbatch
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.stages import equal_parts, plan_stages
-from autopar.planning.single import Options, Trace
+from autopar.planning.trace import Trace
 from autopar.runtime.pipeline.stage import Stage
 from benchmarks.decoder import Sizes, Whole, loss_of
 from benchmarks.harness import markdown, middle, read, write
@@ -79,13 +80,13 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def planned(kind: str, schedule: str) -> PipelinePlan:
+def planned(kind: str, schedule: str) -> Plan:
     """Our plan, cut between the parts."""
     stages = schedule_of(schedule, RANKS, MICROBATCHES).stages
     torch.manual_seed(0)
     model, mesh = Whole(KINDS[kind], stages), Mesh.parse(MESH)
-    captured = capture_microbatch(
-        model, (), batch_of(KINDS[kind]), MICROBATCHES, Options(), Trace(None)
+    captured = capture_call(
+        Call.of(model, batch_of(KINDS[kind])), Options(), Trace(None), MICROBATCHES
     )
     last: dict[str, str] = {}
     for node in captured.graph.nodes:
@@ -174,7 +175,7 @@ def run_rank(
     method = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS)
     for number, schedule in enumerate(schedules):
-        plan = PipelinePlan.load(Path(folder, f"plan{number}.toml"))
+        plan = Plan.load(Path(folder, f"plan{number}.toml"))
         torch.manual_seed(0)
         model, batch = Whole(KINDS[kind], len(plan.stages)), batch_of(KINDS[kind])
         ours = autopar.compile(model, MESH, plan=plan, optimizer=optimizer, example_inputs=batch)

@@ -31,7 +31,9 @@ from autopar.intra_op.problem import evaluate, frugal
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from benchmarks.harness import child, write
 from tests.support.families import UNet

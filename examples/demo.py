@@ -76,21 +76,21 @@ def alone_step(
     return float(loss.detach())
 
 
-def show(program: autopar.Program, console: Console) -> None:
+def show(program: autopar.Session, console: Console) -> None:
     """The plan of the block's parameters in a table, and the end of the generated block."""
     graph, plan = program.graph, program.plan
     rows = {}
     for share in graph.folded:
         if share.op == "autopar.share" and graph[share.inputs[0]].op == "param":
             parameter = graph[share.inputs[0]]
-            layouts = [plan.nodes[name].results[0] for name in (parameter.name, share.name)]
+            layouts = [plan.stage.nodes[name].results[0] for name in (parameter.name, share.name)]
             name = parameter.target.replace("transformer.", "").replace("h.0.", "h.*.")
             rows[name] = [layout.format(shape) for shape, layout in layouts]
     table = Table("parameter", "held as", "used as", title=f"\nThe plan for {MESH}")
     for name, row in rows.items():
         table.add_row(name, *row)
     console.print(table)
-    seconds, peak = plan.predicted["step_seconds"], plan.predicted["peak_bytes"]
+    seconds, peak = plan.predicted.step_seconds, plan.predicted.peak_bytes
     console.print("Predicted, with a core for each process:")
     console.print(f"{format_seconds(seconds)} a step, {format_bytes(peak)} a process at the peak\n")
     block = program.source.partition("def h_block")[2].partition("\n\n\n")[0].splitlines()

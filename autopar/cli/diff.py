@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
 from autopar.cli.common.console import JSON, print_json, print_out, say, stages
-from autopar.cli.common.model_options import MODEL, RULES, Wanted, capture_model, is_data, own_rules
+from autopar.cli.common.model_options import MODEL, RULES, capture_model, is_data, own_rules
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError
 from autopar.explain import (
     Difference,
     difference,
-    pipeline_difference,
+    heads,
+    plan_difference,
     render_difference,
-    render_pipeline_difference,
+    render_plan_difference,
 )
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
-from autopar.pipeline_plan import PipelinePlan, load_plan
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 
 _LEFT = "layouts only, collectives are not compared:"
 
@@ -61,17 +62,10 @@ def command(
     autopar diff a.toml b.toml --model train.py:model
     """
     known = table(own_rules(rule_files))
-    a, b = load_plan(first), load_plan(second)
-    if isinstance(a, PipelinePlan) and isinstance(b, PipelinePlan):
+    plans = a, b = Plan.load(first), Plan.load(second)
+    if a.is_pipeline or b.is_pipeline:
         ctx.exit(0 if _pipelines(a, b, everything, as_json) else 1)
-    if isinstance(a, PipelinePlan) or isinstance(b, PipelinePlan):
-        raise PlanMismatchError(
-            "one of the plans is of a pipeline, the other of a model in one piece",
-            where=f"{first}, {second}",
-            todo="compare what `autopar simulate` says of each",
-        )
-    plans = (a, b)
-    found, note = difference(*plans), ""
+    found, note = replace(difference(a.stage, b.stage), head=heads(a, b)), ""
     with stages(quiet=as_json) as stage:
         stage("capture")
         if not (found.equal or plain):
@@ -86,13 +80,13 @@ def command(
     ctx.exit(0 if found.equal else 1)
 
 
-def _pipelines(a: PipelinePlan, b: PipelinePlan, everything: bool, as_json: bool) -> bool:
-    """Print how two pipelines differ; whether they say the same."""
-    found = pipeline_difference(a, b)
+def _pipelines(a: Plan, b: Plan, everything: bool, as_json: bool) -> bool:
+    """Print how two plans differ, one of them a pipeline; whether they say the same."""
+    found = plan_difference(a, b)
     if as_json:
         print_json({"equal": found.equal, **asdict(found)})
     elif not found.equal:
-        for part in render_pipeline_difference(found, ("A", "B"), everything=everything):
+        for part in render_plan_difference(found, ("A", "B"), everything=everything):
             print_out(part, "")
     return found.equal
 
@@ -109,14 +103,13 @@ def _in_full(
     for plan in plans:
         if plan.graph in graphs:
             continue
-        source = model or str(plan.model.get("source", ""))
+        source = model or plan.model.source
         if not (model or is_data(source)):
             named = f"{source!r}, which is run only if --model names it" if source else "not said"
             return found, f"{_LEFT} a plan's model is {named}"
-        said = {"batch": None, "seq": None, "layers": None, **plan.model, "source": source}
-        wanted = Wanted(**said)  # type: ignore[arg-type]
+        wanted = replace(plan.model, source=source)
         try:
-            options = Options(table=known, precision=plan.precision, fuse=plan.fuse)
+            options = Options.like(plan.stage, table=known)
             graph = capture_model(wanted, options, Trace(None))
         except AutoparError as error:
             return found, f"{_LEFT} {error}"
@@ -124,8 +117,10 @@ def _in_full(
             return found, f"{_LEFT} {source} is now {fingerprint(graph)}, not {plan.graph}"
         graphs[plan.graph] = graph
     a, b = plans
-    by = (prices(a, calibration).collective, prices(b, calibration).collective)
+    one, other = a.stage, b.stage
+    by = (prices(one, calibration).collective, prices(other, calibration).collective)
     try:
-        return difference(a, b, (graphs[a.graph], graphs[b.graph]), by), ""
+        full = difference(one, other, (graphs[a.graph], graphs[b.graph]), by)
+        return replace(full, head=found.head), ""
     except AutoparError as error:
         return found, f"{_LEFT} {error}"

@@ -15,7 +15,7 @@ from autopar.intra_op.pins.dims import Dims, find_dims
 from autopar.intra_op.pins.roles import Roles
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 _SHOWN = 3  # operators listed a dimension
 
@@ -43,7 +43,7 @@ class Row:
     apart: dict[str, int]
 
 
-def rows(graph: Graph, chosen: Plan, rules: Mapping[str, OpRule]) -> list[Row]:
+def rows(graph: Graph, chosen: StagePlan, rules: Mapping[str, OpRule]) -> list[Row]:
     """The classes of dimensions of a plan's graph, those that most values have first."""
     dims = find_dims(graph, rules)
     names = name_dims(Roles(dims))
@@ -51,7 +51,7 @@ def rows(graph: Graph, chosen: Plan, rules: Mapping[str, OpRule]) -> list[Row]:
     return sorted(made, key=lambda row: (row.name.startswith("dim"), -row.values - row.parameters))
 
 
-def _row(dims: Dims, chosen: Plan, cls: int, name: str) -> Row:
+def _row(dims: Dims, chosen: StagePlan, cls: int, name: str) -> Row:
     graph, times = dims.graph, dims.graph.multiplicity
     counts: Counter[str] = Counter()
     split: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def _row(dims: Dims, chosen: Plan, cls: int, name: str) -> Row:
     return Row(name, dims.sizes[cls], *found, dict(split.most_common()), dict(apart.most_common()))
 
 
-def _splits(chosen: Plan, node: str, places: list[int]) -> Iterator[str]:
+def _splits(chosen: StagePlan, node: str, places: list[int]) -> Iterator[str]:
     """How the plan splits the first of some dimensions of a node's result."""
     (_, layout), *_ = chosen.nodes[node].results
     yield from ("@".join(layout.dims[dim]) for dim in places[:1] if layout.dims[dim])

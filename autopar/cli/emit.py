@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 import torch
 
-from autopar.cli.common import staged
 from autopar.cli.common.console import say, stages, writing
-from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_whole, own_rules, shapes
+from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
+from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.codegen.emit import emit
-from autopar.intra_op.rule import OpRule
+from autopar.compiled import Compiled
 from autopar.intra_op.table import table
-from autopar.ir.graph_text import format_graph
-from autopar.pipeline_plan import PipelinePlan, load_plan
+from autopar.plan_entries import ModelSpec
+from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.update.update import Training
 
@@ -52,12 +50,15 @@ def command(
     autopar emit plan.toml -o program
     """
     known = table(own_rules(rule_files))
-    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
-    with stages(quiet=False) as stage:
-        if isinstance(plan, PipelinePlan):
-            files = staged.files(plan, file, model, wanted, known, calibration, stage)
-        else:
-            files = _files(file, model, wanted, known, calibration, stage)
+    asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
+    plan = asked.plan
+    with stages(quiet=False) as told:
+        for stage in plan.stages:
+            prices(stage, calibration, plan.mesh)
+        captured = asked.captured(told)
+        told("emit")
+        compiled = Compiled.of(captured, plan, asked.options, Trace(None))
+        files = compiled.files(Training(torch.optim.AdamW))
     with writing(output):
         folder.write(output, files, {})
     program = output / "program.py"
@@ -69,24 +70,3 @@ def command(
         f"{'parameters() of the stages' if beside else 'its parameters()'} and its INPUTS, then\n"
         f"  torchrun --nproc-per-node {plan.mesh.size} {program}"
     )
-
-
-def _files(
-    file: Path,
-    model: str | None,
-    wanted: Wanted,
-    known: dict[str, OpRule],
-    calibration: Path | None,
-    stage: Callable[[str], None],
-) -> dict[str, str]:
-    """The folder of a plan, name -> text."""
-    chosen, captured = open_whole(file, model, wanted, known, stage)
-    stage("emit")
-    source = emit(captured.graph, chosen, prices(chosen, calibration).collective)
-    tied = {k: v for k, v in captured.parameter_names.items() if k != v}
-    return {
-        "program.py": folder.standalone(source),
-        "plan.toml": chosen.to_toml(),
-        "graph.txt": format_graph(captured.graph),
-        "program.toml": folder.settings(tied, Training(torch.optim.AdamW)),
-    }

@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from autopar.cli import dim_table as dims
-from autopar.cli.common import staged
+from autopar.cli.common import pipeline_view
 from autopar.cli.common.console import JSON, print_json, print_out, stages
-from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
+from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, CostModel
@@ -35,11 +36,12 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
-from autopar.pipeline_plan import PipelinePlan, load_plan
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import fused_linears
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.prices import limit_of_plan
+from autopar.stage_plan import StagePlan
 
 
 @click.command("explain")
@@ -92,47 +94,42 @@ def command(
     autopar explain pipeline.toml --stage 1 --by collective
     """
     known = table(own_rules(rule_files))
-    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
-    whole = isinstance(plan, PipelinePlan) and number is None
-    _refuse(plan, number, whole and bool(by or everything or named), trace_json)
-    with stages(quiet=as_json) as stage:
-        if isinstance(plan, PipelinePlan):
-            opened = staged.open_pipeline(plan, file, model, wanted, known, calibration, stage)
-            part = opened.stage(number or 0)
-            chosen, graph, repeated = part.plan, part.graph, part.repeated
-        else:
-            (chosen, graph), repeated = open_plan(file, model, wanted, known, stage), None
+    asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
+    whole = asked.plan.is_pipeline and number is None
+    _refuse(asked, number, whole and bool(by or everything or named), trace_json)
+    with stages(quiet=as_json) as told:
+        opened = asked.open(told)
+        part = opened.stage(number or 0)
         if whole:
-            pass
+            told("simulate")
+            assert opened.step
         elif named:
-            found = dims.rows(graph, chosen, known)
+            found = dims.rows(part.graph, part.plan, known)
         else:
-            limit = chosen.memory.get("limit", device(chosen.mesh).usable)
-            by_prices = prices(chosen, calibration, plan.mesh)
-            explanation = explained(graph, chosen, limit, known, by_prices, repeated)
+            limit = limit_of_plan(part.plan)
+            by_prices = prices(part.plan, calibration, part.whole)
+            explanation = explained(part.graph, part.plan, limit, known, by_prices, part.repeated)
     if whole:
-        staged.show(opened, trace_json, as_json)
+        pipeline_view.show(opened, trace_json, as_json)
     elif named:
         print_json(dims.to_json(found)) if as_json else print_out(dims.render(found))
     elif as_json:
         print_json(_json(explanation, by))
     else:
         print_out(render(explanation, by=by, everything=everything))
-        print_out(*(render_fused(chosen.fused) if by is None else ()))
+        print_out(*(render_fused(part.plan.fused) if by is None else ()))
 
 
-def _refuse(
-    plan: Plan | PipelinePlan, number: int | None, parts: bool, trace_json: Path | None
-) -> None:
+def _refuse(asked: PlanFile, number: int | None, parts: bool, trace_json: Path | None) -> None:
     """UsageError where options are not for such a plan."""
-    if not isinstance(plan, PipelinePlan):
+    if not asked.plan.is_pipeline:
         if number is not None or trace_json is not None:
             raise click.UsageError(
                 "--stage and --trace-json are for plans of pipelines; autopar simulate has the"
                 " trace of others"
             )
         return
-    staged.check_stage(plan, number)
+    asked.stage(number)
     if parts or (number is not None and trace_json is not None):
         raise click.UsageError(
             "--by, --all and --dims are for one stage of a pipeline, which --stage names;"
@@ -157,7 +154,7 @@ def _json(explanation: Explanation, by: str | None) -> dict[str, object]:
 
 def explained(
     graph: Graph,
-    chosen: Plan,
+    chosen: StagePlan,
     limit: float,
     known: dict[str, OpRule] | None = None,
     price: CostModel | None = None,
@@ -206,16 +203,15 @@ def explained(
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     beside_linears = fused_linears(graph, chosen, known or table(), price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
-    state, peak = chosen.memory.get("state", 2.0), None
+    peak = None
     if is_trained(graph):
-        peak = simulated_peak(graph, chosen, known or table(), price, state, repeated)
+        peak = simulated_peak(graph, chosen, known or table(), price, repeated)
     return explain(
         graph,
         chosen,
         price.collective,
         costs,
         limit=limit,
-        state_bytes=state,
         whole=builder.replicated,
         hidden=hidden,
         peak=peak,

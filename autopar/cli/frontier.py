@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 WIDTH = 30  # of the longest bar
 
 
-def render(plans: Sequence[Plan]) -> Table:
+def render(plans: Sequence[StagePlan]) -> Table:
     """A row for each plan, the fastest first."""
     table = Table(title="Step time against memory a device (predicted)", title_justify="left")
     for name in ("memory", "a step", ""):
         table.add_column(name, justify="right")
     table.add_column("recomputed blocks")
     table.add_column("step time")
-    fastest, slowest = (plans[at].predicted["step_seconds"] for at in (0, -1))
+    fastest, slowest = (plans[at].predicted.step_seconds for at in (0, -1))
     for plan in plans:
-        seconds = plan.predicted["step_seconds"]
+        seconds = plan.predicted.step_seconds
         table.add_row(
-            format_bytes(plan.predicted["peak_bytes"]),
+            format_bytes(plan.predicted.peak_bytes),
             format_seconds(seconds),
             f"{seconds / fastest:.2f}x",
             ", ".join(f"{run} {how}" for run, how in plan.recompute.items()),
@@ -32,12 +32,12 @@ def render(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def to_json(plans: Sequence[Plan]) -> list[dict[str, object]]:
+def to_json(plans: Sequence[StagePlan]) -> list[dict[str, object]]:
     """The same as data."""
     return [
         {
-            "peak_bytes": plan.predicted["peak_bytes"],
-            "step_seconds": plan.predicted["step_seconds"],
+            "peak_bytes": plan.predicted.peak_bytes,
+            "step_seconds": plan.predicted.step_seconds,
             "recompute": {run: str(how) for run, how in plan.recompute.items()},
         }
         for plan in plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,15 +12,15 @@ from autopar.cli import frontier as frontier_view
 from autopar.cli.common.console import JSON, Stages, print_json, print_out, say, stages
 from autopar.cli.common.model_options import (
     RULES,
-    Wanted,
     capture_model,
     is_data,
+    model_of_any_size,
     own_rules,
     shapes,
 )
 from autopar.cli.common.pin_options import fixed_beforehand, words
 from autopar.cli.explain import explained
-from autopar.cli.pipeline import plan_pipeline, render, to_json
+from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
@@ -29,15 +30,15 @@ from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.ir.units import format_bytes
 from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.single import (
-    Options,
-    Planner,
-    Trace,
-    cost_model,
-    make_plan,
-)
+from autopar.planning.options import Options
+from autopar.planning.pipelines.automatic import plan_pipeline
+from autopar.planning.planner import Planner, make_plan
+from autopar.planning.prices import cost_model
+from autopar.planning.trace import Trace
 from autopar.runtime.ranks.processes import as_mesh
+from autopar.stage_plan import StagePlan
 
 
 @click.command("plan")
@@ -58,9 +59,7 @@ from autopar.runtime.ranks.processes import as_mesh
 @click.option(
     "--unknown-ops",
     type=click.Choice(["replicate", "error"]),
-    default="replicate",
-    show_default=True,
-    help="Run operators without a sharding rule whole, or refuse them.",
+    help="Run operators without a sharding rule whole, as by default, or refuse them.",
 )
 @fixed_beforehand
 @click.option(
@@ -78,10 +77,8 @@ from autopar.runtime.ranks.processes import as_mesh
 )
 @click.option(
     "--solver",
-    default="ilp",
-    show_default=True,
     metavar="NAME",
-    help="ilp searches for the cheapest plan, propagate follows pins and annotations.",
+    help="ilp (the default) searches for the cheapest plan, propagate follows pins.",
 )
 @click.option(
     "--calibration",
@@ -90,17 +87,15 @@ from autopar.runtime.ranks.processes import as_mesh
 )
 @click.option(
     "--recompute",
-    default="auto",
-    show_default=True,
     metavar="WHAT",
-    help="Blocks computed again in the backward: auto, none, full, selective, or such as 'full 8'.",
+    help="Blocks computed again in the backward: auto (the default), none, full, selective, or "
+    "such as 'full 8'.",
 )
 @click.option(
     "--offload",
-    default="none",
-    show_default=True,
     metavar="WHAT",
-    help="Kept in host memory: auto, optimizer, activations, both with +, or 'activations 8'.",
+    help="Kept in host memory: none (the default), auto, optimizer, activations, both with +, or "
+    "such as 'activations 8'.",
 )
 @click.option(
     "--fuse/--no-fuse",
@@ -141,17 +136,17 @@ def command(
     global_batch: int | None,
     rule_files: tuple[Path, ...],
     memory: str | None,
-    unknown_ops: str,
+    unknown_ops: str | None,
     texts: tuple[str, ...],
     plans: tuple[str, ...],
     layouts: tuple[str, ...],
     source: Path | None,
     state: str | None,
     precision: str | None,
-    solver: str,
+    solver: str | None,
     calibration: Path | None,
-    recompute: str,
-    offload: str,
+    recompute: str | None,
+    offload: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
     as_frontier: bool,
@@ -176,67 +171,68 @@ def command(
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
     """
     mesh = as_mesh(mesh_text)
-    before = Plan.load(source) if source else None
-    within = before.memory if before else {}
-    state = state or (before.state or None if before else None)
-    limit = within.get("limit", device(mesh).usable)
-    limit = limit if memory is None else parse_quantity(memory, "B")
-    known = table(own_rules(rule_files))
-    pins = words(texts, plans, layouts, source)
+    before = Plan.load(source).stage if source else None
+    limit = device(mesh).usable if before is None else min(before.limit, device(mesh).usable)
     fused = before.fuse if before and fuse is None else choose(bool(fuse))
-    options = Options(
-        None, limit, unknown_ops, trace, pins, solver, known, calibration, recompute,
-        microbatches=before.microbatches if before else 1, state=state,
-        precision=before.precision if before and precision is None else Precision.read(precision),
+    given: dict[str, Any] = {
+        "unknown_ops": unknown_ops,
+        "solver": solver,
+        "recompute": recompute,
+        "offload": offload,
+        "state": state,
+        "precision": None if precision is None else Precision.read(precision),
+        "stages": None if global_batch is None else "auto",
+        "global_batch": global_batch,
+    }
+    options = replace(
+        Options() if before is None else Options.like(before),
+        memory=limit if memory is None else parse_quantity(memory, "B"),
+        trace=trace,
+        pins=words(texts, plans, layouts, source),
+        table=table(own_rules(rule_files)),
+        calibration=calibration,
         fuse=choose((*fused, *also)),
-        offload=offload,
-    )  # fmt: skip
+        **{name: value for name, value in given.items() if value is not None},
+    )
     if output is not None and not output.parent.is_dir():
         raise ProgramError(f"there is no folder {output.parent}", todo="make it, or correct -o")
     prices = cost_model(mesh, options)  # refused, if at all, before a model is traced
-    wanted = Wanted(model, batch, seq, layers)
-    if global_batch is not None:
-        if offload not in ("none", "optimizer"):
-            raise ProgramError(
-                f"a search for a pipeline does not offload {offload!r}",
-                why="of which blocks activations go depends on the stages that are searched for",
-                todo="pass --offload optimizer, or stages= and offload= to autopar.compile",
-            )
-        _pipeline(wanted, mesh, global_batch, options, limit, trace, output, as_json)
+    spec = ModelSpec(model, batch, seq, layers)
+    if options.searches_stages:
+        _pipeline(spec, mesh, options, output, as_json)
         return
-    state_bytes = within.get("state", 2.0)
     if as_frontier:
-        _frontier(wanted, mesh, options, state_bytes, as_json)
+        _frontier(spec, mesh, options, as_json)
         return
     with stages(quiet=as_json) as stage:
         tracer = Stages(trace, stage)
-        graph = capture_model(wanted, options, tracer)
+        graph = capture_model(spec, options, tracer)
         stage("strategies")
-        found = make_plan(graph, mesh, options, tracer, state_bytes)
-        made = replace(found, model=wanted.table())
-        explanation = explained(graph, made, limit, known, prices)
+        found = make_plan(graph, mesh, options, tracer)
+        plan = Plan.of(found, spec)
+        explanation = explained(graph, found, found.limit, options.table, prices)
     if as_json:
-        print_json({**_plan_json(made), "memory_limit": limit, "whole": explanation.whole})
+        print_json({**_plan_json(plan), "memory_limit": found.limit, "whole": explanation.whole})
     else:
         print_out(render_summary(explanation), "", render_parameters(explanation))
-        print_out(*render_fused(made.fused))
-        say(_found(made))
+        print_out(*render_fused(found.fused))
+        say(_found(found))
         _warn_whole(explanation)
     if output is not None:
-        made.save(output)
+        plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
 
 
-def _frontier(wanted: Wanted, mesh: Mesh, options: Options, state: float, as_json: bool) -> None:
+def _frontier(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> None:
     """Step time against memory, down to what is the least."""
-    found: list[Plan] = []
+    found: list[StagePlan] = []
     with stages(quiet=as_json) as stage:
         tracer = Stages(None, stage)
-        graph = capture_model(wanted, options, tracer)
-        planner = Planner(graph, mesh, options, Trace(None), state)
+        graph = capture_model(spec, options, tracer)
+        planner = Planner(graph, mesh, options, Trace(None))
 
-        def planned(limit: float) -> Plan:
+        def planned(limit: float) -> StagePlan:
             stage(f"{len(found)} plans; next within {format_bytes(limit)}")
             return planner.plan(limit)
 
@@ -246,19 +242,16 @@ def _frontier(wanted: Wanted, mesh: Mesh, options: Options, state: float, as_jso
 
 
 def _pipeline(
-    wanted: Wanted,
-    mesh: Mesh,
-    batch: int,
-    options: Options,
-    limit: float,
-    trace: Path | None,
-    output: Path | None,
-    as_json: bool,
+    spec: ModelSpec, mesh: Mesh, options: Options, output: Path | None, as_json: bool
 ) -> None:
     """The fastest pipeline; what is asked of one plan goes for each of its stages."""
+    batch = options.global_batch
+    assert batch is not None
+    model = model_of_any_size(spec, options)
     with stages(quiet=as_json) as stage:
-        tracer = Stages(trace, stage)
-        found, made = plan_pipeline(wanted, mesh, batch, options, limit, tracer, stage)
+        tracer = Stages(None if options.trace is None else Path(options.trace), stage)
+        found, plan = plan_pipeline(model, batch, mesh, options, tracer, stage)
+    made = replace(plan, model=replace(spec, batch=batch))
     if as_json:
         print_json(to_json(found, made))
     else:
@@ -268,32 +261,32 @@ def _pipeline(
         say(f"written to {output}", err=True)
 
 
-def _plan_json(made: Plan) -> dict[str, object]:
+def _plan_json(plan: Plan) -> dict[str, object]:
+    made = plan.stage
     return {
-        "graph": made.graph,
-        "mesh": str(made.mesh),
-        "model": made.model,
-        "predicted": made.predicted,
+        "graph": plan.graph,
+        "mesh": str(plan.mesh),
+        "model": plan.model.table(),
+        "predicted": plan.predicted.table(),
         "pins": made.pins,
         "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},
         "offload": made.offload.to_table(),
         "fuse": list(made.fuse),
         "fused": {name: asdict(entry) for name, entry in made.fused.items()},
-        "solver": made.solver,
+        "solver": made.solver.table(),
         "layouts": {name: str(node) for name, node in made.nodes.items()},
     }
 
 
-def _found(made: Plan) -> str:
+def _found(made: StagePlan) -> str:
     """How the plan was found, in a sentence."""
     said = made.solver
-    left = f"reductions left {said['left']}, " if "left" in said else ""
-    gap = float(said["gap"])
+    left = "" if said.left is None else f"reductions left {said.left}, "
     again = "".join(f"; {run} recomputes {how}" for run, how in made.recompute.items())
     again += f"; in host memory: {made.offload}" if made.offload else ""
-    verdict = "optimal" if gap <= 1e-6 else f"within {100 * gap:.2g} % of the optimum"
-    return f"{said['name']}: {said['nodes']} nodes, {left}{verdict}, {said['seconds']:.2f} s{again}"
+    verdict = "optimal" if said.gap <= 1e-6 else f"within {100 * said.gap:.2g} % of the optimum"
+    return f"{said.name}: {said.nodes} nodes, {left}{verdict}, {said.seconds:.2f} s{again}"
 
 
 def _warn_whole(explanation: Explanation) -> None:

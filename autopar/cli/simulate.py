@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from autopar.cli.common import staged
+from autopar.cli.common import pipeline_view
 from autopar.cli.common.console import FILE, JSON, print_json, print_out, stages
-from autopar.cli.common.model_options import MODEL, RULES, Wanted, open_plan, own_rules, shapes
+from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
+from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
 from autopar.cost.device import Device, device
 from autopar.cost.measured import MeasuredModel
@@ -20,10 +21,10 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
 from autopar.ir.units import format_bytes
-from autopar.pipeline_plan import PipelinePlan, load_plan
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.simulate import Settings, Timeline, run, settings_on, tasks
 from autopar.simulate.picture import render
+from autopar.stage_plan import StagePlan
 
 
 @click.command("simulate")
@@ -66,17 +67,20 @@ def command(
     autopar simulate plan.toml --trace-json step.json
     """
     known = table(own_rules(rule_files))
-    wanted, plan = Wanted("", batch, seq, layers), load_plan(file)
-    if isinstance(plan, PipelinePlan):
-        if wait:
-            raise click.UsageError("--wait is for plans of a model in one piece")
-        with stages(quiet=as_json) as stage:
-            opened = staged.open_pipeline(plan, file, model, wanted, known, calibration, stage)
-        staged.show(opened, trace_json, as_json)
+    asked = PlanFile(file, model, ModelSpec("", batch, seq, layers), known, calibration)
+    if asked.plan.is_pipeline and wait:
+        raise click.UsageError("--wait is for plans of a model in one piece")
+    with stages(quiet=as_json) as told:
+        opened = asked.open(told)
+        told("simulate")
+        if asked.plan.is_pipeline:
+            assert opened.step
+    if asked.plan.is_pipeline:
+        pipeline_view.show(opened, trace_json, as_json)
         return
-    with stages(quiet=as_json) as stage:
-        chosen, graph = open_plan(file, model, wanted, known, stage)
-        stage("simulate")
+    chosen, graph = asked.plan.stage, opened.graphs[0]
+    with stages(quiet=as_json) as told:
+        told("simulate")
         chip = device(chosen.mesh)
         settings = settings_on(chosen.mesh.device)
         settings = replace(settings, overlap=frozenset()) if wait else settings
@@ -99,7 +103,7 @@ def command(
 
 def simulated(
     graph: Graph,
-    plan: Plan,
+    plan: StagePlan,
     known: dict[str, OpRule],
     settings: Settings,
     model: AnalyticModel | MeasuredModel,
@@ -110,7 +114,7 @@ def simulated(
 
 
 def utilisations(
-    timeline: Timeline, graph: Graph, plan: Plan, known: dict[str, OpRule], chip: Device
+    timeline: Timeline, graph: Graph, plan: StagePlan, known: dict[str, OpRule], chip: Device
 ) -> dict[str, float]:
     """Model and hardware FLOPs utilisation, of the peak for the dtype of most matrix products."""
     run_here = timeline.products
@@ -130,7 +134,7 @@ def _products(work: NodeWork) -> float:
     return sum(kernel.flops for kernel in (*work.forward, *work.backward) if kernel.gemm)
 
 
-def _whole(graph: Graph, plan: Plan) -> Plan:
+def _whole(graph: Graph, plan: StagePlan) -> StagePlan:
     """The plan that runs everything whole: the model's own FLOPs."""
     nodes = {}
     for node in graph.folded:

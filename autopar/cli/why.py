@@ -136,7 +136,7 @@ def _print(case: Case, decision: Decision, answers: tuple[Answer, ...], everythi
     for number, heading in enumerate(("", "layout", "a step", "change", "a device", "change", "")):
         rows.add_column(heading, justify="right" if number > 1 else "left", overflow="fold")
     said = case.plan.predicted
-    own = (format_seconds(said["step_seconds"]), format_bytes(said["peak_bytes"]))
+    own = (format_seconds(said.step_seconds), format_bytes(said.peak_bytes))
     rows.add_row("chosen", decision.layout, own[0], "", own[1], "", "")
     for number, answer in enumerate(answers, start=1):
         if answer.difference is None:

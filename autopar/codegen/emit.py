@@ -1,4 +1,4 @@
-"""Graph + Plan -> the source of a program in ordinary PyTorch.
+"""Graph + StagePlan -> the source of a program in ordinary PyTorch.
 
 One function for each repeated block, called in a loop, and `forward`, which calls them. Every value
 carries its layout as a comment, every collective its size and predicted time in each direction, and
@@ -28,10 +28,10 @@ from autopar.lower.lines import Bound, Function, Lowered
 from autopar.lower.literals import docstring, quoted
 from autopar.lower.program import lower, output_layout
 from autopar.operators.own_functions import called
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 
-def emit(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> str:
+def emit(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> str:
     """The program's source.
 
     Args:

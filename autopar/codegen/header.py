@@ -26,10 +26,10 @@ def header(printer: Printer) -> str:
     figures = plan.predicted
     lines = [f"{graph.name}, written by autopar from a plan; edit it freely.", ""]
     lines.append(f"Devices: {plan.mesh}.")
-    if "step_seconds" in figures and "peak_bytes" in figures:
+    if figures.step_seconds and figures.peak_bytes:
         lines.append(
-            f"Predicted: {format_seconds(figures['step_seconds'])} a step, "
-            f"{format_bytes(figures['peak_bytes'])} a device at the peak."
+            f"Predicted: {format_seconds(figures.step_seconds)} a step, "
+            f"{format_bytes(figures.peak_bytes)} a device at the peak."
         )
     lines += [plan.precision.caution] if plan.precision.caution else []
     lines += [

@@ -24,15 +24,16 @@ from autopar.explain.explanation import (
 )
 from autopar.explain.kernel_table import render_fused
 from autopar.explain.moves import Call, Move, moves
-from autopar.explain.pipelines import (
-    PipelineDifference,
-    StageDifference,
-    pipeline_difference,
-    render_pipeline_difference,
-)
 from autopar.explain.rendering import PARTS, render, render_parameters, render_summary
 from autopar.explain.summary import explain, parameters
 from autopar.explain.views import VIEWS, Item, Row, items, view
+from autopar.explain.whole_plans import (
+    PlanDifference,
+    StageDifference,
+    heads,
+    plan_difference,
+    render_plan_difference,
+)
 
 __all__ = [
     "PARTS",
@@ -49,7 +50,7 @@ __all__ = [
     "Move",
     "Operator",
     "Parameter",
-    "PipelineDifference",
+    "PlanDifference",
     "Row",
     "Section",
     "StageDifference",
@@ -59,17 +60,18 @@ __all__ = [
     "difference",
     "explain",
     "figures",
+    "heads",
     "items",
     "moves",
     "parameters",
-    "pipeline_difference",
+    "plan_difference",
     "render",
     "render_changes",
     "render_difference",
     "render_figures",
     "render_fused",
     "render_parameters",
-    "render_pipeline_difference",
+    "render_plan_difference",
     "render_summary",
     "repriced",
     "signed",

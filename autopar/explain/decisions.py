@@ -14,7 +14,8 @@ from autopar.explain.moves import planned
 from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
-from autopar.plan import NodePlan, Plan, Shaped
+from autopar.plan_entries import NodePlan, Shaped
+from autopar.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Decision:
     entry: str
 
 
-def decisions(plan: Plan, graph: Graph | None = None) -> dict[str, Decision]:
+def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision]:
     """The decisions of a plan by node, in order of execution.
 
     Raises:
@@ -85,12 +86,12 @@ def _named(graph: Graph, node: Node) -> tuple[str, str]:
     return module_pattern(graph, node) or f"%{node.name}", op
 
 
-def _text(entry: NodePlan, plan: Plan) -> str:
+def _text(entry: NodePlan, plan: StagePlan) -> str:
     left, right = _side(entry.operands, plan), _side(entry.results, plan)
     return f"{left} -> {right}" if left else right
 
 
-def _side(side: Iterable[Shaped], plan: Plan) -> str:
+def _side(side: Iterable[Shaped], plan: StagePlan) -> str:
     """Layouts in one spelling: axes that are owed a sum stand in the order of the mesh."""
     place = {name: number for number, name in enumerate(plan.mesh.names)}
 

@@ -12,7 +12,8 @@ from autopar.explain.moves import moves
 from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
-from autopar.plan import Plan
+from autopar.plan_entries import Prediction
+from autopar.stage_plan import StagePlan
 
 ROUNDING = 1e-12  # sums of the same prices in another order differ by less
 Calls = tuple[int, int]  # calls of a step, bytes that one device sends in them
@@ -61,7 +62,7 @@ class Difference:
     """What differs between two plans.
 
     Attributes:
-        head: "graph", "mesh" and "model" -> how the plans write them, if they differ.
+        head: "graph" and "mesh" -> how the plans write them, if they differ.
         pins: the name of each pin that differs -> how the plans write it, "" where it is none.
         figures: all predicted figures, those that agree among them.
         changes: decisions that differ.
@@ -84,8 +85,8 @@ class Difference:
 
 
 def difference(
-    a: Plan,
-    b: Plan,
+    a: StagePlan,
+    b: StagePlan,
     graphs: tuple[Graph, Graph] | None = None,
     prices: tuple[Callable[[Collective], float], Callable[[Collective], float]] | None = None,
 ) -> Difference:
@@ -104,7 +105,7 @@ def difference(
     found = Difference(
         _head(a, b),
         pairs(a.pins, b.pins),
-        figures(a.predicted, b.predicted),
+        figures(a.predicted.table(), b.predicted.table()),
         changes(decisions(a, first), decisions(b, second)),
     )
     if graphs is None or prices is None:
@@ -123,14 +124,10 @@ def figures(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Figure, ...
     return tuple(Figure(name, a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)))
 
 
-def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
-    """The figures of a plan's layouts: its own, or if it was edited, what they add up to now.
-
-    Returns:
-        seconds and bytes by name, as a planner predicts them.
-    """
+def repriced(explanation: Explanation, graph: Graph) -> Prediction:
+    """The figures of a plan's layouts: its own, or if it was edited, what they add up to now."""
     if not explanation.stale:
-        return explanation.predicted
+        return Prediction(**explanation.predicted)
     operators = [o for s in explanation.sections for line in s.lines for o in line.operators]
     moved = [move for o in operators for move in (*o.before, *o.after)]
     seconds, activations = explanation.seconds, explanation.memory["activations"]
@@ -145,17 +142,17 @@ def repriced(explanation: Explanation, graph: Graph) -> dict[str, float]:
         if not _is_parameter(graph, move.value)
     )
     held = sum(explanation.memory.values())
-    return {
-        "step_seconds": explanation.step,
-        "peak_bytes": held if explanation.peak is None else explanation.peak,
-        "compute_seconds": seconds["compute"] + ending,
-        "exchange_seconds": inside,
-        "parameter_seconds": seconds["parameters"] - views,
-        "reshard_seconds": seconds["activations"] + views - inside - ending,
-        "parameter_bytes": held - activations,
-        "activation_bytes": activations,
-        "hidden_seconds": explanation.hidden,
-    }
+    return Prediction(
+        step_seconds=explanation.step,
+        peak_bytes=held if explanation.peak is None else explanation.peak,
+        compute_seconds=seconds["compute"] + ending,
+        exchange_seconds=inside,
+        parameter_seconds=seconds["parameters"] - views,
+        reshard_seconds=seconds["activations"] + views - inside - ending,
+        parameter_bytes=held - activations,
+        activation_bytes=activations,
+        hidden_seconds=explanation.hidden,
+    )
 
 
 def _is_parameter(graph: Graph, value: str) -> bool:
@@ -165,7 +162,9 @@ def _is_parameter(graph: Graph, value: str) -> bool:
     return node.op == "param"
 
 
-def traffic(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> dict[Place, Calls]:
+def traffic(
+    graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
+) -> dict[Place, Calls]:
     """The collectives of a step, by whose they are, kind, axes and direction."""
     found: dict[Place, Calls] = {}
     for move in moves(graph, plan, price):
@@ -181,12 +180,9 @@ def traffic(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> d
     return found
 
 
-def _head(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
-    def model(plan: Plan) -> str:
-        return ", ".join(f"{name} {value}" for name, value in plan.model.items())
-
-    def said(plan: Plan) -> dict[str, str]:
-        return {"graph": plan.graph, "mesh": str(plan.mesh), "model": model(plan)}
+def _head(a: StagePlan, b: StagePlan) -> dict[str, tuple[str, str]]:
+    def said(plan: StagePlan) -> dict[str, str]:
+        return {"graph": plan.graph, "mesh": str(plan.mesh)}
 
     return pairs(said(a), said(b))
 

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import Fused
+from autopar.plan_entries import Fused
 
 
 def render_fused(fused: Mapping[str, Fused]) -> tuple[RenderableType, ...]:

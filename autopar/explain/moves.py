@@ -16,7 +16,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.recompute import repetitions
 from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.exchange import exchanged
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import NodePlan
+from autopar.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Move:
         return sum(self.count(call) * call.seconds for call in self.calls)
 
 
-def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
+def moves(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
     """What the emitted program communicates: layout changes in order of execution, then operators.
 
     Raises:
@@ -96,7 +97,7 @@ def moves(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> tup
 
 
 def _of_parameters(
-    graph: Graph, plan: Plan, price: Callable[[Collective], float]
+    graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
 ) -> Iterator[Move]:
     """What parameters and their gradients send; of what a step does once a microbatch's part."""
     operators, _ = repetitions(graph, plan.recompute)
@@ -128,7 +129,9 @@ def _of_parameters(
                 yield Move(share, share, before, after, calls, times, node.name, again=repeated)
 
 
-def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Iterator[Move]:
+def _exchanges(
+    graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
+) -> Iterator[Move]:
     """What operators ask other devices for."""
     operators, _ = repetitions(graph, plan.recompute)
     for node in graph.folded:
@@ -154,7 +157,7 @@ def _exchanges(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -
 Change = tuple[str, str, TensorType, Layout, Layout, int]
 
 
-def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
+def _changes(graph: Graph, plan: StagePlan) -> Iterator[Change]:
     """(value, reader, type, layout before, layout after, times) of every use of a value.
 
     A value that is carried from block to block goes from what enters the first block into the
@@ -203,7 +206,7 @@ def _changes(graph: Graph, plan: Plan) -> Iterator[Change]:
         yield graph.template[graph.loss], "", kind, given(graph.loss, ""), whole, 1
 
 
-def planned(plan: Plan, graph: Graph, name: str) -> NodePlan:
+def planned(plan: StagePlan, graph: Graph, name: str) -> NodePlan:
     """The plan's entry for a node of any block; PlanMismatchError if it has none."""
     try:
         return plan.nodes[graph.template[name]]

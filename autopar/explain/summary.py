@@ -12,17 +12,17 @@ from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import NodePlan
+from autopar.stage_plan import StagePlan
 
 
 def explain(
     graph: Graph,
-    plan: Plan,
+    plan: StagePlan,
     price: Callable[[Collective], float],
     costs: Mapping[str, Cost],
     *,
     limit: float,
-    state_bytes: float = 2.0,
     whole: Iterable[str] = (),
     hidden: float = 0.0,
     peak: float | None = None,
@@ -37,7 +37,6 @@ def explain(
         price: seconds of one collective.
         costs: of the nodes that are no parameters; what is missing is free.
         limit: bytes of one device.
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         whole: operators that run whole for want of a rule.
         hidden: seconds in which collectives and copies go beside kernels.
         peak: bytes per device at the peak of a simulated step.
@@ -49,7 +48,7 @@ def explain(
         LayoutError: a layout does not fit its value.
     """
     moved = moves(graph, plan, price)
-    table = parameters(graph, plan, moved, state_bytes)
+    table = parameters(graph, plan, moved)
     memory: dict[str, float] = {
         "parameters": sum(parameter.nbytes for parameter in table),
         "gathered parameters": sum(parameter.gathered for parameter in table),
@@ -61,14 +60,12 @@ def explain(
     states = sum(parameter.host for parameter in table)
     copies = stowed[1] + states * coming / plan.microbatches
     return Explanation(
-        plan.graph, str(plan.mesh), dict(plan.predicted), sections, table, memory, limit,
+        plan.graph, str(plan.mesh), plan.predicted.table(), sections, table, memory, limit,
         tuple(whole), hidden, peak, copies, states + stowed[0], plan.precision.caution,
     )  # fmt: skip
 
 
-def parameters(
-    graph: Graph, plan: Plan, moved: Iterable[Move], state_bytes: float = 2.0
-) -> tuple[Parameter, ...]:
+def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Parameter, ...]:
     """The parameters that the folded graph reads; `moved` are the moves of the whole program."""
     found, layer = [], layers(graph)
     operators, _ = repetitions(graph, plan.recompute)
@@ -103,15 +100,15 @@ def parameters(
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                0.0 if plan.offload.optimizer else master + state_bytes * updated,
-                master + state_bytes * updated if plan.offload.optimizer else 0.0,
+                0.0 if plan.offload.optimizer else master + plan.state_bytes * updated,
+                master + plan.state_bytes * updated if plan.offload.optimizer else 0.0,
             )
         )
     return tuple(found)
 
 
 def _sections(
-    graph: Graph, plan: Plan, moved: Iterable[Move], costs: Mapping[str, Cost]
+    graph: Graph, plan: StagePlan, moved: Iterable[Move], costs: Mapping[str, Cost]
 ) -> Iterator[Section]:
     """The operators in order of execution, by block and by line of the user's code."""
     before: dict[str, list[Move]] = {}
@@ -160,7 +157,7 @@ def _sections(
             yield Section(title, graph.repeats[number].count, tuple(lines))
 
 
-def _axes(plan: Plan, entry: NodePlan) -> tuple[str, ...]:
+def _axes(plan: StagePlan, entry: NodePlan) -> tuple[str, ...]:
     """The mesh axes that split an operand or a result, or leave a sum of it owed."""
     layouts = [layout for _, layout in (*entry.operands, *entry.results)]
     found = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial)}

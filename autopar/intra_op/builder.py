@@ -35,7 +35,7 @@ from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute, repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
 Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their prices
@@ -224,7 +224,7 @@ class Builder:
         self.options.append(options)
         self.names.append(name)
 
-    def beside_seconds(self, share: Node, plan: Plan) -> tuple[float, float]:
+    def beside_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float]:
         """What a plan sends of a parameter beside forward and backward, in all blocks."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
             return 0.0, 0.0

@@ -10,7 +10,7 @@ from autopar.cost.overlap import saved
 from autopar.intra_op.options import Option
 from autopar.intra_op.problem import Matrix, Problem, evaluate
 from autopar.ir.graph import Graph
-from autopar.plan import NodePlan
+from autopar.plan_entries import NodePlan, Prediction
 
 Figures = Mapping[str, tuple[float, ...]]
 
@@ -92,20 +92,16 @@ class Built:
             for kernels, collectives in self.side_by_side(choice)
         )
 
-    def figures(self, choice: tuple[int, ...]) -> dict[str, float]:
+    def figures(self, choice: tuple[int, ...]) -> Prediction:
         """Seconds and bytes per device of a choice, by cause.
 
-        `compute_seconds` of operators, `exchange_seconds` of what they ask other devices for,
-        `parameter_seconds` of gathering parameters and of synchronising gradients,
-        `reshard_seconds` of activations; `parameter_bytes` with gradients and optimizer state,
-        `activation_bytes` saved for the backward. `peak_bytes` is the most that the problem counts
-        at any of its times, less than their sum, since no step holds all of them at once;
-        `step_seconds` is the sum of the seconds less `hidden_seconds`, in which parameters are
-        gathered, gradients reduced and activations resharded beside kernels. Where something is
-        offloaded there are `host_seconds` of copies and `host_bytes` of host memory.
+        `peak_bytes` is the most that the problem counts at any of its times, less than the sum of
+        bytes, since no step holds all of them at once; `step_seconds` is the sum of the seconds
+        less `hidden_seconds`.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
-        totals = dict.fromkeys((*causes, "parameter_bytes", "activation_bytes"), 0.0)
+        sizes = ("parameter_bytes", "activation_bytes", "host_bytes")
+        totals = dict.fromkeys((*causes, "host_seconds", *sizes), 0.0)
         for node, options, index in zip(self.problem.nodes, self.options, choice, strict=True):
             parameter = options[index].stored is not None
             inside = self.exchanged[node.name][index] if node.name in self.exchanged else 0.0
@@ -114,8 +110,8 @@ class Built:
             copied = 2 * self.stowed[node.name][index] if node.name in self.stowed else 0.0
             copied += nbytes * self.coming * parameter
             if nbytes:
-                totals["host_seconds"] = totals.get("host_seconds", 0.0) + copied
-                totals["host_bytes"] = totals.get("host_bytes", 0.0) + nbytes
+                totals["host_seconds"] += copied
+                totals["host_bytes"] += nbytes
             cause = "parameter_seconds" if parameter else "compute_seconds"
             totals[cause] += node.cost[index] - inside - copied
             held = self.sums[node.name][index] if node.name in self.sums else 0.0
@@ -130,7 +126,7 @@ class Built:
             hidden += less
         step = sum(value for name, value in totals.items() if name.endswith("seconds")) - hidden
         peak = evaluate(self.problem, choice).peak
-        return {"step_seconds": step, "peak_bytes": peak, **totals, "hidden_seconds": hidden}
+        return Prediction(step_seconds=step, peak_bytes=peak, hidden_seconds=hidden, **totals)
 
     def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
         """Seconds of each operator that runs whole for want of a rule."""

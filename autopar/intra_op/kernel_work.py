@@ -25,7 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.across import CHUNK
 from autopar.operators.mixture import MIXTURE
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 # Matrix products: which operands are multiplied.
 _PRODUCTS = {
@@ -88,7 +88,7 @@ def base(op: str) -> str:
     return op.removeprefix("aten.").split(".")[0]
 
 
-def works(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
+def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
     """The kernels of every node of `graph.folded` under a plan, each run once.
 
     A node of a repeated block runs `graph.multiplicity[name]` times a step.

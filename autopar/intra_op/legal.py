@@ -8,10 +8,11 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import lies_of
 from autopar.ir.graph import Graph
 from autopar.ir.tensor import Layout
-from autopar.plan import Plan, Shaped
+from autopar.plan_entries import Shaped
+from autopar.stage_plan import StagePlan
 
 
-def check(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> None:
+def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
     """Compare every entry of the plan with the strategies of its operator.
 
     Raises:
@@ -46,7 +47,7 @@ def check(graph: Graph, plan: Plan, table: dict[str, OpRule]) -> None:
             )
 
 
-def _fault(plan: Plan, leaf: str, share: str) -> str:
+def _fault(plan: StagePlan, leaf: str, share: str) -> str:
     """What is wrong with a parameter's line beside its share's, "" for nothing."""
     try:
         storage = plan.storage(leaf, share)

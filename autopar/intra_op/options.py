@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.annotation import Annotation
-from autopar.plan import NodePlan
+from autopar.plan_entries import NodePlan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import selective_runs
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import NodePlan
+from autopar.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Placed:
     """
 
     graph: Graph
-    plan: Plan
+    plan: StagePlan
     price: Callable[[Collective], float]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Graph + Plan -> the lowered program: `forward`, and a function for each run of blocks."""
+"""Graph + StagePlan -> the lowered program: `forward`, and a function for each run of blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopar.lower.function import Writer
 from autopar.lower.lines import LEAF, Assign, Bound, Call, Function, Lowered
 from autopar.lower.placed import Placed
 from autopar.lower.variables import identifier
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 
-def lower(graph: Graph, plan: Plan, price: Callable[[Collective], float]) -> Lowered:
+def lower(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> Lowered:
     """The program of a plan, line by line.
 
     Args:

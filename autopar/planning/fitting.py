@@ -22,7 +22,7 @@ from autopar.intra_op.overlap_objective import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate, frugal, too_small
 from autopar.intra_op.solvers import find, solve
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 EXACT = 1e-6  # the relative gap at which a choice counts as optimal
 ALIKE = 1e-3  # plans of a stage so close in seconds are as good
@@ -36,7 +36,7 @@ SOON = 0.02  # the same where the optimum is not asked for
 
 
 @dataclass(frozen=True)
-class Made:
+class Fitted:
     """A plan, with its simulated peak, and what it was made from.
 
     Attributes:
@@ -45,17 +45,17 @@ class Made:
         choice: of every node.
     """
 
-    plan: Plan
+    plan: StagePlan
     counted: float
     choice: tuple[int, ...]
 
     @property
     def peak(self) -> float:
         """Bytes of its simulated peak."""
-        return self.plan.predicted["peak_bytes"]
+        return self.plan.predicted.peak_bytes
 
 
-Planned = Callable[[float, Made | None], Made]
+Planned = Callable[[float, Fitted | None], Fitted]
 """A plan of a problem that may count so many bytes, begun with what was made before.
 
 InfeasibleError where nothing fits.
@@ -63,7 +63,7 @@ InfeasibleError where nothing fits.
 
 
 def solved(
-    built: Built, solver: str, allowed: float, before: Made | None, gap: float = EXACT
+    built: Built, solver: str, allowed: float, before: Fitted | None, gap: float = EXACT
 ) -> tuple[tuple[int, ...], Solution]:
     """The polished choice and what the solver says of it.
 
@@ -101,7 +101,7 @@ def solved(
     return polish(limited, solution.choice), solution
 
 
-def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) -> Plan:
+def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) -> StagePlan:
     """The first plan whose simulated step fits.
 
     Args:
@@ -115,7 +115,7 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
     """
     _, held = frugal(problem.nodes)
     allowed, least = max(limit, 0.0), sum(held.values())
-    made: Made | None = None
+    made: Fitted | None = None
     for _ in range(TRIES):
         if allowed < least:
             break
@@ -135,7 +135,7 @@ def fitting(planned: Planned, problem: Problem, limit: float, searches: bool) ->
     raise too_small(none, max(limit, 0.0), smallest.peak, held)
 
 
-def _smallest(planned: Planned, least: float, before: Made | None) -> Made:
+def _smallest(planned: Planned, least: float, before: Fitted | None) -> Fitted:
     """A plan of little more than the least memory, or what was made before if that is smaller.
 
     Raises:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 SHRINK = 0.85  # of the memory of the last plan that the next one may have
 
 
-def frontier(plan: Callable[[float], Plan], shrink: float = SHRINK) -> Iterator[Plan]:
+def frontier(plan: Callable[[float], StagePlan], shrink: float = SHRINK) -> Iterator[StagePlan]:
     """Plans of less and less memory, none of which is slower than a smaller one.
 
     Args:
@@ -26,10 +26,10 @@ def frontier(plan: Callable[[float], Plan], shrink: float = SHRINK) -> Iterator[
     while True:
         try:
             # It may need less than the last one was allowed, or be no slower.
-            after = plan(shrink * last.predicted["peak_bytes"])
+            after = plan(shrink * last.predicted.peak_bytes)
         except InfeasibleError:
             yield last
             return
-        if after.predicted["step_seconds"] > last.predicted["step_seconds"]:
+        if after.predicted.step_seconds > last.predicted.step_seconds:
             yield last
         last = after

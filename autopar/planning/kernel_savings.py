@@ -24,12 +24,13 @@ from autopar.lower.lines import Move
 from autopar.lower.program import lower
 from autopar.operators.mixture import MIXTURE
 from autopar.passes.written import written
-from autopar.plan import Fused, NodePlan, Plan
+from autopar.plan_entries import Fused, NodePlan
 from autopar.simulate.optimizer_step import update_works, updated_of
+from autopar.stage_plan import StagePlan
 
 
 def fused(
-    graph: Graph, plan: Plan, table: dict[str, OpRule], prices: CostModel
+    graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
     """Each kernel of a graph: how often, where first, and what a device saves in a step.
 
@@ -67,7 +68,7 @@ def fused(
     return found
 
 
-def fused_exchange(graph: Graph, plan: Plan, prices: CostModel) -> dict[str, Fused]:
+def fused_exchange(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
     """The exchanges that rotary embedding packs: how many, and what a device saves in a step.
 
     That is copies, which the price of an all_to_all does not count. {} if the plan has none.
@@ -94,7 +95,7 @@ def fused_exchange(graph: Graph, plan: Plan, prices: CostModel) -> dict[str, Fus
 
 
 def fused_linears(
-    graph: Graph, plan: Plan, table: dict[str, OpRule], prices: CostModel
+    graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
     """The collectives that run beside linears: how many, and what a device saves in a step.
 
@@ -136,7 +137,7 @@ def fused_linears(
     return {ASYNC: Fused(count, first, 0.0, seconds)} if count else {}
 
 
-def packed(graph: Graph, plan: Plan, prices: CostModel) -> Plan:
+def packed(graph: Graph, plan: StagePlan, prices: CostModel) -> StagePlan:
     """The plan with exchanges of rows for heads behind rotary embedding, where the kernel packs.
 
     Behind the transpose that follows they take as long, and a plan may have them there.
@@ -167,7 +168,9 @@ def _turned(layout: Layout) -> Layout:
     return layout.with_dims((first, heads, rows, last))
 
 
-def _rotated(graph: Graph, plan: Plan, prices: CostModel) -> Iterator[tuple[Node, Node, Resharder]]:
+def _rotated(
+    graph: Graph, plan: StagePlan, prices: CostModel
+) -> Iterator[tuple[Node, Node, Resharder]]:
     """Rotary embeddings that may pack what they send, each with what reads it."""
     resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened)
     for node in graph.folded if PACK in plan.fuse else ():
@@ -175,11 +178,11 @@ def _rotated(graph: Graph, plan: Plan, prices: CostModel) -> Iterator[tuple[Node
             yield node, read, resharder
 
 
-def _given(plan: Plan, node: Node) -> Layout:
+def _given(plan: StagePlan, node: Node) -> Layout:
     return plan.nodes[node.name].results[0][1]
 
 
-def _wanted(graph: Graph, plan: Plan, read: Node, node: Node) -> Layout:
+def _wanted(graph: Graph, plan: StagePlan, read: Node, node: Node) -> Layout:
     """The layout in which an operator reads a node."""
     operands = plan.nodes[graph.template[read.name]].operands
     return operands[read.inputs.index(node.name)][1]
@@ -198,9 +201,7 @@ def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> t
     return chosen if fits else tuple(name for name in chosen if name != UPDATE)
 
 
-def fused_update(
-    graph: Graph, plan: Plan, prices: CostModel, state_bytes: float
-) -> dict[str, Fused]:
+def fused_update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
     """The optimizer's kernel: how often it is launched, and what a device saves in a step.
 
     Otherwise an optimizer in one pass would do the same, and round masters in another. {} if the
@@ -210,14 +211,13 @@ def fused_update(
         graph: prepared.
         plan: for it.
         prices: of kernels.
-        state_bytes: optimizer state in units of what is updated.
     """
     read = [node for node in graph.leaves("param") if graph.users[node.name]]
     trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
     if not (plan.fuses_update and trained):
         return {}
     before, after = (
-        update_works(trained, state_bytes, kernel, plan.bucket) for kernel in (False, True)
+        update_works(trained, plan.state_bytes, kernel, plan.bucket) for kernel in (False, True)
     )
     nbytes, seconds = (
         math.fsum(map(price, before)) - math.fsum(map(price, after))
@@ -227,7 +227,7 @@ def fused_update(
     return {"adamw_": Fused(launches, "the optimizer's step", nbytes, seconds)}
 
 
-def _without(graph: Graph, node: Node, plan: Plan, table: dict[str, OpRule]) -> list[Work]:
+def _without(graph: Graph, node: Node, plan: StagePlan, table: dict[str, OpRule]) -> list[Work]:
     """What a mixture of experts would launch without its kernels."""
     types, entry = operand_types(graph, node), plan.nodes[node.name]
     signature = resolve(table[node.op], node, types, node.types)

@@ -15,8 +15,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.recompute import run_names
 from autopar.ir.units import format_bytes
-from autopar.plan import Plan
 from autopar.planning.recomputation import faster
+from autopar.stage_plan import StagePlan
 
 WORDS = ("optimizer", "activations")
 PARTS = 2  # of the blocks of every run, of which activations are offloaded
@@ -27,9 +27,9 @@ def cheapest(
     wanted: str,
     limit: float,
     host: float,
-    planned: Callable[[Offload, float], Plan],
-    free: Callable[[Offload], Plan],
-) -> Plan:
+    planned: Callable[[Offload, float], StagePlan],
+    free: Callable[[Offload], StagePlan],
+) -> StagePlan:
     """The fastest plan that fits.
 
     Args:
@@ -48,13 +48,13 @@ def cheapest(
     """
     if wanted != "auto":
         return _within_host(planned(told(graph, wanted), limit), host)
-    best: Plan | None = None
+    best: StagePlan | None = None
     missing: InfeasibleError | None = None
     try:
         best = planned(NOTHING, limit)
     except InfeasibleError as error:
         missing = error
-    if best is not None and free(NOTHING).predicted["peak_bytes"] <= limit:
+    if best is not None and free(NOTHING).predicted.peak_bytes <= limit:
         return best
     for value in _values(graph):
         if best is not None and not faster(free(value), best):
@@ -114,9 +114,9 @@ def _values(graph: Graph) -> Iterator[Offload]:
             yield Offload(optimizer, blocks)
 
 
-def _within_host(plan: Plan, host: float) -> Plan:
+def _within_host(plan: StagePlan, host: float) -> StagePlan:
     """The plan; InfeasibleError if it needs more of the host than a device has."""
-    needed = plan.predicted.get("host_bytes", 0.0)
+    needed = plan.predicted.host_bytes
     if needed > host:
         raise InfeasibleError(
             "the host has too little memory for what is offloaded",

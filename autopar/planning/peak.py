@@ -8,17 +8,16 @@ from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
-from autopar.plan import Plan
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+from autopar.stage_plan import StagePlan
 
 
 def simulated_peak(
     graph: Graph,
-    plan: Plan,
+    plan: StagePlan,
     known: dict[str, OpRule],
     prices: CostModel,
-    state_bytes: float = 2.0,
     repeated: Repeated | None = None,
 ) -> float:
     """Bytes a device at the peak of a simulated step; those that the plan says without a backward.
@@ -28,12 +27,11 @@ def simulated_peak(
         plan: for it.
         known: rules by operator.
         prices: under which layouts change, as code generation chooses the collectives.
-        state_bytes: optimizer state in units of the parameter's own bytes (AdamW: 2).
         repeated: of a stage; then with all that its device keeps.
     """
     if not is_trained(graph):
-        return plan.predicted.get("peak_bytes", 0.0)
-    settings = settings_on(plan.mesh.device, state_bytes)
+        return plan.predicted.peak_bytes
+    settings = settings_on(plan.mesh.device, plan.state_bytes)
     done = tasks(graph, plan, works(graph, plan, known), prices, settings)
     peak = run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
     if repeated is None:

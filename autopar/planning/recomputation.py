@@ -16,8 +16,8 @@ from functools import cache
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, run_names
-from autopar.plan import Plan
 from autopar.planning.fitting import EXACT
+from autopar.stage_plan import StagePlan
 
 PARTS = 2  # of a run of blocks, in which it is tried to recompute more and more
 REFINED = 2  # rounds in which the step between the numbers of blocks is halved
@@ -35,11 +35,15 @@ class Branch:
             InfeasibleError if there is none.
     """
 
-    def __init__(self, free: Callable[[], Plan], fitting: Callable[[float, float], Plan]) -> None:
+    def __init__(
+        self, free: Callable[[], StagePlan], fitting: Callable[[float, float], StagePlan]
+    ) -> None:
         self.free, self.fitting = cache(free), fitting
 
 
-def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen], Branch]) -> Plan:
+def cheapest(
+    graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen], Branch]
+) -> StagePlan:
     """The fastest plan that fits.
 
     Args:
@@ -57,7 +61,7 @@ def cheapest(graph: Graph, wanted: str, limit: float, branch: Callable[[Chosen],
         return branch(told(graph, wanted)).fitting(limit, EXACT)
     whole = branch({})
     best = whole.free()
-    if best.predicted["peak_bytes"] <= limit:
+    if best.predicted.peak_bytes <= limit:
         return best
     if not graph.repeats:
         return whole.fitting(limit, EXACT)
@@ -74,7 +78,7 @@ class _Search:
 
     def __init__(self, graph: Graph, limit: float, branch: Callable[[Chosen], Branch]) -> None:
         self.graph, self.limit, self.branch = graph, limit, branch
-        self.best: Plan | None = None
+        self.best: StagePlan | None = None
         self.tried: set[Key] = set()
 
     def run(self) -> None:
@@ -107,7 +111,7 @@ class _Search:
         self.tried.add(key_of(chosen))
         self.best = self.branch(chosen).fitting(self.limit, GAP)
 
-    def refined(self) -> Plan:
+    def refined(self) -> StagePlan:
         """The best plan, or a better one with the same blocks computed again."""
         assert self.best is not None
         with suppress(InfeasibleError):  # it may not be found in time again
@@ -139,9 +143,9 @@ def key_of(chosen: Chosen) -> Key:
     return tuple(sorted((name, str(how)) for name, how in chosen.items()))
 
 
-def faster(one: Plan, other: Plan) -> bool:
+def faster(one: StagePlan, other: StagePlan) -> bool:
     """Whether a plan is faster than another."""
-    a, b = one.predicted["step_seconds"], other.predicted["step_seconds"]
+    a, b = one.predicted.step_seconds, other.predicted.step_seconds
     return a < b * (1 - 1e-9)
 
 

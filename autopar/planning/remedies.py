@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 if TYPE_CHECKING:
-    from autopar.planning.single import Options
+    from autopar.planning.options import Options
 
 
-def with_remedies(planned: Callable[[Options, Mesh], Plan], options: Options, mesh: Mesh) -> Plan:
+def with_remedies(
+    planned: Callable[[Options, Mesh], StagePlan], options: Options, mesh: Mesh
+) -> StagePlan:
     """The cheapest plan within memory.
 
     Args:
@@ -33,7 +35,7 @@ def with_remedies(planned: Callable[[Options, Mesh], Plan], options: Options, me
         found = []
         for words, other, devices in _remedies(options, mesh):
             with suppress(AutoparError):
-                seconds = planned(other, devices).predicted["step_seconds"]
+                seconds = planned(other, devices).predicted.step_seconds
                 found.append(f"{words} ({format_seconds(seconds)} a step)")
         if found:
             error.todo = f"it fits with {', or with '.join(found)}; else {error.todo}"

@@ -17,13 +17,13 @@ from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import Again, again, of_runs
 from autopar.lower.lines import LEAF, Assign, Call, Compute, Drop, Function, Lowered, Move, Sum, Use
 from autopar.operators.exchange import exchanged
-from autopar.plan import Plan
 from autopar.simulate.backward import Block, Entry, Met, Moved, Operator, Products, Ran
 from autopar.simulate.buffers import Buffer, Recorder, Value
 from autopar.simulate.kept_on_host import Stow
 from autopar.simulate.parameter import Used
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.task import Cause
+from autopar.stage_plan import StagePlan
 
 _NO_WORK = NodeWork()
 
@@ -69,7 +69,7 @@ class Forward:
     def __init__(
         self,
         graph: Graph,
-        plan: Plan,
+        plan: StagePlan,
         works: Mapping[str, NodeWork],
         accelerator: bool,
         recorder: Recorder,

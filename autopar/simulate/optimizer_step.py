@@ -17,9 +17,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.offload import rows
 from autopar.ir.precision import Precision
 from autopar.ir.storage import BUCKET, COPIED, Storage, scattered
-from autopar.plan import Plan
 from autopar.simulate.buffers import Buffer, Recorder
 from autopar.simulate.settings import Settings
+from autopar.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Updated:
     scattered: bool = False
 
 
-def updated_of(graph: Graph, plan: Plan, node: Node) -> Updated:
+def updated_of(graph: Graph, plan: StagePlan, node: Node) -> Updated:
     """What a device updates of a parameter, under the storage that a plan gives it.
 
     Args:
@@ -141,7 +141,7 @@ def update(
     recorder: Recorder,
     settings: Settings,
     trained: Sequence[Updated],
-    plan: Plan,
+    plan: StagePlan,
     away: bool,
 ) -> None:
     """Play the optimizer's phase.
@@ -177,7 +177,10 @@ def update(
 
 
 def _step(
-    recorder: Recorder, settings: Settings, trained: Sequence[Updated], plan: Plan | None = None
+    recorder: Recorder,
+    settings: Settings,
+    trained: Sequence[Updated],
+    plan: StagePlan | None = None,
 ) -> None:
     """One step of the optimizer; by the kernel that a plan may ask for."""
     fused, bucket = plan is not None and plan.fuses_update, BUCKET if plan is None else plan.bucket

@@ -15,7 +15,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.stage_graphs import SENT, is_trained
 from autopar.lower.lines import Lowered
 from autopar.lower.program import lower
-from autopar.plan import Plan
 from autopar.simulate.backward import backward
 from autopar.simulate.buffers import Recorder, Value
 from autopar.simulate.forward import Forward
@@ -24,11 +23,12 @@ from autopar.simulate.parameter import Weight
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.settings import OVERLAPS, Settings
 from autopar.simulate.task import Task
+from autopar.stage_plan import StagePlan
 
 
 def tasks(
     graph: Graph,
-    plan: Plan,
+    plan: StagePlan,
     works: Mapping[str, NodeWork],
     model: CostModel,
     settings: Settings | None = None,
@@ -73,7 +73,7 @@ class _Step:
     """Plays a step once; `play` is its only use."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, works: Mapping[str, NodeWork], settings: Settings
+        self, graph: Graph, plan: StagePlan, works: Mapping[str, NodeWork], settings: Settings
     ) -> None:
         self.graph, self.plan, self.works, self.settings = graph, plan, works, settings
         self.recorder = Recorder()

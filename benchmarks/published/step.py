@@ -21,9 +21,12 @@ from autopar.intra_op.pins.wordings import PinsLike
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import tasks
+from autopar.stage_plan import StagePlan
 
 Works = dict[str, NodeWork]
 PRODUCTS = ("linear", "matmul", "scaled_dot_product_attention", "embedding")
@@ -67,7 +70,7 @@ class Captured:
     """
 
     graph: Graph
-    plan: Plan
+    plan: StagePlan
     works: Works
     prices: AnalyticModel
 

@@ -72,7 +72,7 @@ def test_plans_are_priced_by_the_calibration(pair: list[Calibration], tmp_path: 
         model, str(PAIR), example_inputs=batch, loss_fn=squared_error, calibration=file
     )
     # Two linears: two products forwards; backwards two of weights and one of an activation.
-    assert 5 * 3600 <= slow.predicted["step_seconds"] < 5 * 3600 + 60
+    assert 5 * 3600 <= slow.predicted.step_seconds < 5 * 3600 + 60
     with pytest.raises(CalibrationError, match="another mesh"):
         autopar.plan(
             model, "cpu: gpu=4", example_inputs=batch, loss_fn=squared_error, calibration=file

@@ -17,6 +17,7 @@ from autopar import zoo
 from autopar.cli import main
 from autopar.plan import Plan
 from autopar.runtime.module_loader import load
+from autopar.stage_plan import StagePlan
 
 MESH = "slow[10GFLOP/s 1GB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @50GB/s 1us"
 MODEL = """
@@ -130,14 +131,14 @@ def test_a_configuration_round_trips_without_more_arguments(
     assert "f32[8, 16" not in plan.to_toml()
     found = json.loads(run("explain", path, "--json").stdout)
     assert found["graph"] == plan.graph
-    step = plan.predicted["step_seconds"]
+    step = plan.predicted.step_seconds
     assert sum(found["seconds"].values()) == pytest.approx(step, rel=1e-9)
     assert [section["times"] for section in found["sections"]] == [1, 2, 1]
     run("emit", path, "-o", tmp_path / "program")
     check_program(tmp_path / "program", plan)
 
 
-def check_program(folder: Path, plan: Plan) -> None:
+def check_program(folder: Path, plan: StagePlan) -> None:
     """It is whole, clean, loads, and holds the plan and no weights."""
     names = {"program.py", "plan.toml", "graph.txt", "program.toml"}
     assert {file.name for file in folder.iterdir()} == names

@@ -15,7 +15,9 @@ from autopar.cost.model import AnalyticModel
 from autopar.explain import moves
 from autopar.ir.graph import Graph
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from tests.cli.test_commands import LLAMA, MESH, refused, run
 
 MODEL = """

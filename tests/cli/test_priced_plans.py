@@ -18,8 +18,12 @@ from autopar.explain import difference
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime import folder as folders
+from autopar.stage_plan import StagePlan
 from autopar.zoo import load
 from tests.cli.test_commands import refused, run
 from tests.cli.test_why import MODEL as SOURCE
@@ -65,7 +69,7 @@ def graph() -> Graph:
     return capture_graph(module, (), batch, Options(), Trace(None)).graph
 
 
-def planned(folder: Path, pins: dict[str, str] | None = None) -> Plan:
+def planned(folder: Path, pins: dict[str, str] | None = None) -> StagePlan:
     options = Options(pins=pins or {}, calibration=folder / "own.toml")
     return make_plan(graph(), MESH, options, Trace(None))
 
@@ -110,7 +114,7 @@ def test_its_calibration_gives_its_figures(folder: Path, command: str) -> None:
         own, closed = (sum(found["seconds"].values()) for found in (own, closed))
     else:
         own, closed = (found["step_seconds"] for found in (own, closed))
-    step = Plan.load(folder / "plan.toml").predicted["step_seconds"]
+    step = Plan.load(folder / "plan.toml").predicted.step_seconds
     # The simulator adds the updates of three parameters, each one kernel of a millisecond or more.
     more = 0.0 if command == "explain" else own - step
     assert own - more == pytest.approx(step, rel=1e-9)
@@ -145,8 +149,8 @@ def test_questions_are_answered_under_its_own_prices_only(
         pins = {"up.weight": PIN}
     figures = {f["name"]: (f["before"], f["after"]) for f in answer["difference"]["figures"]}
     before, after = figures["step_seconds"]
-    assert before == pytest.approx(planned(folder).predicted["step_seconds"], rel=1e-9)
-    assert after == pytest.approx(planned(folder, pins).predicted["step_seconds"], rel=1e-9)
+    assert before == pytest.approx(planned(folder).predicted.step_seconds, rel=1e-9)
+    assert after == pytest.approx(planned(folder, pins).predicted.step_seconds, rel=1e-9)
 
 
 def test_the_program_is_the_one_of_its_prices(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.cli.test_commands import refused, run
 
 SLOW = pytest.mark.slow
@@ -72,7 +76,7 @@ def graph() -> Graph:
 
 
 @cache
-def planned(name: str = "", layout: str = "", memory: float | None = None) -> Plan:
+def planned(name: str = "", layout: str = "", memory: float | None = None) -> StagePlan:
     """The best plan under one pin, made without the command line."""
     pins = {name: layout} if name else {}
     options = Options(pins=pins, memory=memory)
@@ -83,7 +87,7 @@ def changed(figures: list[dict[str, Any]]) -> dict[str, float]:
     return {figure["name"]: (figure["after"] or 0.0) - figure["before"] for figure in figures}
 
 
-def differing(plan: Plan, other: Plan) -> set[str]:
+def differing(plan: StagePlan, other: StagePlan) -> set[str]:
     return {name for name, entry in plan.nodes.items() if str(entry) != str(other.nodes[name])}
 
 
@@ -100,7 +104,7 @@ def test_runners_up_are_those_of_trying_every_layout(ask: Callable[..., Any], na
         for o in options
     }
     assert len(layouts) > 10
-    step = {text: planned(name, text).predicted["step_seconds"] for text in layouts}
+    step = {text: planned(name, text).predicted.step_seconds for text in layouts}
     chosen = answer["layout"].partition(" -sum(")[0]
     assert step[chosen] == pytest.approx(min(step.values()), rel=1e-9)
     best = sorted(seconds for text, seconds in step.items() if text != chosen)
@@ -133,7 +137,7 @@ def test_the_difference_is_that_of_two_independent_plans(
     for figure, change in found.items():
         expected = other.predicted[figure] - plan.predicted[figure]
         assert change == pytest.approx(expected, rel=1e-9, abs=1e-9 * plan.predicted[figure])
-    assert found["step_seconds"] >= -1e-9 * plan.predicted["step_seconds"]
+    assert found["step_seconds"] >= -1e-9 * plan.predicted.step_seconds
     changes = answer["difference"]["changes"]
     others = {node for change in changes for node in change["nodes"]}
     own = {decision["node"] for decision in answer["decisions"]}
@@ -168,7 +172,7 @@ def test_why_not_takes_a_line_if_it_has_one_such_value(
     found = ask("why-not", f"src/mlp.py:{one}", "[] +sum(node)")
     assert found["layouts"] == "[] +sum(node)"
     other = planned("%" + found["decisions"][0]["node"], "[] +sum(node)")
-    change = other.predicted["step_seconds"] - planned().predicted["step_seconds"]
+    change = other.predicted.step_seconds - planned().predicted.step_seconds
     assert changed(found["difference"]["figures"])["step_seconds"] == pytest.approx(
         change, abs=1e-12
     )
@@ -201,13 +205,13 @@ def test_the_plan_is_made_again_under_its_own_pins(ask: Callable[..., Any], fold
 
 
 def test_what_does_not_fit_says_by_how_much(ask: Callable[..., Any]) -> None:
-    best = planned().predicted["peak_bytes"]
+    best = planned().predicted.peak_bytes
     layout = "[64, 16] => [64, 16]"
     limit = int(too_little(layout))
     assert limit > best / 4
     answer = ask("why-not", "up.weight", layout, "--memory", f"{limit}B")
     assert not answer["fits"]
-    peak = planned("up.weight", layout, float("inf")).predicted["peak_bytes"]
+    peak = planned("up.weight", layout, float("inf")).predicted.peak_bytes
     assert answer["excess"] == peak - limit
     assert "fit" in answer["missing"]
     enough = ask("why-not", "up.weight", layout, "--memory", f"{int(max(peak, best))}B")
@@ -217,11 +221,11 @@ def test_what_does_not_fit_says_by_how_much(ask: Callable[..., Any]) -> None:
 
 def too_little(layout: str) -> float:
     """Memory that no plan with that layout fits into, but some into a little more: by bisection."""
-    low, high = 0.0, planned("up.weight", layout, float("inf")).predicted["peak_bytes"]
+    low, high = 0.0, planned("up.weight", layout, float("inf")).predicted.peak_bytes
     while high - low > 1024:
         middle = (low + high) / 2
         try:
-            high = planned("up.weight", layout, middle).predicted["peak_bytes"]
+            high = planned("up.weight", layout, middle).predicted.peak_bytes
         except InfeasibleError:
             low = middle
     return low
@@ -229,7 +233,7 @@ def too_little(layout: str) -> float:
 
 def test_an_edited_plan_is_priced_anew(ask: Callable[..., Any], folder: Path) -> None:
     text = (folder / "plan.toml").read_text()
-    step = planned().predicted["step_seconds"]
+    step = planned().predicted.step_seconds
     assert str(step) in text
     (folder / "edited.toml").write_text(text.replace(str(step), str(7 * step)))
     first, second = (
@@ -296,7 +300,7 @@ def test_a_name_of_too_many_choices_is_refused(
 @pytest.fixture(scope="module")
 def tight(folder: Path) -> int:
     """A limit in bytes under which the best plan is another one, and tight.toml of that plan."""
-    limit = int(0.6 * planned().predicted["peak_bytes"])
+    limit = int(0.6 * planned().predicted.peak_bytes)
     model = f"{folder / 'mlp.py'}:model"
     run("plan", model, "--mesh", MESH, "--memory", f"{limit}B", "-o", folder / "tight.toml")
     return limit
@@ -310,15 +314,15 @@ def test_a_recorded_limit_holds_for_plans_made_again(folder: Path, tight: int) -
     made = Plan.load(file)
     assert made.memory["limit"] == tight
     free = planned(*pin).predicted
-    assert free["peak_bytes"] > tight >= made.predicted["peak_bytes"]
+    assert free["peak_bytes"] > tight >= made.predicted.peak_bytes
     run("plan", model, "--mesh", MESH, "--from", file, "-o", again)
     assert Plan.load(again).memory == made.memory
     assert Plan.load(again).nodes == made.nodes
     run("plan", model, "--mesh", MESH, "--from", file, "--memory", "1GB", "-o", again)
     assert Plan.load(again).memory["limit"] == 1e9
-    step = Plan.load(again).predicted["step_seconds"]
+    step = Plan.load(again).predicted.step_seconds
     assert step == pytest.approx(free["step_seconds"], rel=1e-9)
-    assert step < made.predicted["step_seconds"]
+    assert step < made.predicted.step_seconds
 
 
 def test_runners_up_keep_a_recorded_limit(ask: Callable[..., Any], tight: int) -> None:
@@ -329,7 +333,7 @@ def test_runners_up_keep_a_recorded_limit(ask: Callable[..., Any], tight: int) -
         before = {f["name"]: f["before"] for f in other["difference"]["figures"]}
         assert before == pytest.approx(planned(memory=tight).predicted, rel=1e-9)
         found = planned("up.weight", other["layouts"].partition(" -sum(")[0], tight)
-        assert after["step_seconds"] == pytest.approx(found.predicted["step_seconds"], rel=1e-6)
+        assert after["step_seconds"] == pytest.approx(found.predicted.step_seconds, rel=1e-6)
         assert after["peak_bytes"] <= tight
 
 

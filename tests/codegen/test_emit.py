@@ -19,9 +19,10 @@ from autopar.cost.model import AnalyticModel
 from autopar.ir.collective import Resharder
 from autopar.ir.graph_text import fingerprint, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import NodePlan
 from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime
+from autopar.stage_plan import StagePlan
 from tests.support import models
 from tests.support.emitted import FAST, ONE, SLOW, Case, case_of, family, local_values
 
@@ -68,7 +69,7 @@ def test_calls_are_written_as_the_resharder_says() -> None:
             "h": NodePlan.parse(product),
             "y": NodePlan.parse(reader),
         }
-        code = emit(graph, Plan(fingerprint(graph), mesh, entries), price)
+        code = emit(graph, StagePlan(fingerprint(graph), mesh, entries), price)
         resharder = Resharder(mesh, price)
         expected: Counter[tuple[str, ...]] = Counter()
         pairs = [

@@ -19,7 +19,8 @@ from autopar.explain import (
 )
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import NodePlan, Plan
+from autopar.plan_entries import NodePlan, Prediction
+from autopar.stage_plan import StagePlan
 
 LINES = {
     "x": "[8, 16]",
@@ -29,9 +30,9 @@ LINES = {
 MESH = Mesh.parse("H100: node=2 @50GB/s 10us, gpu=2 @450GB/s 3us")
 
 
-def plan(predicted: dict[str, float] | None = None, **lines: str) -> Plan:
+def plan(predicted: Prediction | None = None, **lines: str) -> StagePlan:
     nodes = {name: NodePlan.parse(line) for name, line in {**LINES, **lines}.items() if line}
-    return Plan("mlp sha256:0123abcd", MESH, nodes, predicted or {"step_seconds": 2.0})
+    return StagePlan("mlp sha256:0123abcd", MESH, nodes, predicted=predicted or Prediction(2.0))
 
 
 def text(found: Difference, everything: bool = False) -> str:
@@ -64,7 +65,7 @@ def test_only_the_spelling_differs() -> None:
         plan(more="[8] -> [8]"),
     ],
 )
-def test_whatever_differs_is_seen_and_shown(other: Plan) -> None:
+def test_whatever_differs_is_seen_and_shown(other: StagePlan) -> None:
     found = difference(plan(), other)
     assert not found.equal
     assert not difference(other, plan()).equal

@@ -36,8 +36,12 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import TensorType
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.plan import NodePlan, Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.plan_entries import NodePlan, Prediction
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support.models import MODELS
 
 # Slow devices and fast links: the best plan of a small model splits and communicates.
@@ -52,7 +56,7 @@ def built(name: str) -> tuple[Graph, Built]:
 
 
 @cache
-def planned(name: str, seed: int | None) -> tuple[Graph, Plan]:
+def planned(name: str, seed: int | None) -> tuple[Graph, StagePlan]:
     """The best plan, or one of random choices, with the planner's figures."""
     graph, problem = built(name)
     if seed is None:
@@ -61,7 +65,9 @@ def planned(name: str, seed: int | None) -> tuple[Graph, Plan]:
         draw = random.Random(seed)
         choice = tuple(draw.randrange(len(options)) for options in problem.options)
     figures = problem.figures(choice)
-    return graph, Plan(fingerprint(graph), MESH, layouts(problem, graph, choice), figures)
+    return graph, StagePlan(
+        fingerprint(graph), MESH, layouts(problem, graph, choice), predicted=figures
+    )
 
 
 @pytest.mark.parametrize("how", ["full 3", "selective 2"])
@@ -69,11 +75,11 @@ def test_what_is_computed_again_is_listed(how: str) -> None:
     graph, _ = planned("llama", None)
     plan = make_plan(graph, MESH, Options(memory=1e12, recompute=how), Trace(None))
     found, said = explained(graph, plan, 1e12), plan.predicted
-    assert sum(found.seconds.values()) == pytest.approx(said["step_seconds"], rel=1e-9)
+    assert sum(found.seconds.values()) == pytest.approx(said.step_seconds, rel=1e-9)
     activations = found.memory["activations"]
-    assert activations == pytest.approx(said["activation_bytes"], rel=1e-9)
+    assert activations == pytest.approx(said.activation_bytes, rel=1e-9)
     held = sum(found.memory.values()) - activations
-    assert held == pytest.approx(said["parameter_bytes"], rel=1e-9)
+    assert held == pytest.approx(said.parameter_bytes, rel=1e-9)
 
 
 @cache
@@ -95,16 +101,16 @@ def test_what_is_listed_adds_up_to_the_prediction(name: str, seed: int | None) -
     seconds, loss = found.seconds, loss_seconds(found)
     listed = seconds["activations"] + seconds["parameters"] - loss
     causes = ("parameter_seconds", "reshard_seconds", "exchange_seconds")
-    expected = sum(said[cause] for cause in causes)
+    expected = sum(getattr(said, cause) for cause in causes)
     assert listed > 0
     assert listed == pytest.approx(expected, rel=1e-9)
     # The planner counts the sum of the loss among the seconds of operators.
-    assert seconds["compute"] + loss == pytest.approx(said["compute_seconds"], rel=1e-9)
-    assert sum(seconds.values()) == pytest.approx(said["step_seconds"], rel=1e-9)
+    assert seconds["compute"] + loss == pytest.approx(said.compute_seconds, rel=1e-9)
+    assert sum(seconds.values()) == pytest.approx(said.step_seconds, rel=1e-9)
     saved = found.memory["activations"]
-    assert saved == pytest.approx(said["activation_bytes"], rel=1e-9)
+    assert saved == pytest.approx(said.activation_bytes, rel=1e-9)
     held = sum(found.memory.values()) - saved
-    assert held == pytest.approx(said["parameter_bytes"], rel=1e-9)
+    assert held == pytest.approx(said.parameter_bytes, rel=1e-9)
     assert not found.stale
 
 
@@ -115,8 +121,8 @@ def test_every_view_adds_up_to_the_prediction(name: str, seed: int | None, by: s
     rows, said = view(told(name, seed), by), planned(name, seed)[1].predicted
     assert len(rows) > 2
     assert len({row.name for row in rows}) == len(rows)
-    assert sum(row.time for row in rows) == pytest.approx(said["step_seconds"], rel=1e-12)
-    held = said["parameter_bytes"] + said["activation_bytes"]
+    assert sum(row.time for row in rows) == pytest.approx(said.step_seconds, rel=1e-12)
+    held = said.parameter_bytes + said.activation_bytes
     assert sum(row.held for row in rows) == pytest.approx(held, rel=1e-9)
 
 
@@ -157,14 +163,15 @@ def test_memory_by_axis_is_that_of_the_shards() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_an_edited_plan_has_the_figures_of_its_layouts(name: str, seed: int | None) -> None:
     graph, plan = planned(name, seed)
-    edited = replace(plan, predicted={name: 3 * value for name, value in plan.predicted.items()})
+    edited = replace(
+        plan, predicted=Prediction(**{k: 3 * v for k, v in vars(plan.predicted).items()})
+    )
     found = explained(graph, edited, 1e9)
     assert found.stale
     figures = repriced(found, graph)
-    assert set(figures) <= set(plan.predicted)
-    for figure, value in figures.items():
-        expected = found.peak if figure == "peak_bytes" else plan.predicted[figure]
-        assert value == pytest.approx(expected, rel=1e-9, abs=1e-9 * figures["step_seconds"])
+    for figure, value in vars(figures).items():
+        expected = found.peak if figure == "peak_bytes" else getattr(plan.predicted, figure)
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-9 * figures.step_seconds)
     assert repriced(told(name, seed), graph) == plan.predicted
 
 
@@ -232,7 +239,7 @@ def test_a_data_parallel_plan_has_one_all_reduce_a_weight() -> None:
     assert found.seconds["activations"] == 0.0
 
 
-def data_parallel() -> tuple[Graph, Plan]:
+def data_parallel() -> tuple[Graph, StagePlan]:
     def typed(*shape: int) -> tuple[TensorType, ...]:
         return (TensorType("f32", shape),)
 
@@ -250,7 +257,7 @@ def data_parallel() -> tuple[Graph, Plan]:
     }
     graph = Graph("linear", nodes, (("y", "y"),))
     entries = {name: NodePlan.parse(line) for name, line in lines.items()}
-    return graph, Plan(fingerprint(graph), MESH, entries, {})
+    return graph, StagePlan(fingerprint(graph), MESH, entries, {})
 
 
 def test_lines_are_grouped_by_block_and_source() -> None:
@@ -274,8 +281,8 @@ def test_lines_are_grouped_by_block_and_source() -> None:
 
 def test_an_edited_plan_is_said_to_be_stale() -> None:
     graph, plan = planned("gpt2", None)
-    said = {**plan.predicted, "step_seconds": 2 * plan.predicted["step_seconds"]}
-    edited = Plan(plan.graph, plan.mesh, plan.nodes, said)
+    said = replace(plan.predicted, step_seconds=2 * plan.predicted.step_seconds)
+    edited = StagePlan(plan.graph, plan.mesh, plan.nodes, said)
     found = explained(graph, edited, 1e9)
     assert found.stale
     assert "edited" in text(found)

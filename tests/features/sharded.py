@@ -121,8 +121,8 @@ def made_once() -> Iterator[list[Any]]:
 
     Models are alike that have one key, which is yielded and to be filled.
     """
-    program, pipelined = map(importlib.import_module, ("autopar.program", "autopar.pipelined"))
-    capture, plan, cut = program.capture_graph, program.make_plan, pipelined.plan_evenly
+    session = importlib.import_module("autopar.session")
+    capture, plan = session.capture_call, session.plan_captured
     known: dict[str, Any] = {}
     key: list[Any] = []
 
@@ -131,25 +131,18 @@ def made_once() -> Iterator[list[Any]]:
             known[repr(what)] = make()
         return known[repr(what)]
 
-    def captured(model: Any, args: Any, batch: Any, options: Any, *more: Any) -> Captured:
-        sizes = {name: value.shape for name, value in batch.items()}
-        what = (key, sizes, replace(options, table={}), len(more))
+    def captured(call: Any, options: Any, trace: Any, microbatches: int | None) -> Captured:
+        sizes = {name: value.shape for name, value in call.kwargs.items()}
+        what = (key, sizes, replace(options, table={}), microbatches)
         return once(
-            what, lambda: from_first_rank(lambda: capture(model, args, batch, options, *more))
+            what, lambda: from_first_rank(lambda: capture(call, options, trace, microbatches))
         )
 
-    def planned(graph: Any, mesh: Any, options: Any, trace: Any, state: Any) -> Any:
-        what = (fingerprint(graph), mesh, replace(options, table={}), state)
-        return once(what, lambda: plan(graph, mesh, options, trace, state))
+    def planned(found: Captured, mesh: Any, options: Any, trace: Any) -> Any:
+        what = (fingerprint(found.graph), mesh, replace(options, table={}))
+        return once(what, lambda: plan(found, mesh, options, trace))
 
-    def in_stages(found: Any, mesh: Any, request: Any, options: Any, *more: Any) -> Any:
-        what = (fingerprint(found.graph), mesh, request, replace(options, table={}), more[1])
-        return once(what, lambda: cut(found, mesh, request, options, *more))
-
-    with (
-        patch.multiple(program, capture_graph=captured, make_plan=planned),
-        patch.multiple(pipelined, capture_graph=captured, plan_evenly=in_stages),
-    ):
+    with patch.multiple(session, capture_call=captured, plan_captured=planned):
         yield key
 
 

@@ -17,6 +17,7 @@ import autopar
 from autopar.cli.common.pin_options import words
 from autopar.cli.solve import _choices
 from autopar.codegen.emit import emit
+from autopar.compiled import placement_of
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm
@@ -29,11 +30,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.verify import verify
-from autopar.pipeline_plan import PipelinePlan, load_plan
-from autopar.pipelined import placement_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.runtime.folder import open_settings
+from autopar.stage_plan import StagePlan
 from autopar.zoo.construction import build
 from autopar.zoo.load import read_config
 
@@ -85,7 +87,7 @@ def graph() -> Graph:
 
 
 @cache
-def a_plan() -> Plan:
+def a_plan() -> StagePlan:
     model, batch = subject()
     return autopar.plan(
         model, MESH, example_inputs=batch, recompute="full 2", offload="optimizer", fuse=True,
@@ -94,12 +96,12 @@ def a_plan() -> Plan:
 
 
 @cache
-def a_pipeline() -> PipelinePlan:
+def a_pipeline() -> Plan:
     model, batch = subject()
     return autopar.plan(model, MESH, example_inputs=batch, stages=2, microbatches=4)
 
 
-def emitted(plan: Plan) -> str:
+def emitted(plan: StagePlan) -> str:
     """The program of a plan for the model of the samples; a named error if it is none of it."""
     plan.check(fingerprint(graph()), {node.name for node in graph().folded}, Mesh.parse(MESH))
     legal.check(graph(), plan, table())
@@ -107,9 +109,9 @@ def emitted(plan: Plan) -> str:
 
 
 def _plan(path: Path) -> object:
-    plan = load_plan(path)
-    assert type(plan).from_toml(plan.to_toml()) == plan
-    return emitted(plan) if isinstance(plan, Plan) else placement_of(plan)
+    plan = Plan.load(path)
+    assert Plan.from_toml(plan.to_toml()) == plan
+    return placement_of(plan) if plan.is_pipeline else emitted(plan.stage)
 
 
 def _graph(path: Path) -> object:

@@ -25,9 +25,12 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, fsdp
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import Settings, run, tasks
+from autopar.stage_plan import StagePlan
 from tests.fuzz.programs import Random
 from tests.support.ranks import run_ranks
 
@@ -52,7 +55,7 @@ class Job:
     mesh: str
     how: str
     captured: Captured | None = None
-    plan: Plan | None = None
+    plan: StagePlan | None = None
     error: str = ""
 
     @classmethod
@@ -73,7 +76,7 @@ class Job:
         return Mesh.parse(self.mesh).size
 
 
-def planned(captured: Captured, mesh: Mesh, how: str, picks: random.Random) -> Plan:
+def planned(captured: Captured, mesh: Mesh, how: str, picks: random.Random) -> StagePlan:
     """A plan of the solver, of pins, or of layouts that are drawn among all legal ones.
 
     It is simulated, too, so that nothing in it is beyond the simulator.
@@ -85,14 +88,14 @@ def planned(captured: Captured, mesh: Mesh, how: str, picks: random.Random) -> P
         pins = {"data": [data_parallel(*axes)], "fsdp": [fsdp(*axes)]}.get(how)
         try:
             made = make_plan(graph, mesh, Options(pins=pins), Trace(None))
-            assert isinstance(made, Plan)
+            assert isinstance(made, StagePlan)
             plan = made
         except PinError:  # it has no batch that splits
             pass
     if plan is None:
         built = build(graph, mesh, prices, table)
         choice = random_choice(built.problem, picks)
-        plan = Plan(fingerprint(graph), mesh, layouts(built, graph, choice))
+        plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
     run(tasks(graph, plan, works(graph, plan, table), prices, Settings()), prices, 1.0)
     return plan
 
@@ -125,7 +128,7 @@ def whole(seed: int) -> list[Tensor]:
 
 def train(jobs: list[Job]) -> list[Run]:
     """The runs of this rank."""
-    compiler = importlib.import_module("autopar.program")
+    compiler = importlib.import_module("autopar.session")
     found: list[Run] = []
     for job in jobs:
         model = Random(job.seed)

@@ -30,11 +30,14 @@ from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.lower.keys import key_of
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, make_plan
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.folder import standalone
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.folder import program_source
 from autopar.runtime.pipeline.routes import Placement
+from autopar.stage_plan import StagePlan
 from tests.fuzz.hostile import PAYLOADS, RUN, TEXTS
 from tests.support.emitted import family
 
@@ -91,7 +94,7 @@ def renamed(graph: Graph, texts: list[str]) -> tuple[Graph, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Graph, Plan]:
+def planned() -> tuple[Graph, StagePlan]:
     graph = family("gpt2").graph
     return graph, make_plan(graph, Mesh.parse(MESH), Options(), Trace(None))
 
@@ -107,7 +110,7 @@ FEW = settings(
 @FEW
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8))
 def test_a_program_is_the_same_under_any_names(
-    planned: tuple[Graph, Plan], texts: list[str]
+    planned: tuple[Graph, StagePlan], texts: list[str]
 ) -> None:
     graph, plan = planned
     price = AnalyticModel(plan.mesh).collective

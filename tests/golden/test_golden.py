@@ -18,7 +18,10 @@ import torch
 from autopar.codegen.emit import emit
 from autopar.cost.model import AnalyticModel
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support import families, models
 
 FOLDER = Path(__file__).parent

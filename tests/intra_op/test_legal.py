@@ -20,7 +20,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from autopar.plan import NodePlan, Plan
+from autopar.plan import Plan
+from autopar.plan_entries import NodePlan
+from autopar.stage_plan import StagePlan
 from tests.intra_op.test_folding import LINE, random_choice
 from tests.support.models import MODELS, mlp, squared_error
 
@@ -29,7 +31,7 @@ GRID = Mesh.parse("H100: a=2, b=2")
 
 
 @cache
-def planned(name: str) -> tuple[Graph, Built, Plan]:
+def planned(name: str) -> tuple[Graph, Built, StagePlan]:
     """A model's graph, its problem and its best plan."""
     if name == "mlp":
         model, batch = mlp()
@@ -41,8 +43,8 @@ def planned(name: str) -> tuple[Graph, Built, Plan]:
     return graph, built, plan_of(graph, built, solve(built.problem).choice)
 
 
-def plan_of(graph: Graph, built: Built, choice: tuple[int, ...], mesh: Mesh = MESH) -> Plan:
-    return Plan(fingerprint(graph), mesh, layouts(built, graph, choice))
+def plan_of(graph: Graph, built: Built, choice: tuple[int, ...], mesh: Mesh = MESH) -> StagePlan:
+    return StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,7 +69,7 @@ def test_plans_on_two_axes_are_legal_as_written_and_read() -> None:
         legal.check(graph, Plan.from_toml(plan.to_toml()), rules())
 
 
-def edited(name: str, node: str, line: str) -> Plan:
+def edited(name: str, node: str, line: str) -> StagePlan:
     plan = planned(name)[2]
     assert node in plan.nodes
     return replace(plan, nodes={**plan.nodes, node: NodePlan.parse(line)})

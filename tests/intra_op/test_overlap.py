@@ -28,10 +28,10 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from autopar.plan import Plan
 from autopar.simulate import Settings, run, tasks
 from autopar.simulate.settings import OVERLAPS
 from autopar.simulate.task import Task
+from autopar.stage_plan import StagePlan
 
 OPTION = Option("any", (), (), 1.0)
 
@@ -133,7 +133,7 @@ def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, b
     settings = Settings(at_once=True, overlap=frozenset(OVERLAPS))
 
     def simulated(choice: tuple[int, ...]) -> float:
-        plan = Plan(fingerprint(graph), mesh, layouts(built, graph, choice))
+        plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
         done = tasks(graph, plan, works(graph, plan, rules()), model, settings)
         trained = [t for t in done if t.phase != "optimizer"]
         return run(trained, model, slowdown).seconds

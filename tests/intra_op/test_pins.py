@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.passes.normalise import prepare
-from autopar.plan import NodePlan
+from autopar.plan_entries import NodePlan
 from tests.intra_op.test_folding import LINE
 from tests.support.models import gpt2
 

@@ -29,10 +29,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 from autopar.passes.normalise import prepare
 from autopar.pins import data_parallel
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.runtime.communication.measure import attention, problems
 from autopar.simulate.optimizer_step import Updated, update_works
+from autopar.stage_plan import StagePlan
 from autopar_kernels.registry import operators
 from tests.support.models import gpt2, llama, vit
 
@@ -52,10 +54,10 @@ class Calls(nn.Module):
         return self.function(*self.own, *inputs).sum()
 
 
-def planned(graph: Graph, mesh: Mesh, pins: dict[str, str] | None = None) -> Plan:
+def planned(graph: Graph, mesh: Mesh, pins: dict[str, str] | None = None) -> StagePlan:
     built = build(graph, mesh, AnalyticModel(mesh), rules(), pins=pins)
     choice = solve(built.problem).choice
-    return Plan(fingerprint(graph), mesh, layouts(built, graph, choice), built.figures(choice))
+    return StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice), built.figures(choice))
 
 
 def of(function: Callable[..., Tensor], *parameters: Tensor, op: str = "") -> NodeWork:

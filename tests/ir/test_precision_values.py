@@ -121,7 +121,6 @@ def test_a_model_without_parameters_has_no_precision() -> None:
 def test_plans_say_in_which_precision_they_are() -> None:
     model, batch = net()
     plan = autopar.plan(model, "cpu: gpu=2", example_inputs=batch, precision="bf16")
-    assert isinstance(plan, Plan)
     assert Plan.from_toml(plan.to_toml()) == plan
     assert plan.precision == Precision("bf16")
     with pytest.raises(PlanMismatchError, match="the plan's precision is bf16"):

@@ -13,7 +13,9 @@ import autopar
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import KINDS, Recompute, again, of_runs, run_names
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from tests.support import models
 
 aten = torch.ops.aten

@@ -10,15 +10,19 @@ from autopar.ir.mesh import Mesh
 from autopar.lower.lines import Call, Compute, Lowered, Move, Use
 from autopar.lower.lowered_text import format_lowered, parse_lowered
 from autopar.lower.program import lower
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, cost_model, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.prices import cost_model
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support.families import FAMILIES, make
 
 GRID = Mesh.parse("toy[1GFLOP/s 64GiB 1GB/s]: data=2 @10GB/s 1us, tensor=2 @10GB/s 1us")
 QUICK = ("gpt2", "dlrm")
 
 
-def lowered(name: str, **options: object) -> tuple[Graph, Plan, Lowered]:
+def lowered(name: str, **options: object) -> tuple[Graph, StagePlan, Lowered]:
     model, batch = make(name)
     given = Options(**options)  # type: ignore[arg-type]
     graph = capture_graph(model, (), batch, given, Trace(None)).graph

@@ -13,7 +13,9 @@ from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
 from autopar.passes.shares import remove_shares
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 
 MODELS = ("gpt2", "llama-3-8b", "bert-base", "vit-base", "mistral-7b", "gpt-3-175b")

@@ -19,7 +19,9 @@ from autopar.ir.verify import verify
 from autopar.operators.interpret import run
 from autopar.passes.fusion import fuse
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar_kernels.registry import operators
 
 WIDTH = 8

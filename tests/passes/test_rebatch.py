@@ -10,7 +10,9 @@ import pytest
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.passes.rebatch import rebatch
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 
 MODELS = ("gpt2", "llama-3-8b", "gpt-3-175b", "mistral-7b", "bert-base", "vit-base")

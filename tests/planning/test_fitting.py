@@ -11,8 +11,9 @@ from autopar.errors import InfeasibleError
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 from autopar.intra_op.solvers import solve
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planning.fitting import LATER, Made, _seconds, _understood, fitting
+from autopar.plan_entries import Prediction
+from autopar.planning.fitting import LATER, Fitted, _seconds, _understood, fitting
+from autopar.stage_plan import StagePlan
 
 LEAST = 30.0  # bytes that every choice holds at least
 PROBLEM = Problem("two", (Choices("a", ("x", "y"), (1.0, 2.0), (90.0, LEAST), (0, 1)),), (), None)
@@ -25,24 +26,26 @@ class Maker:
         self.above, self.least = above, least
         self.asked: list[tuple[float, float | None]] = []
 
-    def __call__(self, allowed: float, before: Made | None) -> Made:
+    def __call__(self, allowed: float, before: Fitted | None) -> Fitted:
         self.asked.append((allowed, before and before.counted))
         if allowed < self.least:
             raise InfeasibleError("no choice fits in memory")
         counted = min(allowed, 90.0)
-        figures = {"peak_bytes": counted + self.above(counted)}
-        return Made(Plan("g", Mesh.parse("cpu: gpu=2"), {}, figures), counted, (0,))
+        figures = Prediction(peak_bytes=counted + self.above(counted))
+        return Fitted(
+            StagePlan("g", Mesh.parse("cpu: gpu=2"), {}, predicted=figures), counted, (0,)
+        )
 
 
 def test_the_first_plan_that_fits_is_taken() -> None:
     maker = Maker(lambda counted: 5.0)
-    assert fitting(maker, PROBLEM, 100.0, True).predicted["peak_bytes"] == 95
+    assert fitting(maker, PROBLEM, 100.0, True).predicted.peak_bytes == 95
     assert maker.asked == [(100.0, None)]
 
 
 def test_a_plan_that_does_not_fit_is_the_start_of_one_with_as_much_less() -> None:
     maker = Maker(lambda counted: 20.0)
-    assert fitting(maker, PROBLEM, 80.0, True).predicted["peak_bytes"] == 80
+    assert fitting(maker, PROBLEM, 80.0, True).predicted.peak_bytes == 80
     assert maker.asked == [(80.0, None), (60.0, 80.0)]
 
 
@@ -50,7 +53,7 @@ def test_the_smallest_plan_is_the_last_to_be_tried() -> None:
     # What is not counted shrinks in jumps: tightening by it overshoots.
     maker = Maker(lambda counted: 0.0 if counted < 32 else 60.0)
     made = fitting(maker, PROBLEM, 80.0, True)
-    assert made.predicted["peak_bytes"] == pytest.approx(1.02 * LEAST)
+    assert made.predicted.peak_bytes == pytest.approx(1.02 * LEAST)
     assert maker.asked[0] == (80.0, None)
     assert maker.asked[-1] == (pytest.approx(1.02 * LEAST), 80.0)
 

@@ -9,28 +9,29 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
 from autopar.planning.frontier import frontier
-from autopar.planning.single import Options, Planner, Trace
+from autopar.planning.options import Options
+from autopar.planning.planner import Planner
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.planning.test_recomputation import MESH, graph
 
 # Peak and time of the plans that there are; the third is never the fastest.
 PLANS = ((100.0, 1.0), (60.0, 2.0), (55.0, 4.0), (40.0, 3.0), (20.0, 9.0))
 
 
-def fastest(limit: float) -> Plan:
+def fastest(limit: float) -> StagePlan:
     fitting = [(time, peak) for peak, time in PLANS if peak <= limit]
     if not fitting:
         raise InfeasibleError("nothing fits")
     time, peak = min(fitting)
-    plan = Plan("graph", Mesh.parse("cpu: gpu=2"), {})
+    plan = StagePlan("graph", Mesh.parse("cpu: gpu=2"), {})
     return replace(plan, predicted={"peak_bytes": peak, "step_seconds": time})
 
 
 def test_all_plans_that_no_other_beats() -> None:
     found = [
-        (plan.predicted["peak_bytes"], plan.predicted["step_seconds"])
-        for plan in frontier(fastest, 0.99)
+        (plan.predicted.peak_bytes, plan.predicted.step_seconds) for plan in frontier(fastest, 0.99)
     ]
     assert found == [(100.0, 1.0), (60.0, 2.0), (40.0, 3.0), (20.0, 9.0)]
 

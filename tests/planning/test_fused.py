@@ -17,8 +17,12 @@ from autopar.ir.graph import PREFIX, Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import run, settings_on, tasks
+from autopar.stage_plan import StagePlan
 from tests.support.mixed import used_whole
 
 GPUS = Mesh.parse("H100: gpu=4")
@@ -48,7 +52,7 @@ class Model(nn.Module):
 
 def planned(
     fuse: tuple[str, ...], words: int = WORDS, **how: Any
-) -> tuple[Graph, Plan, float, float]:
+) -> tuple[Graph, StagePlan, float, float]:
     """The graph and its plan, and the seconds and bytes of the simulated step."""
     with torch.device("meta"):
         model = Model(words)
@@ -63,7 +67,7 @@ def planned(
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[Graph, Plan]:
+def both() -> tuple[Graph, StagePlan]:
     plain, _, seconds, peak = planned(())
     graph, plan, fused_seconds, fused_peak = planned(switches())
     assert not any(node.op.startswith(PREFIX) for node in plain.nodes)
@@ -73,7 +77,7 @@ def both() -> tuple[Graph, Plan]:
 
 
 def test_a_plan_says_what_was_fused_and_what_it_saves(
-    both: tuple[Graph, Plan],
+    both: tuple[Graph, StagePlan],
 ) -> None:
     _, plan = both
     assert set(plan.fused) == {"add_rms_norm", "swiglu", "linear_cross_entropy", "adamw_"}
@@ -113,7 +117,7 @@ def test_the_optimizers_kernel_rounds_masters_and_needs_no_temporaries() -> None
 
 
 def test_programs_leave_out_what_nobody_asks_for(
-    both: tuple[Graph, Plan],
+    both: tuple[Graph, StagePlan],
 ) -> None:
     graph, plan = both
     source = emit(graph, plan, AnalyticModel(GPUS).collective)

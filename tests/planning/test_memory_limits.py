@@ -23,8 +23,12 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.pins import data_parallel, fsdp, megatron, megatron_sp
 from autopar.plan import Plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
 from autopar.planning.peak import simulated_peak
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support.models import MODELS
 
 PLANS: dict[str, tuple[str, PinsLike]] = {
@@ -65,7 +69,7 @@ def ratio(name: str, layers: int, batch: int, chip: str, plan: str) -> float:
         graph, mesh, prices, known, memory_limit=1e15, pins=said, slowdown=slowdown, lies=lies
     )  # fmt: skip
     choice = solve(built.problem).choice
-    made = Plan(fingerprint(graph), mesh, layouts(built, graph, choice))
+    made = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
     counted = evaluate(built.problem, choice).peak
     return counted / simulated_peak(graph, made, known, prices)
 
@@ -105,7 +109,7 @@ def test_the_problem_counts_the_bytes_of_every_plan(name: str, plan: str) -> Non
 MESH = Mesh.parse("H100: gpu=4")
 
 
-def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> Plan:
+def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> StagePlan:
     return make_plan(
         graph_of("gpt2", 2, 8), MESH, Options(memory=limit, pins=pins), Trace(None), state
     )
@@ -113,21 +117,21 @@ def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> Plan:
 
 def test_a_limit_above_the_simulated_peak_changes_nothing_and_one_below_is_kept() -> None:
     free = planned(1e12)
-    peak = free.predicted["peak_bytes"]
+    peak = free.predicted.peak_bytes
     graph = graph_of("gpt2", 2, 8)
     assert peak == simulated_peak(graph, free, table(), AnalyticModel(MESH))
     above = planned(1.05 * peak)
-    assert above.predicted["step_seconds"] == pytest.approx(free.predicted["step_seconds"])
+    assert above.predicted.step_seconds == pytest.approx(free.predicted.step_seconds)
     below = planned(0.6 * peak)
     assert simulated_peak(graph, below, table(), AnalyticModel(MESH)) <= 0.6 * peak
-    assert below.predicted["peak_bytes"] <= 0.6 * peak
-    assert below.predicted["step_seconds"] > free.predicted["step_seconds"]
+    assert below.predicted.peak_bytes <= 0.6 * peak
+    assert below.predicted.step_seconds > free.predicted.step_seconds
 
 
 def test_what_does_not_fit_is_told_the_need_of_a_plan_that_does() -> None:
     pins = [data_parallel("gpu")]  # one plan: everything has its layout
-    need = planned(1e12, pins).predicted["peak_bytes"]
-    assert planned(1.001 * need, pins).predicted["peak_bytes"] <= 1.001 * need
+    need = planned(1e12, pins).predicted.peak_bytes
+    assert planned(1.001 * need, pins).predicted.peak_bytes <= 1.001 * need
     with pytest.raises(InfeasibleError) as refused:
         planned(0.5 * need, pins)
     found = re.search(r"needs (.*?), (.*?) more; largest: %", refused.value.why)
@@ -135,7 +139,7 @@ def test_what_does_not_fit_is_told_the_need_of_a_plan_that_does() -> None:
     said, more = (parse_quantity(text.replace(" ", ""), "B") for text in found.groups())
     assert said - more == pytest.approx(0.5 * need, rel=0.02)
     # What it names is enough, and by it a plan is found.
-    assert planned(1.01 * said, pins).predicted["peak_bytes"] <= 1.01 * said
+    assert planned(1.01 * said, pins).predicted.peak_bytes <= 1.01 * said
 
 
 def test_a_plan_records_its_limit_and_the_state_of_its_optimizer(tmp_path: Path) -> None:

@@ -23,10 +23,14 @@ from autopar.ir.offload import NOTHING, Offload, left_of, offloaded_runs
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute
 from autopar.plan import Plan
-from autopar.planning import single
+from autopar.planning import planner as planner_module
+from autopar.planning.capturing import capture_graph
 from autopar.planning.offloading import told
-from autopar.planning.single import Options, Planner, Trace, capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import Planner
+from autopar.planning.trace import Trace
 from autopar.runtime.update.optimizer import refuse_what_steps_break
+from autopar.stage_plan import StagePlan
 from tests.support import models
 
 GPUS = Mesh.parse("A100-80: gpu=2")
@@ -45,24 +49,24 @@ def planner(offload: str, recompute: str = "none") -> Planner:
     return Planner(graph(), GPUS, Options(offload=offload, recompute=recompute), Trace(None))
 
 
-def planned(limit: float, offload: str, recompute: str = "none") -> Plan:
+def planned(limit: float, offload: str, recompute: str = "none") -> StagePlan:
     return planner(offload, recompute).plan(limit)
 
 
 @functools.cache
-def free() -> Plan:
+def free() -> StagePlan:
     return planned(1e15, "none")
 
 
 @functools.cache
-def explanation(offload: str) -> tuple[Explanation, Plan]:
+def explanation(offload: str) -> tuple[Explanation, StagePlan]:
     plan = planned(1e15, offload)
     return explained(graph(), plan, 1e15), plan
 
 
 @pytest.mark.slow
 def test_nothing_is_offloaded_where_memory_suffices() -> None:
-    assert planned(1.01 * free().predicted["peak_bytes"], "auto").offload == NOTHING
+    assert planned(1.01 * free().predicted.peak_bytes, "auto").offload == NOTHING
 
 
 @pytest.mark.slow
@@ -74,26 +78,26 @@ def test_of_what_may_be_offloaded_the_fastest_that_fits_is_chosen() -> None:
         planned(limit, "none")
     chosen = planned(limit, "auto")
     assert chosen.offload
-    assert chosen.predicted["peak_bytes"] <= limit
+    assert chosen.predicted.peak_bytes <= limit
     others = []
     for blocks, optimizer in product((0, 2, 3), (False, True)):
         words = ["optimizer"] * optimizer + [f"activations {blocks}"] * bool(blocks)
         try:
-            others.append(planned(limit, "+".join(words) or "none").predicted["step_seconds"])
+            others.append(planned(limit, "+".join(words) or "none").predicted.step_seconds)
         except InfeasibleError:
             continue
-    assert chosen.predicted["step_seconds"] == pytest.approx(min(others), rel=1e-2)
+    assert chosen.predicted.step_seconds == pytest.approx(min(others), rel=1e-2)
 
 
 @functools.cache
 def planned_least() -> float:
     """About the least memory of a plan that offloads nothing."""
-    high = free().predicted["peak_bytes"]
+    high = free().predicted.peak_bytes
     low = 0.0
     while high - low > 0.05 * high:
         middle = (low + high) / 2
         try:
-            high = planned(middle, "none").predicted["peak_bytes"]
+            high = planned(middle, "none").predicted.peak_bytes
         except InfeasibleError:
             low = middle
     return high
@@ -140,9 +144,9 @@ def test_masters_are_offloaded_with_the_rest_of_the_state() -> None:
         elements = storage.updated.local_bytes(leaf.type, GPUS) / leaf.type.nbytes
         states += 12 * elements * math.prod(leaf.type.shape)
     chip, found = device(GPUS), explained(mixed, plan, 1e15)
-    assert plan.predicted["host_bytes"] == pytest.approx(states)
+    assert plan.predicted.host_bytes == pytest.approx(states)
     seconds = states / (chip.host_bandwidth * chip.host_efficiency)
-    assert plan.predicted["host_seconds"] == pytest.approx(seconds)
+    assert plan.predicted.host_seconds == pytest.approx(seconds)
     assert (found.host, found.copies) == pytest.approx((states, seconds))
 
 
@@ -174,7 +178,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
             Options(offload=words)
     chip = replace(device(GPUS), host_memory=1.0)
     with (
-        patch.object(single, "device", lambda _: chip),
+        patch.object(planner_module, "device", lambda _: chip),
         pytest.raises(InfeasibleError, match="host has too little memory"),
     ):
         planned(1e15, "optimizer")

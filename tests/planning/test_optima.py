@@ -31,8 +31,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from autopar.plan import Plan
 from autopar.runtime.module_loader import load
+from autopar.stage_plan import StagePlan
 from tests.runtime.test_sent import Ledger, priced
 from tests.support.models import mlp, squared_error
 
@@ -47,7 +47,7 @@ class Best:
 
     graph: Graph
     built: Built
-    plan: Plan
+    plan: StagePlan
     objective: float
 
     def __getitem__(self, name: str) -> str:
@@ -99,7 +99,7 @@ def best(
     figures = built.figures(choice)
     assert figures["step_seconds"] == pytest.approx(solution.objective, rel=1e-9, abs=0.0)
     assert figures["peak_bytes"] == pytest.approx(polished.peak, rel=1e-9, abs=0.0)
-    plan = Plan(fingerprint(graph), mesh, layouts(built, graph, choice), figures)
+    plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice), figures)
     return Best(graph, built, plan, solution.objective)
 
 
@@ -140,8 +140,8 @@ def test_what_data_parallelism_saves_is_what_it_computes_less() -> None:
     """Eight times the batch on eight devices takes as long as one on one, but for the sums."""
     one = best(perceptron((256, 512, 512, 256), 1 << 14), Mesh.parse("H100: gpu=1"))
     eight = best(perceptron((256, 512, 512, 256), 1 << 17), NODE)
-    assert one.plan.predicted["reshard_seconds"] == one.plan.predicted["parameter_seconds"] == 0
-    computing = eight.plan.predicted["compute_seconds"]
+    assert one.plan.predicted.reshard_seconds == one.plan.predicted.parameter_seconds == 0
+    computing = eight.plan.predicted.compute_seconds
     assert computing == pytest.approx(one.objective, rel=1e-9, abs=0.0)
 
 
@@ -155,7 +155,7 @@ def test_big_weights_are_split_by_columns_then_rows_at_one_all_reduce_a_pair() -
     for line in rows:
         assert line.startswith(f"[{batch}, {inner}@gpu]; [{width}, {inner}@gpu]")
         assert line.endswith(f"-> [{batch}, {width}] +sum(gpu)")
-    assert found.plan.predicted["parameter_seconds"] == 0
+    assert found.plan.predicted.parameter_seconds == 0
     # Forwards one sum for each pair; backwards one where the pair's input has a gradient. Between
     # the pairs it may be a reduce_scatter and an all_gather, which take as long as an all_reduce.
     kinds = Counter(call.kind for call in found.sent())
@@ -168,7 +168,7 @@ def test_big_weights_are_split_by_columns_then_rows_at_one_all_reduce_a_pair() -
 
 def test_a_small_model_on_quick_devices_is_not_split_at_all() -> None:
     found = best(perceptron((16, 32, 8), 8), NODE)
-    assert found.plan.predicted["compute_seconds"] == found.objective
+    assert found.plan.predicted.compute_seconds == found.objective
     assert found.sent() == []
 
 
@@ -191,11 +191,11 @@ def test_less_memory_gives_another_plan_that_keeps_to_it_and_is_no_faster() -> N
     assert said is not None
     least = 1.00001 * float(said[1])
     assert least >= below
-    peak, before = free.plan.predicted["peak_bytes"], free
+    peak, before = free.plan.predicted.peak_bytes, free
     for share in (0.5, 0.25, 0.05):
         limit = least + share * (peak - least)
         tight = best(graph, NODE, limit=limit)
-        assert tight.plan.predicted["peak_bytes"] <= limit
+        assert tight.plan.predicted.peak_bytes <= limit
         assert tight.plan.nodes != free.plan.nodes
         assert tight.objective >= before.objective * (1 - 1e-12)
         before = tight

@@ -17,10 +17,11 @@ from autopar.cost.work import Gemm, Work
 from autopar.errors import CalibrationError
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import capture_microbatch
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import stage_graphs
-from autopar.planning.single import Options, Trace
+from autopar.planning.trace import Trace
 from autopar.zoo import load
 from tests.cli.test_commands import refused, run
 from tests.cli.test_why import MODEL as SOURCE
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model, str(MESH), example_inputs=batch, stages=2, microbatches=4,
         calibration=path / "own.toml",
     )  # fmt: skip
-    assert isinstance(made, PipelinePlan)
+    assert isinstance(made, Plan)
     made.save(path / "plan.toml")
     return path
 
@@ -91,17 +92,17 @@ def test_a_part_has_the_prices_of_its_links_and_scaled_ones_elsewhere() -> None:
 
 
 def test_every_stage_records_it_and_the_step_has_its_messages(folder: Path) -> None:
-    made = PipelinePlan.load(folder / "plan.toml")
+    made = Plan.load(folder / "plan.toml")
     assert {stage.plan.calibration for stage in made.stages} == {slow().fingerprint}
     # The first microbatch goes there and the last one's gradient comes back.
-    assert made.predicted["step_seconds"] > 2 * SEND
+    assert made.predicted.step_seconds > 2 * SEND
 
 
 @pytest.mark.parametrize("command", ["explain", "simulate"])
 def test_its_figures_are_those_of_the_plan(folder: Path, command: str) -> None:
-    made = PipelinePlan.load(folder / "plan.toml")
+    made = Plan.load(folder / "plan.toml")
     own = json.loads(run(*arguments(folder, command, "--json")).stdout)
-    assert own["step_seconds"] == pytest.approx(made.predicted["step_seconds"], rel=1e-9)
+    assert own["step_seconds"] == pytest.approx(made.predicted.step_seconds, rel=1e-9)
     # A message, and where the reader wants all of it a gather.
     assert SEND <= own["stages"][1]["arriving"] < SEND + 0.01
     assert all(stage["forward"] > 0.01 for stage in own["stages"])
@@ -111,18 +112,18 @@ def test_its_figures_are_those_of_the_plan(folder: Path, command: str) -> None:
 
 
 def test_one_stage_is_explained_by_it(folder: Path) -> None:
-    made = PipelinePlan.load(folder / "plan.toml").stages[1].plan
+    made = Plan.load(folder / "plan.toml").stages[1].plan
     told = json.loads(run(*arguments(folder, "explain", "--stage", "1", "--json")).stdout)
-    assert sum(told["seconds"].values()) == pytest.approx(made.predicted["step_seconds"], rel=0.3)
+    assert sum(told["seconds"].values()) == pytest.approx(made.predicted.step_seconds, rel=0.3)
     closed = run(*arguments(folder, "explain", "--stage", "1", "--json", own=False))
-    assert sum(json.loads(closed.stdout)["seconds"].values()) < made.predicted["step_seconds"] / 5
+    assert sum(json.loads(closed.stdout)["seconds"].values()) < made.predicted.step_seconds / 5
 
 
 def test_programs_of_stages_are_those_of_its_prices(folder: Path, tmp_path: Path) -> None:
     run(*arguments(folder, "emit", "-o", tmp_path / "own"))
-    made = PipelinePlan.load(folder / "plan.toml")
+    made = Plan.load(folder / "plan.toml")
     model, batch = load(f"{folder / 'model.py'}:model")
-    captured = capture_microbatch(model, (), batch, 4, Options(), Trace(None))
+    captured = capture_call(Call(model, (), batch), Options(), Trace(None), 4)
     graphs = stage_graphs(captured.graph, made.ends, Trace(None))
     for number, (graph, stage) in enumerate(zip(graphs, made.stages, strict=True)):
         prices = MeasuredModel(stage.plan.mesh, slow(), MESH).collective

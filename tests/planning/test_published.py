@@ -12,7 +12,10 @@ from autopar.codegen.emit import emit
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.module_loader import load as load_source
 from autopar.zoo import load
 
@@ -25,7 +28,7 @@ def test_llama_is_a_program_of_less_than_500_lines(layers: int, tmp_path: Path) 
     options, trace = Options(), Trace(None)
     graph = capture_graph(model, (), batch, options, trace).graph
     plan = make_plan(graph, MESH, options, trace)
-    assert plan.predicted["peak_bytes"] <= device(MESH).memory
+    assert plan.predicted.peak_bytes <= device(MESH).memory
     source = emit(graph, plan, AnalyticModel(MESH).collective)
     assert len(source.splitlines()) < 500
     assert f"for i in range({layers}):" in source

@@ -15,7 +15,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.recompute import KINDS, Recompute
 from autopar.plan import Plan
-from autopar.planning.single import Options, Planner, Trace, capture_graph
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import Planner
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support import models
 from tests.support.ranks import run_ranks
 
@@ -35,16 +39,16 @@ def planner(recompute: str) -> Planner:
     return Planner(graph(), MESH, Options(recompute=recompute), Trace(None))
 
 
-def planned(limit: float, recompute: str = "auto") -> Plan:
+def planned(limit: float, recompute: str = "auto") -> StagePlan:
     return planner(recompute).plan(limit)
 
 
 @functools.cache
-def free() -> Plan:
+def free() -> StagePlan:
     return planned(1e15)
 
 
-def every(limit: float) -> list[Plan]:
+def every(limit: float) -> list[StagePlan]:
     """The plans of all ways to recompute that fit."""
     found = []
     ways = ["none", *(f"{kind} {count}" for kind in KINDS for count in range(1, LAYERS + 1))]
@@ -58,22 +62,22 @@ def every(limit: float) -> list[Plan]:
 
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_no_way_to_recompute_is_faster(share: float) -> None:
-    limit = share * free().predicted["peak_bytes"]
+    limit = share * free().predicted.peak_bytes
     chosen, all_of_them = planned(limit), every(limit)
-    best = min(plan.predicted["step_seconds"] for plan in all_of_them)
+    best = min(plan.predicted.step_seconds for plan in all_of_them)
     assert chosen.recompute
-    assert chosen.predicted["peak_bytes"] <= limit
-    assert chosen.predicted["step_seconds"] == pytest.approx(best, rel=1e-6)
+    assert chosen.predicted.peak_bytes <= limit
+    assert chosen.predicted.step_seconds == pytest.approx(best, rel=1e-6)
 
 
 def test_nothing_is_recomputed_where_memory_suffices() -> None:
-    assert not planned(1.01 * free().predicted["peak_bytes"]).recompute
+    assert not planned(1.01 * free().predicted.peak_bytes).recompute
     assert not free().recompute
 
 
 def test_what_does_not_fit_even_so_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="the smallest needs"):
-        planned(0.05 * free().predicted["peak_bytes"])
+        planned(0.05 * free().predicted.peak_bytes)
     with pytest.raises(PlanError, match="no way to recompute"):
         planned(1e15, "half")
 
@@ -98,7 +102,7 @@ def trained(ways: list[str]) -> list[list[float]]:
         told = {} if way == "none" else {"transformer.h": Recompute.parse(way)}
         torch.manual_seed(1)
         program = autopar.compile(
-            model, mesh, plan=replace(plan, recompute=told), example_inputs=batch
+            model, mesh, plan=Plan.of(replace(plan.stage, recompute=told)), example_inputs=batch
         )
         assert ("= checkpoint(" in program.source) == (way != "none")
         losses.append([program.step(**batch).item() for _ in range(3)])

@@ -13,13 +13,16 @@ from autopar.inter_op.schedules import schedule
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel
-from autopar.pipelined import capture_microbatch
-from autopar.plan import Plan
+from autopar.plan_entries import Prediction
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines import stages as planning
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.simulated import stage_figures
 from autopar.planning.pipelines.stages import Devices, in_flight, plan_stages, stage_graphs
-from autopar.planning.single import Options, Trace, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support import models
 
 WIDTHS = (64, 128, 128, 128, 32)
@@ -31,14 +34,14 @@ def perceptron() -> tuple[nn.Module, dict[str, torch.Tensor], Graph, list[str]]:
     torch.manual_seed(0)
     model, batch = models.mlp(WIDTHS, batch=64)
     options = Options(loss_fn=models.squared_error)
-    graph = capture_microbatch(model, (), batch, 4, options, Trace(None)).graph
+    graph = capture_call(Call(model, (), batch), options, Trace(None), 4).graph
     ends = [node.name for node in graph.nodes if node.op == "aten.gelu"]
     return model, batch, graph, [ends[1]]
 
 
-def planned(part: Graph, mesh: str, repeated: Repeated | None, **options: object) -> Plan:
+def planned(part: Graph, mesh: str, repeated: Repeated | None, **options: object) -> StagePlan:
     given = Options(**options)  # type: ignore[arg-type]
-    return make_plan(part, Mesh.parse(mesh), given, Trace(None), 2.0, repeated)
+    return make_plan(part, Mesh.parse(mesh), given, Trace(None), repeated)
 
 
 def test_what_is_in_flight_is_what_torch_saves_and_the_result(
@@ -61,7 +64,7 @@ def test_what_is_in_flight_is_what_torch_saves_and_the_result(
             x = torch.nn.functional.gelu(linear(x))
     save(x)  # until its gradient comes, with which the backward begins
     peaks = [
-        planned(part, "cpu: gpu=1", Repeated(8, count)).predicted["peak_bytes"] for count in (1, 4)
+        planned(part, "cpu: gpu=1", Repeated(8, count)).predicted.peak_bytes for count in (1, 4)
     ]
     assert peaks[1] - peaks[0] == pytest.approx(3 * sum(kept.values()))
 
@@ -74,12 +77,12 @@ def test_gradients_are_synchronised_once_a_step(
     part = stage_graphs(graph, ends, Trace(None))[0]
     pins = data_parallel("gpu")
     seconds = [
-        planned(part, "H100: gpu=2", Repeated(count), pins=pins).predicted["step_seconds"]
+        planned(part, "H100: gpu=2", Repeated(count), pins=pins).predicted.step_seconds
         for count in (1, 2, 4)
     ]
     assert seconds[0] > seconds[1]
     assert seconds[0] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[2]))
-    alone = planned(part, "H100: gpu=2", None, pins=pins).predicted["step_seconds"]
+    alone = planned(part, "H100: gpu=2", None, pins=pins).predicted.step_seconds
     assert seconds[0] == pytest.approx(alone)
 
 
@@ -88,17 +91,17 @@ def test_a_stage_with_more_in_flight_takes_less_memory_for_each() -> None:
     torch.manual_seed(0)
     model, batch = models.mlp((512, 64, 512, 64), batch=512)
     options = Options(loss_fn=models.squared_error)
-    graph = capture_microbatch(model, (), batch, 8, options, Trace(None)).graph
+    graph = capture_call(Call(model, (), batch), options, Trace(None), 8).graph
     ends = [next(node.name for node in graph.nodes if node.op == "aten.gelu")]
     part = stage_graphs(graph, ends, Trace(None))[0]
     mesh = "H100: gpu=2"
     few, many = (planned(part, mesh, Repeated(8, count)) for count in (1, 8))
-    most, least = many.predicted["peak_bytes"], few.predicted["peak_bytes"]
+    most, least = many.predicted.peak_bytes, few.predicted.peak_bytes
     assert most > least
     # Whatever the limit between the two, what is planned for eight keeps it.
     frugal = planned(part, mesh, Repeated(8, 8), memory=0.95 * most)
-    assert frugal.predicted["peak_bytes"] <= 0.95 * most
-    assert frugal.predicted["step_seconds"] >= many.predicted["step_seconds"]
+    assert frugal.predicted.peak_bytes <= 0.95 * most
+    assert frugal.predicted.step_seconds >= many.predicted.step_seconds
 
 
 def test_a_device_keeps_what_its_other_stages_keep_and_needs_once_what_one_needs_for_a_while(
@@ -112,12 +115,12 @@ def test_a_device_keeps_what_its_other_stages_keep_and_needs_once_what_one_needs
     options = Options()
     figures = stage_figures(part, alone, options, AnalyticModel(mesh))
     kept = figures.fixed + 4 * figures.kept
-    peaks = [plan.predicted["peak_bytes"] for plan in (alone, shared)]
+    peaks = [plan.predicted.peak_bytes for plan in (alone, shared)]
     assert peaks[1] - peaks[0] == pytest.approx(2 * kept)
     # What the problem itself counts, too, keeps a limit that only a thriftier plan keeps.
-    limit = 0.97 * shared.predicted["peak_bytes"]
+    limit = 0.97 * shared.predicted.peak_bytes
     thrifty = planned(part, str(mesh), Repeated(8, 4, beside=3), memory=limit)
-    assert thrifty.predicted["peak_bytes"] <= limit
+    assert thrifty.predicted.peak_bytes <= limit
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "interleaved_1f1b chunks=2"])
@@ -128,16 +131,16 @@ def test_plans_serve_the_numbers_in_flight(name: str) -> None:
     kept = sorted({in_flight(made, stage) for stage in range(made.stages)})
     asked = []
 
-    def plan(count: float) -> Plan:
+    def plan(count: float) -> StagePlan:
         asked.append(count)
-        shell = Plan("", Mesh.parse("H100: gpu=1"), {}, {})
-        return replace(shell, predicted={"step_seconds": 1.0 + (count > 2), "for": count})
+        shell = StagePlan("", Mesh.parse("H100: gpu=1"), {})
+        return replace(shell, predicted=Prediction(1.0 + (count > 2), peak_bytes=count))
 
     found = planning._by_in_flight(kept, plan)
     assert sorted(found) == kept
     for count, one in found.items():
-        assert one.predicted["for"] >= count
-        assert one.predicted["step_seconds"] == 1.0 + (count > 2)
+        assert count <= one.predicted.peak_bytes
+        assert one.predicted.step_seconds == 1.0 + (count > 2)
     assert len(asked) == len(set(asked))
 
 
@@ -152,5 +155,5 @@ def test_an_even_plan_says_what_it_takes(
     for count in (4, 8, 16):
         plan = plan_stages(graph, ends, groups, mesh, count, "1f1b", Options(), Trace(None))
         assert set(plan.predicted) == {"step_seconds", "bubble", "peak_bytes"}
-        seconds.append(plan.predicted["step_seconds"])
+        seconds.append(plan.predicted.step_seconds)
     assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]))

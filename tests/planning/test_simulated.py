@@ -10,10 +10,13 @@ from autopar.inter_op.schedules import schedule
 from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rules import rules
 from autopar.ir.mesh import Mesh
-from autopar.pipelined import Request, capture_microbatch, plan_evenly
+from autopar.planning.capturing import Call, capture_call, capture_graph
+from autopar.planning.options import Options
 from autopar.planning.pipelines.simulated import Simulated, simulated
 from autopar.planning.pipelines.stages import stage_graphs
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.plan_model import plan_evenly
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import Settings, Timeline, run, tasks
 from tests.support.models import gpt2
 
@@ -25,11 +28,12 @@ def mesh(devices: int, bandwidth: str = "1GB/s") -> Mesh:
     return Mesh.parse(f"{DEVICE}: gpu={devices} @{bandwidth} 1us")
 
 
-def staged(request: Request, devices: int, bandwidth: str = "1GB/s") -> Simulated:
+def staged(options: Options, devices: int, bandwidth: str = "1GB/s") -> Simulated:
     model, batch = gpt2(4)
-    options, trace = Options(), Trace(None)
-    captured = capture_microbatch(model, (), batch, request.microbatches, options, trace)
-    plan = plan_evenly(captured, mesh(devices, bandwidth), request, options, trace)
+    trace = Trace(None)
+    call = Call(model, (), batch)
+    captured = capture_call(call, options, trace, options.microbatches)
+    plan = plan_evenly(captured.graph, mesh(devices, bandwidth), options, trace)
     graphs = stage_graphs(captured.graph, plan.ends, trace)
     return simulated(graphs, plan, options)
 
@@ -45,7 +49,7 @@ def whole() -> Timeline:
 
 @pytest.fixture(scope="module")
 def four() -> Simulated:
-    return staged(Request(4, MICROBATCHES, "1f1b"), 4)
+    return staged(Options(stages=4, microbatches=MICROBATCHES), 4)
 
 
 def seconds(timeline: Timeline, phase: str) -> float:
@@ -88,7 +92,7 @@ def test_the_schedule_is_played_with_the_stages_figures(four: Simulated) -> None
 def test_transfers_follow_bytes_and_bandwidth(four: Simulated) -> None:
     """A stage receives one activation of two samples, and sends back its gradient."""
     nbytes = 2 * 16 * 32 * 4
-    slower = staged(Request(4, MICROBATCHES, "1f1b"), 4, "0.5GB/s")
+    slower = staged(Options(stages=4, microbatches=MICROBATCHES), 4, "0.5GB/s")
     for fast, slow in zip(four.stages[1:], slower.stages[1:], strict=True):
         assert slow.arriving - fast.arriving == pytest.approx(nbytes / 1e9)
         assert fast.returning == fast.arriving
@@ -96,7 +100,7 @@ def test_transfers_follow_bytes_and_bandwidth(four: Simulated) -> None:
 
 
 def test_stages_in_one_place_send_nothing() -> None:
-    found = staged(Request(4, MICROBATCHES, "zb_v"), 2)
+    found = staged(Options(stages=4, microbatches=MICROBATCHES, schedule="zb_v"), 2)
     # Stages 1 and 2 share their device, at the foot of the V.
     assert [s.arriving > 0 for s in found.stages] == [False, True, False, True]
     assert len(found.memory) == 2

@@ -18,13 +18,16 @@ from autopar.inter_op.stage_values import Chunk, Pipeline, Stage
 from autopar.inter_op.submeshes import submeshes
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as parts
 from autopar.planning.pipelines.layered import Layered
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.search import INEXACT, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import stage_graphs, weights
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 from tests.support.models import gpt2
 
@@ -50,7 +53,7 @@ def layered(layers: int, more: int = 0) -> Callable[[int], Layered]:
 
 
 def costs(made: Callable[[int], Layered], memory: float = ROOMY) -> StageCosts:
-    return StageCosts(made, CLUSTER, Options(), memory, 2.0, most=8)
+    return StageCosts(made, CLUSTER, Options(), memory, most=8)
 
 
 def test_longer_runs_are_priced_as_if_they_were_planned_whole() -> None:
@@ -84,7 +87,7 @@ def test_frontiers_trade_time_for_memory() -> None:
 def test_optimizer_state_in_host_memory_is_none_of_a_stage_but_takes_time() -> None:
     made, whole = layered(5), submeshes(CLUSTER)[-1]
     here, away = (
-        StageCosts(made, CLUSTER, Options(offload=what), ROOMY, 2.0, most=8)
+        StageCosts(made, CLUSTER, Options(offload=what), ROOMY, most=8)
         for what in ("none", "optimizer")
     )
     model, _ = gpt2(1, batch=1, n_embd=256, vocab_size=2048)
@@ -111,9 +114,7 @@ def test_every_way_for_many_in_flight_fits_and_blocks_compute_again_where_nothin
     assert all(found.values())
     fastest = {part: min(way.seconds for way in ways) for part, ways in found.items()}
     assert fastest[0.5] >= fastest[0.7] >= fastest[0.9] >= roomy.seconds * (1 - 1e-9)
-    (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, 2.0, most=8)(
-        1, 3, whole, 8
-    )
+    (again,) = StageCosts(made, CLUSTER, Options(recompute="full"), ROOMY, most=8)(1, 3, whole, 8)
     assert again.recompute == "full"
     assert again.per_microbatch < roomy.per_microbatch
     assert again.forward == pytest.approx(roomy.forward, rel=0.05)
@@ -125,7 +126,7 @@ def test_as_many_blocks_compute_again_as_must() -> None:
     one, made = submeshes(CLUSTER)[0], layered(5, more=3)
     (roomy,) = costs(made)(1, 6, one, 8)
     options = Options(recompute="full")
-    (frugal,) = StageCosts(made, CLUSTER, options, ROOMY, 2.0, most=8)(1, 6, one, 8)
+    (frugal,) = StageCosts(made, CLUSTER, options, ROOMY, most=8)(1, 6, one, 8)
     # Of more than half of the layers 1F1B keeps two microbatches at most.
     limit = (roomy.memory(2) + frugal.memory(2)) / 2
     ways = costs(made, memory=limit)(1, 6, one, 8)
@@ -136,7 +137,7 @@ def test_as_many_blocks_compute_again_as_must() -> None:
     for way in between:
         told = Options(recompute=way.recompute)
         with patch.object(parts, "BLOCKS", 100):
-            asked = StageCosts(layered(8), CLUSTER, told, ROOMY, 2.0, most=8)
+            asked = StageCosts(layered(8), CLUSTER, told, ROOMY, most=8)
             (same,) = asked(1, 6, one, 8)
         assert same.seconds <= way.seconds * (1 + 1e-6)
         if way == fastest:  # at ease in memory, too, the same choice is the best
@@ -161,7 +162,7 @@ def test_chunks_that_share_a_device_are_priced_within_their_share() -> None:
             if 3 * (way.fixed + 8 * way.per_microbatch) + way.transient <= limit
         ]
 
-    told = StageCosts(made, CLUSTER, Options(), limit, 2.0, most=8, kept=kept)
+    told = StageCosts(made, CLUSTER, Options(), limit, most=8, kept=kept)
     assert fitting(told)
     assert min(fitting(told)) > roomy.seconds
     assert not fitting(costs(made, memory=limit))
@@ -245,16 +246,14 @@ def test_a_block_beside_the_embedding_is_not_taken_for_one_of_the_run() -> None:
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_a_microbatch_in_flight_keeps_what_the_simulation_of_its_step_keeps(how: str) -> None:
     options, part = Options(recompute=how, whole=CLUSTER), submeshes(CLUSTER)[0]
-    asked = StageCosts(layered(5), CLUSTER, options, ROOMY, 2.0, most=8)
+    asked = StageCosts(layered(5), CLUSTER, options, ROOMY, most=8)
     (way,) = asked(1, 2, part, 8)
     model = asked.layered(8)
     graph = stage_graphs(model.graph, model.layers.ends[:3:2], Trace(None))[1]
     one, four = (
-        make_plan(
-            graph, part.meshes[0], replace(options, whole=CLUSTER), Trace(None), 2.0, repeated
-        )
+        make_plan(graph, part.meshes[0], replace(options, whole=CLUSTER), Trace(None), repeated)
         for repeated in (Repeated(8, 1), Repeated(8, 4))
     )
-    simulated = [plan.predicted["peak_bytes"] for plan in (one, four)]
+    simulated = [plan.predicted.peak_bytes for plan in (one, four)]
     assert (simulated[1] - simulated[0]) / 3 == pytest.approx(way.per_microbatch, rel=0.02)
     assert [way.memory(1), way.memory(4)] == pytest.approx(simulated, rel=0.02)

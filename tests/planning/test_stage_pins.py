@@ -10,10 +10,11 @@ from autopar.intra_op.pins.layout_pins import Pins
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, megatron
-from autopar.pipelined import capture_microbatch
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.pipelines.stages import stage_graphs
-from autopar.planning.single import Options, Trace
+from autopar.planning.trace import Trace
 from tests.support import models
 
 MESH = Mesh.parse("H100: gpu=2")
@@ -24,7 +25,7 @@ def gpt2() -> tuple[Graph, tuple[Graph, ...]]:
     """GPT-2 in five stages of which the first has no linear and some are cut inside a block."""
     torch.manual_seed(0)
     model, batch = models.gpt2(layers=4)
-    graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
+    graph = capture_call(Call(model, (), batch), Options(), Trace(None), 2).graph
     last = {node.source.module: node.name for node in graph.nodes if not node.is_leaf}
     first = next(node.name for node in graph.nodes if node.op == "aten.embedding")
     ends = [first, last["transformer.h.0.attn.c_proj"], last["transformer.h.2"], last["lm_head"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import autopar
 from autopar.capture.capture import Captured
+from autopar.compiled import Compiled, placement_of
 from autopar.errors import (
     BatchError,
     MeshError,
@@ -25,15 +27,9 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import cut
 from autopar.passes.normalise import FINDING, prepare
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import (
-    Request,
-    capture_microbatch,
-    microbatch,
-    placement_of,
-    plan_evenly,
-    sources_of,
-)
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines import stages as planning
 from autopar.planning.pipelines.stages import (
     Devices,
@@ -45,7 +41,8 @@ from autopar.planning.pipelines.stages import (
     read_schedule,
     schedule_of,
 )
-from autopar.planning.single import Options, Trace
+from autopar.planning.plan_model import plan_evenly
+from autopar.planning.trace import Trace
 from tests.support import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
@@ -57,12 +54,14 @@ def mlp() -> Captured:
     torch.manual_seed(0)
     model, batch = models.mlp((8, 16, 16, 16, 16, 8), batch=8)
     options = Options(loss_fn=models.squared_error)
-    return capture_microbatch(model, (), batch, 2, options, Trace(None))
+    return capture_call(Call(model, (), batch), options, Trace(None), 2)
 
 
 @pytest.fixture(scope="module")
-def plan(mlp: Captured) -> PipelinePlan:
-    return plan_evenly(mlp, LINE, Request(2, 2, "1f1b"), Options(), Trace(None))
+def plan(mlp: Captured) -> Plan:
+    return plan_evenly(
+        mlp.graph, LINE, Options(stages=2, microbatches=2, schedule="1f1b"), Trace(None)
+    )
 
 
 def test_parts_of_a_mesh() -> None:
@@ -122,7 +121,7 @@ def test_even_cuts_by_brute_force(mlp: Captured, stages: int) -> None:
 def test_blocks_stay_whole() -> None:
     torch.manual_seed(0)
     model, batch = models.gpt2(layers=4)
-    captured = capture_microbatch(model, (), batch, 4, Options(), Trace(None))
+    captured = capture_call(Call(model, (), batch), Options(), Trace(None), 4)
     ends = even_ends(captured.graph, 4, LINE, Options())
     nodes = list(captured.graph.nodes)
     modules = [captured.graph[end].source.module for end in ends]
@@ -138,7 +137,7 @@ def test_no_cut_between_the_uses_of_a_written_buffer() -> None:
     """Every legal cut of a network with batch norms is one that `cut` takes."""
     torch.manual_seed(0)
     model, batch = models.conv_net()
-    graph = capture_microbatch(model, (), batch, 2, Options(), Trace(None)).graph
+    graph = capture_call(Call(model, (), batch), Options(), Trace(None), 2).graph
     whole = prepare(graph, passes=FINDING)
     names = list(planning.weights(graph, whole, LINE, Options())[0])
     legal = legal_cuts(graph, names, {})
@@ -156,7 +155,7 @@ def test_equal_stages_are_planned_once() -> None:
     torch.manual_seed(0)
     model, batch = models.mlp((8,) * 8)
     options = Options(loss_fn=models.squared_error)
-    captured = capture_microbatch(model, (), batch, 4, options, Trace(None))
+    captured = capture_call(Call(model, (), batch), options, Trace(None), 4)
     graph = captured.graph
     ends = [node.name for node in graph.nodes if node.op == "aten.gelu"]
     groups = [Devices(Mesh.parse(f"{DEVICE}: gpu=1"), n) for n in range(7)]
@@ -165,7 +164,7 @@ def test_equal_stages_are_planned_once() -> None:
         plan = plan_stages(graph, ends, groups, mesh, 4, "1f1b", Options(), Trace(None))
     # The first, the middle ones with the most and the fewest in flight, the last with the loss.
     assert made.call_count == 4
-    assert len(sources_of(captured, plan, Options())) == 7
+    assert len(Compiled.of(captured, plan, Options(), Trace(None)).sources) == 7
     nowhere = Options(pins={"nowhere": "[4]"})
     with pytest.raises(PinError, match="name nothing: nowhere"):
         plan_stages(graph, ends, groups, mesh, 4, "1f1b", nowhere, Trace(None))
@@ -176,14 +175,14 @@ def test_equal_stages_are_planned_once() -> None:
         plan_stages(graph, ends[:5], uneven, mesh, 4, "chimera", Options(), Trace(None))
 
 
-def test_a_plan_is_a_file(plan: PipelinePlan, tmp_path: Path) -> None:
+def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
     plan = replace(plan, predicted={"step_seconds": 0.25}, model={"source": "mlp"})
-    assert PipelinePlan.from_toml(plan.to_toml()) == plan
+    assert Plan.from_toml(plan.to_toml()) == plan
     plan.save(tmp_path / "plan.toml")
-    assert PipelinePlan.load(tmp_path / "plan.toml") == plan
+    assert Plan.load(tmp_path / "plan.toml") == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.toml"]
     with pytest.raises(PlanError, match="cannot read the plan"):
-        PipelinePlan.load(tmp_path / "missing.toml")
+        Plan.load(tmp_path / "missing.toml")
 
 
 @pytest.mark.parametrize(
@@ -201,14 +200,14 @@ def test_a_plan_is_a_file(plan: PipelinePlan, tmp_path: Path) -> None:
         ("graph =", "graph", "not readable TOML"),
     ],
 )
-def test_damaged_plans_are_refused(plan: PipelinePlan, old: str, new: str, error: str) -> None:
+def test_damaged_plans_are_refused(plan: Plan, old: str, new: str, error: str) -> None:
     text = plan.to_toml()
     assert old in text
     with pytest.raises(PlanError, match=error):
-        PipelinePlan.from_toml(text.replace(old, new), where="plan.toml")
+        Plan.from_toml(text.replace(old, new), where="plan.toml")
 
 
-def test_stages_stand_where_the_schedule_wants_them(plan: PipelinePlan) -> None:
+def test_stages_stand_where_the_schedule_wants_them(plan: Plan) -> None:
     assert placement_of(plan).ranks == (((0, 1), (2, 3)),)
     first, second = plan.stages
     turned = replace(plan, schedule="zb_v", stages=(first, second))
@@ -218,7 +217,7 @@ def test_stages_stand_where_the_schedule_wants_them(plan: PipelinePlan) -> None:
         placement_of(replace(plan, schedule="2f2b"))
 
 
-def test_plans_for_others_are_refused(mlp: Captured, plan: PipelinePlan) -> None:
+def test_plans_for_others_are_refused(mlp: Captured, plan: Plan) -> None:
     plan.check(fingerprint(mlp.graph), LINE)
     with pytest.raises(PlanMismatchError, match="another model"):
         plan.check("another sha256:0", LINE)
@@ -226,15 +225,22 @@ def test_plans_for_others_are_refused(mlp: Captured, plan: PipelinePlan) -> None
         plan.check(fingerprint(mlp.graph), Mesh.parse(f"{DEVICE}: gpu=2"))
 
 
+def sliced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    part = Call(torch.nn.Identity(), args, kwargs).microbatch(count)
+    return part.args, part.kwargs
+
+
 def test_microbatches_are_slices() -> None:
     batch = {"x": torch.arange(6.0).reshape(6, 1), "deep": [torch.arange(6), {"n": 3}]}
-    args, kwargs = microbatch((torch.ones(()),), batch, 3)
+    args, kwargs = sliced((torch.ones(()),), batch, 3)
     assert args[0].shape == ()
     assert kwargs["x"].tolist() == [[0.0], [1.0]]
     assert kwargs["deep"][0].tolist() == [0, 1]
     assert kwargs["deep"][1] == {"n": 3}
     with pytest.raises(BatchError, match="'x' does not divide into 4 microbatches"):
-        microbatch((), batch, 4)
+        sliced((), batch, 4)
 
 
 def test_on_one_device_it_is_gradient_accumulation() -> None:

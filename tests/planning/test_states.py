@@ -8,13 +8,17 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.cli.common.model_options import Wanted, capture_model
+from autopar.cli.common.model_options import capture_model
 from autopar.errors import InfeasibleError, StateError
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, make_plan
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.update.optimizer import elementwise
+from autopar.stage_plan import StagePlan
 
 # PaRO (arXiv:2310.06003), section 5: LLaMA-65B on 32 A100-80, mixed precision, 4 samples of 512
 # tokens a device, checkpointing; the others run out of memory.
@@ -25,7 +29,7 @@ FITS |= {"zero2": False, "mics": False, "hsdp": False, "paro-nig": False}
 @pytest.mark.slow
 def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
     mesh = Mesh.parse("A100-80: node=4, gpu=8")
-    graph = capture_model(Wanted("llama-65b", 128, 512, None), Options(), Trace(None))
+    graph = capture_model(ModelSpec("llama-65b", 128, 512, None), Options(), Trace(None))
     found = {}
     for name in FITS:
         options = Options(
@@ -34,7 +38,7 @@ def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
         try:
             # Six times two bytes of a bf16 parameter: master, momentum and variance in float32.
             plan = make_plan(graph, mesh, options, Trace(None), state_bytes=6.0)
-            found[name] = plan.predicted["peak_bytes"] <= 80e9
+            found[name] = plan.predicted.peak_bytes <= 80e9
         except InfeasibleError:
             found[name] = False
     assert found == FITS
@@ -44,7 +48,7 @@ def test_of_the_shardings_of_llama_65b_those_fit_that_are_said_to() -> None:
 def test_llama_70b_on_eight_devices_says_what_is_missing() -> None:
     """No fewer bytes than a split of parameters, gradients and two moments in bf16 needs."""
     mesh = Mesh.parse("H100: gpu=8")
-    graph = capture_model(Wanted("llama-3-70b", 8, 2048, None), Options(), Trace(None))
+    graph = capture_model(ModelSpec("llama-3-70b", 8, 2048, None), Options(), Trace(None))
     with pytest.raises(InfeasibleError, match=r"GiB more; largest: ") as caught:
         make_plan(graph, mesh, Options(state="zero3"), Trace(None))
     needs = re.search(r"needs ([0-9.]+) GiB", str(caught.value))
@@ -54,8 +58,8 @@ def test_llama_70b_on_eight_devices_says_what_is_missing() -> None:
     assert "more devices" in str(caught.value)
 
 
-def small(**more: object) -> Plan:
-    graph = capture_model(Wanted("gpt2", 8, 16, 2), Options(), Trace(None))
+def small(**more: object) -> StagePlan:
+    graph = capture_model(ModelSpec("gpt2", 8, 16, 2), Options(), Trace(None))
     options = Options(**more)  # type: ignore[arg-type]
     return make_plan(graph, Mesh.parse("H100: node=2, gpu=2"), options, Trace(None))
 
@@ -83,7 +87,7 @@ def test_whether_parameters_are_gathered_again_may_be_said() -> None:
         small(state="zero3, never")
 
 
-def _parameters(plan: Plan) -> list[str]:
+def _parameters(plan: StagePlan) -> list[str]:
     shares = [name for name in plan.nodes if f"{name}_share" in plan.nodes]
     return [name for name in shares if not plan.nodes[name].operands]
 

@@ -254,7 +254,7 @@ class Odd(nn.Module):
         return self.net(x - self.mean).square().mean()
 
 
-def odd(mesh: str, seed: int, **planned: Any) -> autopar.Program:
+def odd(mesh: str, seed: int, **planned: Any) -> autopar.Session:
     torch.manual_seed(seed)
     model = Odd().double()
     return autopar.compile(model, mesh, optimizer=make_optimizer, example_inputs=BATCH, **planned)
@@ -263,11 +263,11 @@ def odd(mesh: str, seed: int, **planned: Any) -> autopar.Program:
 BATCH = {"x": torch.arange(72.0, dtype=torch.float64).reshape(8, 9).sin()}
 
 
-def losses_of(program: autopar.Program, count: int = 2) -> list[float]:
+def losses_of(program: autopar.Session, count: int = 2) -> list[float]:
     return [program.step(**BATCH).item() for _ in range(count)]
 
 
-def one_rank_cannot_write(path: Path, program: autopar.Program) -> None:
+def one_rank_cannot_write(path: Path, program: autopar.Session) -> None:
     """Its disk is full; all ranks hear of it, and the checkpoint that was there stays."""
     before = contents(path)
     write = storage.save_file
@@ -293,7 +293,7 @@ def one_rank_cannot_write(path: Path, program: autopar.Program) -> None:
     dist.barrier()
 
 
-def one_rank_finds_it_damaged(path: Path, program: autopar.Program, losses: list[float]) -> None:
+def one_rank_finds_it_damaged(path: Path, program: autopar.Session, losses: list[float]) -> None:
     """Each file is checked by one rank; all refuse it, and go on as if nothing had been."""
     file = next(path.rglob("rank_1.safetensors"))
     content = file.read_bytes()

@@ -54,7 +54,7 @@ def test_code_of_inductor(name: str) -> None:
     compare(name, [*cases, Case(PAIR, "data", torch.float32, backend="inductor")])
 
 
-def stepped(backend: str, **how: Any) -> tuple[list[float], autopar.Program]:
+def stepped(backend: str, **how: Any) -> tuple[list[float], autopar.Session]:
     model, batch = make("gpt2", torch.float64, 0.0)
     program = autopar.compile(
         model, "cpu: gpu=1", example_inputs=batch, fuse=True, backend=backend, **how

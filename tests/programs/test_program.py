@@ -106,7 +106,7 @@ def train_alone(
     return losses, norms
 
 
-def same_state(program: autopar.Program, model: nn.Module) -> None:
+def same_state(program: autopar.Session, model: nn.Module) -> None:
     """The program's state_dict is the model's, name by name."""
     expected, found = model.state_dict(), program.state_dict()
     assert list(found) == list(expected)
@@ -114,7 +114,7 @@ def same_state(program: autopar.Program, model: nn.Module) -> None:
         close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def split_axes(program: autopar.Program) -> set[str]:
+def split_axes(program: autopar.Session) -> set[str]:
     """The mesh axes over which the program holds a parameter in parts."""
     entries = program.plan.nodes
     leaves = [entries[n.name].results[0][1] for n in program.graph.folded if n.op == "param"]
@@ -294,7 +294,7 @@ def one_plan_for_all_ranks(folder: str) -> None:
     """Here a search would find another plan on every other rank, as where time runs out."""
     model, batches = regression()
     pin = "[32, 16@data@tensor]" if dist.get_rank() == 0 else "[32@data@tensor, 16]"
-    search = (compiler := importlib.import_module("autopar.program")).make_plan
+    search = (compiler := importlib.import_module("autopar.session")).make_plan
 
     def elsewhere(graph: Any, mesh: Any, options: Any, *more: Any) -> Any:
         found = dataclasses.replace(options, pins={"net.layers.0.weight": pin})

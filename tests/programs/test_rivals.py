@@ -41,7 +41,7 @@ def test_a_cluster_is_planned_without_gpu_or_process_group() -> None:
     assert not dist.is_initialized()
     assert not torch.cuda.is_initialized()
     assert (made.mesh.device, made.mesh.names, made.mesh.shape) == ("H100", ("node", "gpu"), (2, 8))
-    assert made.predicted["step_seconds"] > 0
+    assert made.predicted.step_seconds > 0
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -121,7 +121,7 @@ def test_a_device_that_nobody_knows_is_described_in_the_mesh_text() -> None:
     assert read.mesh.description is not None
     # A slower chip of the same name takes longer.
     slower = autopar.plan(model, text.replace("1.6TB/s", "0.4TB/s"), example_inputs=batch)
-    assert slower.predicted["compute_seconds"] > made.predicted["compute_seconds"]
+    assert slower.predicted.compute_seconds > made.predicted.compute_seconds
 
 
 class Several(nn.Module):

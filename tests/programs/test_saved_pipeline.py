@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 import autopar
-from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
 from tests.programs.test_saved_program import FILES, run
 from tests.support.models import gpt2
 from tests.support.ranks import run_ranks
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 MESH = "toy[1GFLOP/s 64GiB 1GB/s]: stage=2 @10GB/s 1us, tensor=2 @10GB/s 1us"
 
 
-def train_and_save(path: str) -> tuple[list[str], PipelinePlan | autopar.Plan]:
+def train_and_save(path: str) -> tuple[list[str], Plan | autopar.Plan]:
     """Losses of steps after saving, as the saved program prints them, and the plan."""
     torch.manual_seed(0)
     model, batch = gpt2()
@@ -71,7 +71,7 @@ def test_a_saved_pipeline_trains_by_itself(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
     stages = {f"stage_{number}.py" for number in range(4)}
     assert {file.name for file in target.iterdir()} == FILES | stages
-    assert PipelinePlan.load(target / "plan.toml") == plan
+    assert Plan.load(target / "plan.toml") == plan
     source = (target / "program.py").read_text()
     assert re.search(r"^# 0-1  F0-F1-F0", source, re.MULTILINE)
     ruff = [

@@ -81,7 +81,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def small() -> tuple[autopar.Program, dict[str, torch.Tensor]]:
+def small() -> tuple[autopar.Session, dict[str, torch.Tensor]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     return autopar.compile(model, SINGLE, example_inputs=torch.randn(2, 4)), model.state_dict()
 

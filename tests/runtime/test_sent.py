@@ -23,9 +23,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.storage import Hop
 from autopar.ir.tensor import Layout
 from autopar.operators.across import Across, Axes
-from autopar.plan import Plan
 from autopar.runtime.module_loader import load
 from autopar.runtime.parameters.pieces import Parameter
+from autopar.stage_plan import StagePlan
 from tests.intra_op.test_folding import random_choice
 from tests.support import models
 from tests.support.emitted import SLOW, Case, family, local_values
@@ -150,7 +150,9 @@ def sent(case: Case, source: str, mesh: Mesh) -> tuple[list[Collective], list[Ho
     return ledger.calls, ledger.together
 
 
-def seconds(sent: tuple[list[Collective], list[Hop]], plan: Plan, model: AnalyticModel) -> float:
+def seconds(
+    sent: tuple[list[Collective], list[Hop]], plan: StagePlan, model: AnalyticModel
+) -> float:
     """What all of them take."""
     calls, together = sent
     return sum(map(model.collective, calls)) + sum(
@@ -158,7 +160,7 @@ def seconds(sent: tuple[list[Collective], list[Hop]], plan: Plan, model: Analyti
     )
 
 
-def priced(graph: Graph, plan: Plan, model: AnalyticModel) -> float:
+def priced(graph: Graph, plan: StagePlan, model: AnalyticModel) -> float:
     """Seconds of communication that the plan predicts, that of the loss included."""
     assert graph.loss is not None
     loss, made = graph[graph.loss], plan.nodes[graph.loss].results[0][1]
@@ -178,7 +180,7 @@ def test_what_is_sent_is_what_was_priced(name: str) -> None:
     assert total == pytest.approx(once, rel=1e-9, abs=0.0)
 
 
-def twice(graph: Graph, plan: Plan, model: AnalyticModel) -> float:
+def twice(graph: Graph, plan: StagePlan, model: AnalyticModel) -> float:
     """What the price holds for further readers that want a value in one layout: it is sent once."""
     found: dict[tuple[str, str, int], float] = {}
     more = 0.0
@@ -199,7 +201,7 @@ def test_no_plan_sends_more_than_was_priced(name: str) -> None:
     for _ in range(2):
         choice = random_choice(built.problem, generator)
         made = layouts(built, case.graph, choice)
-        plan = Plan(fingerprint(case.graph), mesh, made, built.figures(choice))
+        plan = StagePlan(fingerprint(case.graph), mesh, made, built.figures(choice))
         calls = sent(case, emit(case.graph, plan, model.collective), mesh)
         total, price = seconds(calls, plan, model), priced(case.graph, plan, model)
         assert 0.9 * price <= total <= price * (1 + 1e-9)

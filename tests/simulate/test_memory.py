@@ -20,10 +20,13 @@ from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
-from autopar.plan import Plan
+from autopar.planning.capturing import capture_graph
 from autopar.planning.offloading import told
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import Task, run, settings_on, tasks
+from autopar.stage_plan import StagePlan
 from tests.support import models
 from tests.support.memory import Measured, measured_step, simulated_levels
 from tests.support.ranks import run_ranks
@@ -60,7 +63,7 @@ class Case:
 
     name: str
     layers: int
-    plan: Plan
+    plan: StagePlan
     captured: Captured
 
     def simulated(self) -> tuple[Task, ...]:
@@ -70,7 +73,7 @@ class Case:
 
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
-        compiler = importlib.import_module("autopar.program")
+        compiler = importlib.import_module("autopar.session")
         with patch.object(compiler, "capture_graph", lambda *_: self.captured):
             program = autopar.compile(
                 model,

@@ -22,10 +22,13 @@ from autopar.intra_op.table import table
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import Settings, Task, Timeline, run, tasks
 from autopar.simulate.timeline import cause_of
+from autopar.stage_plan import StagePlan
 from tests.support.memory import measured_step, simulated_levels
 
 MESH = "A100-80: data=2, tensor=4"
@@ -83,7 +86,7 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def plans(graph: Graph) -> dict[str, Plan]:
+def plans(graph: Graph) -> dict[str, StagePlan]:
     """Each gradient goes by itself, so that collectives are those that are listed."""
     mesh, nothing = autopar.Mesh.parse(MESH), Trace(None)
     made = {
@@ -122,17 +125,19 @@ def deepened(graph: Graph, count: int) -> Graph:
     return replace(graph, nodes=(*lead, *graph.nodes[:place], *body, *rest), repeats=repeats)
 
 
-def kernels(graph: Graph, plan: Plan) -> dict[str, NodeWork]:
+def kernels(graph: Graph, plan: StagePlan) -> dict[str, NodeWork]:
     return works(graph, plan, table())
 
 
-def simulate(graph: Graph, plan: Plan, **settings: object) -> tuple[tuple[Task, ...], Timeline]:
+def simulate(
+    graph: Graph, plan: StagePlan, **settings: object
+) -> tuple[tuple[Task, ...], Timeline]:
     model = AnalyticModel(plan.mesh)
     made = tasks(graph, plan, kernels(graph, plan), model, Settings(**settings))  # type: ignore
     return made, run(made, model, 1.0)
 
 
-def sent(graph: Graph, plan: Plan) -> list[Move]:
+def sent(graph: Graph, plan: StagePlan) -> list[Move]:
     """The moves of a plan. The planner prices them for each reader; readers of one value in one
     layout in one function have it sent once."""
     blocks = {name for repeat in graph.repeats for name in repeat.iterations[0]}
@@ -141,7 +146,7 @@ def sent(graph: Graph, plan: Plan) -> list[Move]:
     return list(once.values())
 
 
-def called(graph: Graph, plan: Plan) -> list[Collective]:
+def called(graph: Graph, plan: StagePlan) -> list[Collective]:
     """The collectives of a step that waits for its gradients: those of the moves, but that all
     gradients that are summed over the same axes are summed by one."""
     found: list[Collective] = []
@@ -156,7 +161,9 @@ def called(graph: Graph, plan: Plan) -> list[Collective]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_step_takes_the_sum_of_its_parts(name: str, graph: Graph, plans: dict[str, Plan]) -> None:
+def test_a_step_takes_the_sum_of_its_parts(
+    name: str, graph: Graph, plans: dict[str, StagePlan]
+) -> None:
     plan = plans[name]
     model = AnalyticModel(plan.mesh)
     _, found = simulate(graph, plan)
@@ -173,7 +180,9 @@ def test_a_step_takes_the_sum_of_its_parts(name: str, graph: Graph, plans: dict[
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_collectives_are_those_of_the_plan(name: str, graph: Graph, plans: dict[str, Plan]) -> None:
+def test_collectives_are_those_of_the_plan(
+    name: str, graph: Graph, plans: dict[str, StagePlan]
+) -> None:
     plan = plans[name]
     made, _ = simulate(graph, plan)
     calls = sorted(str(task.what) for task in made if isinstance(task.what, Collective))
@@ -181,7 +190,9 @@ def test_collectives_are_those_of_the_plan(name: str, graph: Graph, plans: dict[
     assert calls == sorted(listed)
 
 
-def test_gradients_beside_the_backward_are_hidden(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_gradients_beside_the_backward_are_hidden(
+    graph: Graph, plans: dict[str, StagePlan]
+) -> None:
     plan = replace(plans["data"], step={"bucket": 2.0**16})  # as programs that overlap send them
     _, waits = simulate(graph, plan)
     made, found = simulate(graph, plan, overlap=frozenset({"gradient"}))
@@ -194,7 +205,7 @@ def test_gradients_beside_the_backward_are_hidden(graph: Graph, plans: dict[str,
     assert found.spans[first].start >= max(span.end for span in found.spans[:first])
 
 
-def test_parameters_are_gathered_ahead(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_parameters_are_gathered_ahead(graph: Graph, plans: dict[str, StagePlan]) -> None:
     _, waits = simulate(graph, plans["zero"])
     _, found = simulate(graph, plans["zero"], overlap=frozenset({"parameter"}))
     exposed = found.communication(cause_of)["parameter"][1]
@@ -214,7 +225,7 @@ def test_a_backward_waits_for_parameters_that_are_gathered_again(graph: Graph) -
         assert all(came[name] <= span.end for name in span.task.frees), span.task.name
 
 
-def test_every_buffer_comes_once_and_goes_once(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_every_buffer_comes_once_and_goes_once(graph: Graph, plans: dict[str, StagePlan]) -> None:
     for plan in plans.values():
         made, found = simulate(graph, plan)
         came = [name for task in made for name, _ in task.allocates]
@@ -227,7 +238,7 @@ def test_every_buffer_comes_once_and_goes_once(graph: Graph, plans: dict[str, Pl
 
 
 def test_gradients_and_state_are_as_large_as_their_parameters(
-    graph: Graph, plans: dict[str, Plan]
+    graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
     for plan in plans.values():
         made, _ = simulate(graph, plan, state_bytes=3.0)
@@ -249,7 +260,7 @@ def test_one_device_holds_what_is_measured() -> None:
     assert ends == pytest.approx(measured.ends(), rel=0.002)
 
 
-def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, StagePlan]) -> None:
     for plan in (plans["megatron"], plans["zero"]):
         found = [simulate(deepened(graph, count), plan)[1] for count in (4, 5, 6)]
         for figures in ([t.seconds for t in found], [t.memory.peak for t in found]):
@@ -260,7 +271,7 @@ def test_every_block_more_takes_as_much_more(graph: Graph, plans: dict[str, Plan
 
 @pytest.mark.slow
 def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
-    graph: Graph, plans: dict[str, Plan]
+    graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
     deep, plan = deepened(graph, 126), plans["megatron"]
     work, model = kernels(deep, plan), AnalyticModel(plan.mesh)
@@ -269,7 +280,9 @@ def test_a_model_as_deep_as_llama_405b_is_simulated_in_two_seconds(
     assert time.process_time() - began < 2
 
 
-def test_a_trace_holds_every_task_that_takes_time(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_a_trace_holds_every_task_that_takes_time(
+    graph: Graph, plans: dict[str, StagePlan]
+) -> None:
     _, found = simulate(graph, plans["megatron"])
     events = json.loads(found.to_trace())["traceEvents"]
     ran = [event for event in events if event["ph"] == "X"]
@@ -279,7 +292,7 @@ def test_a_trace_holds_every_task_that_takes_time(graph: Graph, plans: dict[str,
     assert max(counted) == found.memory.peak
 
 
-def test_what_has_no_step_is_refused(graph: Graph, plans: dict[str, Plan]) -> None:
+def test_what_has_no_step_is_refused(graph: Graph, plans: dict[str, StagePlan]) -> None:
     plan, model = plans["free"], AnalyticModel(autopar.Mesh.parse(MESH))
     with pytest.raises(SimulationError, match="no training step"):
         tasks(replace(graph, loss=None), plan, {}, model)

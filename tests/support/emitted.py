@@ -15,9 +15,11 @@ from autopar.cost.model import AnalyticModel
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import prepare
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, make_plan
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.parameters.pieces import Parameter
+from autopar.stage_plan import StagePlan
 from tests.support import models
 
 FAST = "H100: a=2, b=2"
@@ -36,10 +38,10 @@ class Case:
     graph: Graph
 
     @cached_property
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, StagePlan]:
         return {}
 
-    def plan(self, mesh: str) -> Plan:
+    def plan(self, mesh: str) -> StagePlan:
         if mesh not in self.plans:
             self.plans[mesh] = make_plan(self.graph, Mesh.parse(mesh), Options(), Trace(None))
         return self.plans[mesh]

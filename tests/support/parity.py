@@ -18,7 +18,10 @@ from autopar.ir.fusion import choose
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support import models
 
 Batch = dict[str, Tensor]
@@ -222,7 +225,7 @@ class Sharded:
 
     def train(self) -> list[Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.program")
+        compiler = importlib.import_module("autopar.session")
         models = {key: make(self.name, *key[:2]) for key in self.captured}
         runs = []
         for case, plan in zip(self.cases, self.plans, strict=True):

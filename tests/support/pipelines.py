@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
+from autopar.compiled import Compiled, placement_of, values_of
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, prepare
 from autopar.pins import data_parallel, megatron
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import capture_microbatch, placement_of, sources_of, values_of
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import (
     Devices,
     even_ends,
@@ -22,7 +24,7 @@ from autopar.planning.pipelines.stages import (
     schedule_of,
     weights,
 )
-from autopar.planning.single import Options, Trace
+from autopar.planning.trace import Trace
 from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.pipeline import Pipeline
@@ -157,7 +159,7 @@ class Job:
     """A case, planned and emitted."""
 
     case: Case
-    plan: PipelinePlan
+    plan: Plan
     sources: tuple[str, ...]
     placement: Placement
 
@@ -172,8 +174,8 @@ class Jobs:
     def _job(self, case: Case) -> Job:
         if case.key not in self.captured:
             model, batch = make(case)
-            self.captured[case.key] = capture_microbatch(
-                model, (), batch, case.microbatches, Options(), Trace(None)
+            self.captured[case.key] = capture_call(
+                Call(model, (), batch), Options(), Trace(None), case.microbatches
             )
         captured = self.captured[case.key]
         options = Options(pins=None if case.plan == "free" else WORDS[case.plan])
@@ -188,7 +190,12 @@ class Jobs:
             options,
             Trace(None),
         )
-        return Job(case, plan, sources_of(captured, plan, Options()), placement_of(plan))
+        return Job(
+            case,
+            plan,
+            Compiled.of(captured, plan, Options(), Trace(None)).sources,
+            placement_of(plan),
+        )
 
     def train(self) -> list[Run]:
         """The runs of this rank."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 import threading
 
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support import models
 
 model, batch = models.gpt2(layers=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar import session
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import Word, data_parallel, megatron
-from autopar.planning.single import Trace
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.plan_model import plan_evenly
+from autopar.planning.trace import Trace
 from autopar.runtime import runtime, torch_private
 from autopar.runtime.communication.refetch import Refetch
 from autopar.runtime.update.optimizer import elementwise
@@ -212,9 +215,9 @@ class Jobs:
         self.plans = [self._plan(case) for case in cases]
 
     def _plan(self, case: Case) -> Any:
-        pipelined = importlib.import_module("autopar.pipelined")
-        single = importlib.import_module("autopar.planning.single")
-        options = single.Options(
+        options = Options(
+            stages=case.stages,
+            microbatches=case.microbatches,
             pins=case.pins,
             state=f"{case.state}, gathered again" if case.again else case.state,
             recompute=case.recompute,
@@ -225,24 +228,20 @@ class Jobs:
         key = case.captured(options.precision)
         if key not in _captures:
             model, batch = case.make()
-            _captures[key] = pipelined.capture_microbatch(
-                model, (), batch, case.microbatches, options, Trace(None)
+            _captures[key] = capture_call(
+                Call(model, (), batch), options, Trace(None), case.microbatches
             )
         captured = self.captured[key] = _captures[key]
-        request = pipelined.Request(case.stages, case.microbatches)
-        return pipelined.plan_evenly(
-            captured, Mesh.parse(self.mesh), request, options, Trace(None), 2.0
-        )
+        return plan_evenly(captured.graph, Mesh.parse(self.mesh), options, Trace(None))
 
-    def program(self, number: int) -> tuple[autopar.Program, dict[str, Tensor]]:
+    def program(self, number: int) -> tuple[autopar.Session, dict[str, Tensor]]:
         """The program of a case on this rank, and its batch."""
         case, plan = self.cases[number], self.plans[number]
         key = case.captured(plan.precision)
         captured = self.captured[key]
         model, batch = case.make()
-        pipelined = importlib.import_module("autopar.pipelined")
         with (
-            patch.object(pipelined, "capture_microbatch", lambda *_: captured),
+            patch.object(session, "capture_call", lambda *_: captured),
             patch.object(runtime, "Refetch", lambda comm, ahead: Refetch(comm, case.ahead)),
         ):
             program = autopar.compile(

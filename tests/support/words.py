@@ -11,7 +11,10 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.pins import PinsLike
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support.families import Experts
 
 # So quick that what is computed costs next to nothing: few open things are worth splitting.

@@ -26,7 +26,10 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support.annotated import MEGATRON, Batch, gpt
 from tests.support.patterns import communication
 from tests.support.ranks import run_ranks
@@ -47,7 +50,7 @@ class Planned:
         return self.captured.graph
 
     def cost(self) -> float:
-        return self.plan.predicted["step_seconds"]
+        return self.plan.predicted.step_seconds
 
     def annotated(self) -> list[Node]:
         return [node for node in self.graph.folded if node.op == "autopar.shard"]
@@ -196,7 +199,7 @@ def losses(found: Planned | None) -> tuple[list[float], Batch]:
     """Four steps of SGD: on this rank by autopar as planned, without a plan by torch alone."""
     model, batch = gpt({})
     if found is not None:
-        compiler = importlib.import_module("autopar.program")
+        compiler = importlib.import_module("autopar.session")
         with patch.object(compiler, "capture_graph", lambda *_: found.captured):
             program = autopar.compile(
                 model,
@@ -233,11 +236,11 @@ def test_annotated_models_train_as_unannotated_ones() -> None:
 
 def test_what_propagation_leads_to_is_refused_if_it_does_not_fit() -> None:
     model, batch = gpt(BATCH)
-    peak = followed("batch").plan.predicted["peak_bytes"]
+    peak = followed("batch").plan.predicted.peak_bytes
     options = {"example_inputs": batch, "memory": 0.8 * peak}
     with pytest.raises(InfeasibleError, match="propagation leads to"):
         autopar.plan(model, MESH, solver="propagate", **options)
-    assert autopar.plan(model, MESH, **options).predicted["peak_bytes"] <= 0.8 * peak
+    assert autopar.plan(model, MESH, **options).predicted.peak_bytes <= 0.8 * peak
 
 
 def test_a_solver_that_is_none_is_refused_with_those_that_are() -> None:

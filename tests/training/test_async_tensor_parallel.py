@@ -32,9 +32,13 @@ from autopar.ir.recompute import Recompute, run_names
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel, megatron_sp
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.communication import communicator as collectives
 from autopar.simulate import Settings, run, tasks
+from autopar.stage_plan import StagePlan
 from tests.runtime.communication.test_async_linear import Called, with_torch_s_operators
 from tests.support.parity import Batch, Run, make, optimizer, train_plainly
 from tests.support.ranks import run_ranks
@@ -56,12 +60,12 @@ def captured(name: str) -> Captured:
     return capture_graph(model, (), batch, Options(), Trace(None))
 
 
-def planned(name: str, mesh: str, fuse: Fuse = (ASYNC,), **options: object) -> Plan:
+def planned(name: str, mesh: str, fuse: Fuse = (ASYNC,), **options: object) -> StagePlan:
     said = Options(fuse=choose(fuse), pins=megatron_sp("gpu"), **options)  # type: ignore[arg-type]
     return make_plan(captured(name).graph, Mesh.parse(mesh), said, Trace(None))
 
 
-def source(name: str, plan: Plan) -> str:
+def source(name: str, plan: StagePlan) -> str:
     return emit(captured(name).graph, plan, AnalyticModel(plan.mesh).collective)
 
 
@@ -77,7 +81,7 @@ class Case:
         """This rank's runs, apart and by torch's operators, and how often these were called."""
         called, runs = Called(), []
         library = with_torch_s_operators(called)
-        compiler = importlib.import_module("autopar.program")
+        compiler = importlib.import_module("autopar.session")
         for direct in (False, True):
             model, batch = small(self.name)
             with (
@@ -178,7 +182,7 @@ def test_what_is_hidden_is_its_closed_form(name: str, text: str, devices: int) -
     assert entry.seconds == pytest.approx(expected)
     # What the solver minimised is what is explained; without, that is so much more.
     steps = [explained(graph, plan, 1e12).step for plan in (on, off)]
-    assert steps[0] == pytest.approx(on.predicted["step_seconds"])
+    assert steps[0] == pytest.approx(on.predicted.step_seconds)
     assert steps[1] - steps[0] == pytest.approx(expected)
     # Played task by task it is as much, where nothing else overlaps.
     settings = Settings(accelerator=True)
@@ -195,7 +199,7 @@ def test_what_is_hidden_is_its_closed_form(name: str, text: str, devices: int) -
 def test_the_planner_takes_what_is_hidden_into_account() -> None:
     """A head split by words needs its rows, which is worth it where its product hides that."""
     on, off = planned("llama", PAIR), planned("llama", PAIR, ())
-    assert on.predicted["step_seconds"] < off.predicted["step_seconds"]
+    assert on.predicted.step_seconds < off.predicted.step_seconds
     assert on.nodes != off.nodes
     held = replace(off, fuse=(ASYNC,))
     graph = captured("llama").graph

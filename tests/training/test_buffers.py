@@ -68,7 +68,7 @@ def test_every_model_trains_under_every_plan(name: str, way: str) -> None:
     assert_trains(name, way)
 
 
-def one(model: torch.nn.Module, **options: Any) -> autopar.Program:
+def one(model: torch.nn.Module, **options: Any) -> autopar.Session:
     sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
     return autopar.compile(model, "cpu: gpu=1", **{**sgd, **options})
 

@@ -16,7 +16,10 @@ import autopar
 from autopar.capture.capture import Captured
 from autopar.intra_op import legal
 from autopar.intra_op.table import table
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support.families import FAMILIES, make
 from tests.support.ranks import run_ranks
 
@@ -83,7 +86,7 @@ class Jobs:
 
     def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.program")
+        compiler = importlib.import_module("autopar.session")
         runs = {}
         for name, captured in self.captured.items():
             model, batch = make(name)

@@ -25,7 +25,10 @@ from autopar.ir.mesh import Mesh
 from autopar.operators.mixture import ACTIVATIONS, MIXTURE, mixture
 from autopar.passes.normalise import PASSES, prepare
 from autopar.passes.routing import find_mixtures
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from tests.support.families import make
 from tests.support.graphs import assert_equal_runs, model_values, ops
 from tests.support.ranks import run_ranks
@@ -77,7 +80,7 @@ def captured(fuse: tuple[str, ...] = ()) -> Captured:
 
 def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     """The runs of this rank."""
-    compiler = importlib.import_module("autopar.program")
+    compiler = importlib.import_module("autopar.session")
     runs = {}
     for name in FUSED if fuse else SPLITS:
         mesh, pins, _ = SPLITS[name]

@@ -17,7 +17,7 @@ from autopar.capture.capture import capture
 from autopar.errors import CaptureError, ProgramError
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.operators.own_functions import find
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 from tests.support.ranks import run_ranks
 
 MESH = "cpu: data=2 @1TB/s 1ns, tensor=2 @1TB/s 1ns"
@@ -196,11 +196,11 @@ def test_training_is_the_unsharded_one(cases: list[str]) -> None:
             torch.testing.assert_close(state, weights, rtol=1e-9, atol=1e-11)
 
 
-def planned(name: str) -> tuple[Plan, str]:
+def planned(name: str) -> tuple[StagePlan, str]:
     model, x = made(name)
     with tempfile.TemporaryDirectory() as folder:
         plan = autopar.plan(model, MESH, example_inputs=x, trace=folder)
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, StagePlan)
         return plan, next(Path(folder).glob("*decompose_unknown.txt")).read_text()
 
 
@@ -219,7 +219,7 @@ def test_a_rule_of_the_users_comes_first() -> None:
     own = autopar.rule(Steep, "... -> ...", examples=["f64[4, 6]"])
     assert own.op == f"{OWN}:Steep"
     plan = autopar.plan(made("steep")[0], MESH, example_inputs=x, rules=[own], unknown_ops="error")
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, StagePlan)
     wrong = autopar.rule(PerRow, "... -> ...", examples=["f64[4, 6]"])
     with pytest.raises(autopar.errors.RuleError, match="wrong"):
         autopar.plan(model, MESH, example_inputs=x, rules=[wrong])

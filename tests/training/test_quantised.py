@@ -29,8 +29,11 @@ from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
 from autopar.pins import data_parallel
 from autopar.plan import Plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import stage_graphs
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.communication.quantised import added, pack, unpack
 from tests.support.ranks import run_ranks
 from tests.support.state_sharding import Case, Jobs, Run, Tiny
@@ -333,9 +336,9 @@ def test_plan_program_and_explanation_say_that_numerics_change() -> None:
     plain = make_plan(graph, mesh, options, Trace(None))
     plan = make_plan(graph, mesh, replace(options, precision=Precision.read(BOTH)), Trace(None))
     assert Plan.from_toml(plan.to_toml()) == plan
-    assert plan.predicted["step_seconds"] < 0.6 * plain.predicted["step_seconds"]
+    assert plan.predicted.step_seconds < 0.6 * plain.predicted.step_seconds
     found = explained(graph, plan, math.inf)
-    assert found.step == pytest.approx(plan.predicted["step_seconds"], rel=1e-9)
+    assert found.step == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     console = Console(width=200, record=True, file=StringIO())
     console.print(render(found))
     source = emit(graph, plan, AnalyticModel(mesh).collective)

@@ -14,7 +14,10 @@ import autopar
 from autopar.cost.model import AnalyticModel
 from autopar.intra_op.kernel_work import works
 from autopar.ir.mesh import Mesh
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.simulate import Settings, run, tasks
 from tests.support.ranks import run_ranks
 

@@ -16,9 +16,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import megatron
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
 from autopar.runtime.communication.communicator import Communicator
+from autopar.stage_plan import StagePlan
 from tests.support import models
 from tests.support.ranks import run_ranks
 from tests.support.state_sharding import recorded
@@ -67,7 +70,7 @@ def test_sums_are_made_in_the_wider_dtype() -> None:
         assert not bool((narrow == 260.0).all())
 
 
-def sent(plans: list[Plan]) -> tuple[list[int], list[float]]:
+def sent(plans: list[StagePlan]) -> tuple[list[int], list[float]]:
     """Of each plan the bytes that are summed in a step, and the loss."""
     nbytes, losses = [], []
     for plan in plans:
@@ -80,7 +83,7 @@ def sent(plans: list[Plan]) -> tuple[list[int], list[float]]:
 
 
 @functools.cache
-def planned() -> tuple[Graph, Plan, Plan]:
+def planned() -> tuple[Graph, StagePlan, StagePlan]:
     """A graph, and a plan of it with narrow and with wide sums."""
     made, batch = model()
     options = Options(pins=[megatron("gpu")], precision=NARROW)
@@ -89,7 +92,7 @@ def planned() -> tuple[Graph, Plan, Plan]:
     return graph, narrow, replace(narrow, precision=WIDE)
 
 
-def summed(graph: Graph, plan: Plan) -> int:
+def summed(graph: Graph, plan: StagePlan) -> int:
     """Bytes of the sums of activations in bf16, as listed."""
     return sum(
         move.count(call) * call.nbytes

@@ -18,7 +18,11 @@ from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
 from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph, make_plan
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.planner import make_plan
+from autopar.planning.trace import Trace
+from autopar.stage_plan import StagePlan
 from tests.support.parity import Batch, Run, make, optimizer, train_plainly
 from tests.support.ranks import run_ranks
 
@@ -47,7 +51,7 @@ def pair() -> tuple[torch.nn.Module, tuple[()], Batch]:
     return model, (), batch
 
 
-def planned(found: Captured, fuse: Fuse) -> Plan:
+def planned(found: Captured, fuse: Fuse) -> StagePlan:
     return make_plan(
         found.graph, Mesh.parse(MESH), Options(fuse=choose(fuse), pins=PINS), Trace(None)
     )
@@ -55,7 +59,7 @@ def planned(found: Captured, fuse: Fuse) -> Plan:
 
 def trained(found: list[Captured]) -> list[Run]:
     """The runs of this rank, one for each of `WAYS`."""
-    compiler = importlib.import_module("autopar.program")
+    compiler = importlib.import_module("autopar.session")
     runs = []
     for fuse, graph in zip(WAYS, found, strict=True):
         model, batch = llama()
@@ -93,7 +97,7 @@ def test_it_is_in_the_table_and_takes_as_long_as_its_exchange() -> None:
     assert (entry.count, entry.nbytes) == (4, 2 * 3 * 2 * 8 * values)
     assert entry.seconds > 0
     # The price of an exchange counts no copies, so that it is the packed one's in any case.
-    assert packed.predicted["step_seconds"] == pytest.approx(apart.predicted["step_seconds"])
+    assert packed.predicted.step_seconds == pytest.approx(apart.predicted.step_seconds)
     again = Plan.from_toml(packed.to_toml())
     assert again.fused == packed.fused
 

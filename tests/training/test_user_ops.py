@@ -113,11 +113,11 @@ def test_what_runs_whole_is_in_the_plan_with_its_price() -> None:
     assert Plan.from_toml(plan.to_toml()) == plan
     (seconds,) = plan.replicated.values()
     # It reads and writes 8 x 4 x 32 doubles, forwards and backwards, at the memory's pace at best.
-    assert 0 < seconds < plan.predicted["compute_seconds"]
+    assert 0 < seconds < plan.predicted.compute_seconds
     ruled = autopar.plan(model, MESH, example_inputs=x, rules=[RULE])
     assert not ruled.replicated
     assert "[replicated]" not in ruled.to_toml()
-    assert ruled.predicted["step_seconds"] < plan.predicted["step_seconds"]
+    assert ruled.predicted.step_seconds < plan.predicted.step_seconds
 
 
 @pytest.mark.parametrize("table", ["= 3", "= {gate = 'soon'}", "= {gate = nan}", "= {gate = -1}"])

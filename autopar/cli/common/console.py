@@ -21,7 +21,7 @@ from rich.status import Status
 from autopar.errors import AutoparError, ProgramError
 from autopar.lower.literals import printable
 from autopar.outside import Kind
-from autopar.planning.single import Trace
+from autopar.planning.trace import Trace
 
 FILE = Kind("the file", ProgramError)
 WIDTH = 120  # of text that goes into a file or a pipe

@@ -1,26 +1,25 @@
-"""Models as commands name them: their options, their graphs, and the plans that are for them."""
+"""Models as commands name them: their options and their graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from autopar.capture.capture import Captured
-from autopar.cli.common.console import Stages
-from autopar.cost.device import device
-from autopar.errors import GraphError, ModelFileError, PlanError
-from autopar.intra_op import legal
+from autopar.errors import GraphError, ModelFileError
 from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
-from autopar.ir.graph_text import fingerprint, format_graph
+from autopar.ir.graph_text import format_graph
 from autopar.passes.deepen import LEAST, deepen
-from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import Plan
-from autopar.planning.single import Options, Trace, capture_graph
+from autopar.plan_entries import ModelSpec
+from autopar.planning.capturing import capture_graph
+from autopar.planning.options import Options
+from autopar.planning.pipelines.automatic import AnySize
+from autopar.planning.trace import Trace
 from autopar.zoo import load, names
 from autopar.zoo.load import depth, opened
 
@@ -39,20 +38,6 @@ RULES = click.option(
 )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A model as the command line or a plan spells it; None is the model's own default."""
-
-    source: str
-    batch: int | None
-    seq: int | None
-    layers: int | None
-
-    def table(self) -> dict[str, str | int]:
-        """The plan's entry `model`."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
 def shapes(command: Command) -> Command:
     """The options --batch, --seq and --layers."""
     for name, most, text in (
@@ -64,7 +49,7 @@ def shapes(command: Command) -> Command:
     return command
 
 
-def capture_model(wanted: Wanted, options: Options, tracer: Trace) -> Graph:
+def capture_model(wanted: ModelSpec, options: Options, tracer: Trace) -> Graph:
     """The prepared graph of a model and a batch; weights of the zoo and of hf: are never made.
 
     Of a deep one of these a few blocks are traced and the others added.
@@ -85,73 +70,10 @@ def capture_model(wanted: Wanted, options: Options, tracer: Trace) -> Graph:
     return capture_whole(wanted, options, tracer).graph
 
 
-def capture_whole(wanted: Wanted, options: Options, tracer: Trace) -> Captured:
+def capture_whole(wanted: ModelSpec, options: Options, tracer: Trace) -> Captured:
     """The captured model, every block traced."""
     module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
     return capture_graph(module, (), inputs, options, tracer)
-
-
-def open_plan(
-    file: Path,
-    model: str | None,
-    given: Wanted,
-    known: dict[str, OpRule],
-    stage: Callable[[str], None],
-) -> tuple[Plan, Graph]:
-    """A plan and the graph of the model that it is for.
-
-    Raises:
-        PlanError: no usable plan, one that names code to run, or layouts that are not possible.
-        PlanMismatchError: it is for another model.
-    """
-    chosen, wanted = _read(file, model, given)
-    said = Options(table=known, precision=chosen.precision, fuse=chosen.fuse)
-    graph = capture_model(wanted, said, Stages(None, stage))
-    _check(chosen, graph, known, stage)
-    return chosen, graph
-
-
-def open_whole(
-    file: Path,
-    model: str | None,
-    given: Wanted,
-    known: dict[str, OpRule],
-    stage: Callable[[str], None],
-) -> tuple[Plan, Captured]:
-    """A plan and the captured model that it is for; raises what `open_plan` does."""
-    chosen, wanted = _read(file, model, given)
-    said = Options(table=known, precision=chosen.precision, fuse=chosen.fuse)
-    captured = capture_whole(wanted, said, Stages(None, stage))
-    _check(chosen, captured.graph, known, stage)
-    return chosen, captured
-
-
-def _read(file: Path, model: str | None, given: Wanted) -> tuple[Plan, Wanted]:
-    """A plan and its model."""
-    chosen = Plan.load(file)
-    return chosen, model_of(chosen, file, model, given)
-
-
-def model_of(chosen: Plan | PipelinePlan, file: Path, model: str | None, given: Wanted) -> Wanted:
-    """The model of a plan, as the command line spells it or else the plan.
-
-    Raises:
-        PlanError: it names code to run.
-        UnknownDeviceError: there is no such device as it is for.
-    """
-    device(chosen.mesh)
-    flags = {k: v for k, v in given.table().items() if k != "source"}
-    named = {"source": model} if model else {"source": _source(chosen, file)}
-    wanted = {"batch": None, "seq": None, "layers": None, **chosen.model, **flags, **named}
-    return Wanted(**wanted)  # type: ignore[arg-type]
-
-
-def _check(
-    chosen: Plan, graph: Graph, known: dict[str, OpRule], stage: Callable[[str], None]
-) -> None:
-    stage("strategies")
-    chosen.check(fingerprint(graph), {node.name for node in graph.folded}, chosen.mesh)
-    legal.check(graph, chosen, known)
 
 
 def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
@@ -173,19 +95,15 @@ def own_rules(files: tuple[Path, ...]) -> tuple[OpRule, ...]:
     return tuple(found)
 
 
-def _source(chosen: Plan | PipelinePlan, file: Path) -> str:
-    """The model that a plan names, if it is data: a name of the zoo or a configuration."""
-    source = str(chosen.model.get("source", ""))
-    if is_data(source):
-        return source
-    raise PlanError(
-        "the plan does not say by itself which model it is for",
-        where=str(file),
-        why=f"it names {source!r}, and a plan is data: nothing that it names is run"
-        if source
-        else "it has no entry [model]",
-        todo=f"say it: --model {source or 'file.py:function'}",
-    )
+def model_of_any_size(wanted: ModelSpec, options: Options) -> AnySize:
+    """Returns the model on batches of any size, for the search for stages."""
+
+    def graph(samples: int, layers: int | None) -> Graph:
+        count = wanted.layers if layers is None else layers
+        return capture_model(replace(wanted, batch=samples, layers=count), options, Trace(None))
+
+    data = is_data(wanted.source)
+    return AnySize(graph, depth(wanted.source, wanted.layers) if data else None, data)
 
 
 def is_data(source: str) -> bool:

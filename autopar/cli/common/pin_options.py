@@ -99,7 +99,7 @@ def _pair(text: str, form: str) -> tuple[str, str]:
 
 def _kept(source: Path) -> dict[str, str]:
     """The pins of a plan file."""
-    found = Plan.load(source).pins
+    found = Plan.load(source).stage.pins
     if not found:
         raise PlanError(
             "the plan has no pins to keep",

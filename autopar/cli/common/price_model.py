@@ -12,7 +12,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.errors import CalibrationError
 from autopar.ir.mesh import Mesh
-from autopar.plan import Plan
+from autopar.stage_plan import StagePlan
 
 CALIBRATION = click.option(
     "--calibration",
@@ -23,7 +23,7 @@ CALIBRATION = click.option(
 
 
 def prices(
-    plan: Plan, file: Path | None, whole: Mesh | None = None, *, must: bool = False
+    plan: StagePlan, file: Path | None, whole: Mesh | None = None, *, must: bool = False
 ) -> AnalyticModel | MeasuredModel:
     """Measured prices where there is a calibration, else closed forms.
 

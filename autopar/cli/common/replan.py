@@ -12,14 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import click
-
-from autopar.cli.common import staged
 from autopar.cli.common.console import Stages
-from autopar.cli.common.model_options import Wanted, open_plan, own_rules
+from autopar.cli.common.model_options import own_rules
+from autopar.cli.common.opened import Opened, PlanFile
 from autopar.cli.common.price_model import prices
 from autopar.cli.explain import explained
-from autopar.cost.device import device
 from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
@@ -27,9 +24,12 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh, parse_quantity
-from autopar.pipeline_plan import PipelinePlan, load_plan
-from autopar.plan import Plan
-from autopar.planning.single import Options, make_plan
+from autopar.plan_entries import ModelSpec
+from autopar.planning.options import Options
+from autopar.planning.pipelines.repeated import Repeated
+from autopar.planning.planner import make_plan
+from autopar.planning.prices import limit_of_plan
+from autopar.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,21 @@ class Case:
         limit: memory of a device in bytes.
         tracer: is told how far planning is.
         calibration: a file of measured prices.
-        stage: of a pipeline, if it is the plan of one.
+        whole: the mesh of all stages.
+        repeated: of a pipeline's stage, how often it runs in a step.
     """
 
-    plan: Plan
+    plan: StagePlan
     graph: Graph
     edited: bool
     rules: dict[str, OpRule]
     limit: float
     tracer: Stages
-    calibration: Path | None = None
-    stage: staged.Stage | None = None
+    calibration: Path | None
+    whole: Mesh
+    repeated: Repeated | None
 
-    def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[Plan, float]:
+    def again(self, pins: dict[str, str], limit: float | None = None) -> tuple[StagePlan, float]:
         """The best plan under the plan's own pins and more, and the seconds it took.
 
         Raises:
@@ -66,36 +68,22 @@ class Case:
         began = time.perf_counter()
         said = joined([self.plan.pins, pins])
         memory = self.limit if limit is None else limit
-        options = Options(
-            memory=memory,
-            pins=said,
-            table=self.rules,
-            calibration=self.calibration,
-            microbatches=self.plan.microbatches,
-            state=self.plan.state or None,
-            precision=self.plan.precision,
-            fuse=self.plan.fuse,
+        options = Options.like(
+            self.plan, memory=memory, pins=said, table=self.rules, calibration=self.calibration,
             whole=self.whole,
-        )
-        state = self.plan.memory.get("state", 2.0)
-        repeated = None if self.stage is None else self.stage.repeated
-        made = make_plan(self.graph, self.plan.mesh, options, self.tracer, state, repeated)
+        )  # fmt: skip
+        made = make_plan(self.graph, self.plan.mesh, options, self.tracer, self.repeated)
         return made, time.perf_counter() - began
-
-    @property
-    def whole(self) -> Mesh | None:
-        """The mesh of the pipeline."""
-        return None if self.stage is None else self.stage.whole
 
     def pins(self, node: str) -> dict[str, str]:
         """The plan's own pins on a decision."""
         names = Pins(self.graph, {}).names[node]
         return {key: text for key, text in self.plan.pins.items() if _names(key, names)}
 
-    def compared(self, other: Plan, nodes: Collection[str]) -> Difference:
+    def compared(self, other: StagePlan, nodes: Collection[str]) -> Difference:
         """How another plan for the same model differs beside some nodes; pins do not count."""
         price = prices(self.plan, self.calibration, self.whole, must=True).collective
-        alike = replace(other, pins=self.plan.pins, model=self.plan.model)
+        alike = replace(other, pins=self.plan.pins)
         found = difference(self.plan, alike, (self.graph, self.graph), (price, price))
         others = tuple(change for change in found.changes if not {*change.nodes} & {*nodes})
         return replace(found, changes=others)
@@ -137,38 +125,31 @@ def open_case(file: Path, name: str, stage: Callable[[str], None], **given: Any)
         given: the options of the command line.
 
     Raises:
-        AutoparError: see `open_plan` and `staged.open_pipeline`.
+        AutoparError: see `PlanFile.open`.
         PinError: the name is in several stages or in none.
     """
     known, number = table(own_rules(given["rule_files"])), given["number"]
-    wanted, found = Wanted("", given["batch"], given["seq"], given["layers"]), load_plan(file)
+    sizes = ModelSpec("", given["batch"], given["seq"], given["layers"])
     calibration: Path | None = given["calibration"]
-    part: staged.Stage | None = None
-    if isinstance(found, PipelinePlan):
-        staged.check_stage(found, number)
-        opened = staged.open_pipeline(
-            found, file, given["model"], wanted, known, calibration, stage
-        )
-        part = opened.stage(_stage_of(opened, name) if number is None else number)
-        plan, graph = part.plan, part.graph
-    elif number is not None:
-        raise click.UsageError("--stage is for plans of pipelines")
-    else:
-        plan, graph = open_plan(file, given["model"], wanted, known, stage)
+    asked = PlanFile(file, given["model"], sizes, known, calibration)
+    asked.stage(number)
+    opened = asked.open(stage)
+    part = opened.stage(_stage_of(opened, name) if number is None else number)
+    plan, graph, repeated = part.plan, part.graph, part.repeated
     memory: str | None = given["memory"]
-    limit = plan.memory.get("limit", device(plan.mesh).usable)
-    if memory is not None:
-        limit = parse_quantity(memory, "B")
-    by = prices(plan, calibration, None if part is None else part.whole, must=True)
-    repeated = None if part is None else part.repeated
+    limit = limit_of_plan(plan) if memory is None else parse_quantity(memory, "B")
+    by = prices(plan, calibration, part.whole, must=True)
     explanation = explained(graph, plan, limit, known, by, repeated)
     plan = replace(plan, predicted=repriced(explanation, graph))
     edited = explanation.stale
-    return Case(plan, graph, edited, known, limit, Stages(None, stage), calibration, part)
+    tracer = Stages(None, stage)
+    return Case(plan, graph, edited, known, limit, tracer, calibration, part.whole, repeated)
 
 
-def _stage_of(opened: staged.Opened, name: str) -> int:
+def _stage_of(opened: Opened, name: str) -> int:
     """The one stage in which a name means something."""
+    if len(opened.graphs) == 1:
+        return 0
     found, missing = list[int](), list[PinError]()
     for number, graph in enumerate(opened.graphs):
         try:
@@ -264,7 +245,7 @@ def instead(case: Case, nodes: list[str], pins: dict[str, str]) -> Answer:
         made, seconds = case.again(pins)
     except InfeasibleError as error:
         made, seconds = case.again(pins, math.inf)
-        excess = max(made.predicted["peak_bytes"] - case.limit, 0.0)
+        excess = max(made.predicted.peak_bytes - case.limit, 0.0)
         missing = f"{error.what}: {error.why}" if error.why else error.what
     new = decisions(made, case.graph)
     layouts = "; ".join(dict.fromkeys(new[node].layout for node in nodes))

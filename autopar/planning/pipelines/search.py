@@ -26,14 +26,16 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes
 from autopar.passes.normalise import FINDING, prepare
-from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered, runs
 from autopar.planning.pipelines.parallel_costs import Together
 from autopar.planning.pipelines.schedule_names import read_schedule
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import Devices, plan_stages, weights
 from autopar.planning.pipelines.variants import AGAIN
-from autopar.planning.single import Options, Trace, cost_model
+from autopar.planning.prices import cost_model
+from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
 _CHUNKS = (2, 3, 4, 6, 8, 12, 16)
@@ -75,7 +77,6 @@ def search(
     microbatches: Sequence[int],
     options: Options,
     memory: float,
-    state_bytes: float = 2.0,
     *,
     schedules: Sequence[str] = SCHEDULES,
     most_stages: int | None = None,
@@ -95,7 +96,6 @@ def search(
         microbatches: numbers of them to choose from.
         options: of planning.
         memory: bytes of a device.
-        state_bytes: optimizer state in units of a parameter's own bytes.
         schedules: names with options, to choose from.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
@@ -114,7 +114,7 @@ def search(
     parts = submeshes(mesh)
     ranks = {mesh.size // part.size for part in parts}
     make = partial(
-        StageCosts, mesh=mesh, options=options, memory=room, state_bytes=state_bytes, most=most,
+        StageCosts, mesh=mesh, options=options, memory=room, most=most,
         shapes=shapes, held=held, kept=_kept(laws, [n for n in ranks if n <= len(kinds)]),
     )  # fmt: skip
     together = Together(make, layered, workers or Workers(0))
@@ -175,9 +175,8 @@ def plan_of(
     mesh: Mesh,
     options: Options,
     trace: Trace,
-    state_bytes: float = 2.0,
     workers: Workers | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """The plan of what a search found: each stage planned once more, as it will run.
 
     Args:
@@ -186,7 +185,6 @@ def plan_of(
         mesh: the cluster.
         options: as of the search.
         trace: keeps what is planned.
-        state_bytes: optimizer state in units of a parameter's own bytes.
         workers: processes that plan stages.
 
     Raises:
@@ -205,7 +203,7 @@ def plan_of(
     cuts = [ends[last] for last in lasts[:-1]]
     made = partial(
         plan_stages, graph, cuts, groups, mesh, pipeline.microbatches, pipeline.schedule,
-        options=options, trace=trace, state_bytes=state_bytes, workers=workers,
+        options=options, trace=trace, workers=workers,
     )  # fmt: skip
     chunks = sorted(
         (chunk.first, chunk.candidate.recompute, beside)

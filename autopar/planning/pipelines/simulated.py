@@ -25,11 +25,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.tensor import DTYPE_BYTES
-from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
+from autopar.plan_entries import Prediction
+from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.single import Options, cost_model
+from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
+from autopar.stage_plan import StagePlan
 
 Priced = AnalyticModel | MeasuredModel
 
@@ -87,23 +89,20 @@ class Simulated:
         return self.timeline.seconds + self.once
 
 
-def simulated(
-    graphs: Sequence[Graph], plan: PipelinePlan, options: Options, state_bytes: float = 2.0
-) -> Simulated:
+def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulated:
     """A step of a pipeline in time.
 
     Args:
         graphs: of the stages, as `stage_graphs` gives them.
         plan: the pipeline's.
         options: whose rules the plans follow, and whose prices hold.
-        state_bytes: optimizer state in units of a parameter's own bytes.
 
     Raises:
         ScheduleError: the plan's schedule does not exist for its sizes.
         PlanError: the plan's stages do not stand where the schedule wants them.
         UnknownDeviceError, CostError: a mesh cannot be priced.
     """
-    groups = sorted({(start, s.plan.mesh.size) for s in plan.stages for start in s.starts})
+    groups = sorted({(start, s.mesh.size) for s in plan.stages for start in s.starts})
     schedule = schedule_of(plan.schedule, len(groups), plan.microbatches)
     if schedule.stages != len(plan.stages):
         raise PlanError(
@@ -117,11 +116,9 @@ def simulated(
     figures = []
     for number, (graph, stage) in enumerate(zip(graphs, plan.stages, strict=True)):
         # Stages that differ in names only take the same.
-        key = (alike(graph), stage.plan.mesh, tuple(map(str, stage.plan.nodes.values())))
+        key = (alike(graph), stage.mesh, tuple(map(str, stage.nodes.values())))
         if key not in known:
-            known[key] = stage_figures(
-                graph, stage.plan, options, prices(stage.plan.mesh), state_bytes
-            )
+            known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
         there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
     costs = [StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept) for s in figures]
@@ -138,27 +135,19 @@ def simulated(
     return Simulated(tuple(figures), timeline, tuple(ranks), held, tuple(memory))
 
 
-def predicted(
-    graphs: Sequence[Graph], plan: PipelinePlan, options: Options, state_bytes: float = 2.0
-) -> dict[str, float]:
+def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
     """What a plan promises: seconds of a step, the part of it that ranks are idle, and peak bytes.
 
     Arguments and errors are those of `simulated`.
     """
-    found = simulated(graphs, plan, options, state_bytes)
-    return {
-        "step_seconds": found.seconds,
-        "bubble": found.timeline.bubble,
-        "peak_bytes": max(found.memory),
-    }
+    found = simulated(graphs, plan, options)
+    return Prediction(found.seconds, max(found.memory), found.timeline.bubble)
 
 
-def stage_figures(
-    graph: Graph, plan: Plan, options: Options, model: Priced, state_bytes: float = 2.0
-) -> StageFigures:
+def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
     """What one stage takes, from a simulation of its step on one microbatch under some prices."""
     chip = device(plan.mesh)
-    settings = replace(settings_on(plan.mesh.device, state_bytes), overlap=frozenset())
+    settings = replace(settings_on(plan.mesh.device, options.state_bytes), overlap=frozenset())
     done = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     found = run(done, model, chip.slowdown)
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
@@ -168,7 +157,7 @@ def stage_figures(
     left = after_forward(done)
     trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    overlapped = "gradient" in settings_on(plan.mesh.device, state_bytes).overlap
+    overlapped = "gradient" in settings_on(plan.mesh.device, options.state_bytes).overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
     return StageFigures(
@@ -182,7 +171,7 @@ def stage_figures(
 
 
 def _crossings(
-    graphs: Sequence[Graph], plan: PipelinePlan, reader: int, prices: Callable[[Mesh], Priced]
+    graphs: Sequence[Graph], plan: Plan, reader: int, prices: Callable[[Mesh], Priced]
 ) -> tuple[float, float]:
     """Seconds of what a stage is sent for one microbatch, and of the gradients that it sends."""
     there = back = 0.0
@@ -193,11 +182,11 @@ def _crossings(
         if source.starts == target.starts:
             continue
         node = dict(graphs[maker].outputs)[leaf.target]
-        made = source.plan.nodes[graphs[maker].template[node]].results[0][1]
-        read = target.plan.nodes[graphs[reader].template[leaf.name]].results[0][1]
+        made = source.nodes[graphs[maker].template[node]].results[0][1]
+        read = target.nodes[graphs[reader].template[leaf.name]].results[0][1]
         sides = (
-            Side(source.plan.mesh, source.ranks(), made),
-            Side(target.plan.mesh, target.ranks(), read),
+            Side(source.mesh, source.ranks(), made),
+            Side(target.mesh, target.ranks(), read),
         )
         axis = _axis(plan, source, target)
         ways = (sides, sides[::-1]) if leaf.requires_grad else (sides,)
@@ -213,7 +202,7 @@ def _crossings(
     return there, back
 
 
-def _axis(plan: PipelinePlan, source: StagePlan, target: StagePlan) -> str:
+def _axis(plan: Plan, source: StagePlan, target: StagePlan) -> str:
     """The outermost axis of the whole mesh that lies between two stages."""
     one, other = (plan.mesh.coordinate(stage.starts[0]) for stage in (source, target))
     return next(name for name in plan.mesh.names if one[name] != other[name])

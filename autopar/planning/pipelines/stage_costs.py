@@ -43,14 +43,15 @@ from autopar.ir.verify import verify
 from autopar.passes.normalise import FINDING, prepare
 from autopar.planning.kernel_savings import applicable
 from autopar.planning.offloading import told as offloaded
+from autopar.planning.options import Options
 from autopar.planning.pipelines import layered as layers
 from autopar.planning.pipelines.layered import Layered, Signature, runs
 from autopar.planning.pipelines.repeated import copies
 from autopar.planning.pipelines.stage_pins import pins_of
 from autopar.planning.pipelines.stage_problem import StageProblem
 from autopar.planning.pipelines.variants import AGAIN, Share, along, front, partly
+from autopar.planning.prices import cost_model
 from autopar.planning.recomputation import told
-from autopar.planning.single import Options, cost_model
 from autopar.simulate.optimizer_step import update_works, updated_in
 
 Floats = NDArray[np.float64]
@@ -93,7 +94,6 @@ class StageCosts:
         mesh: the cluster.
         options: of planning.
         memory: bytes of a device.
-        state_bytes: optimizer state in units of a parameter's own bytes.
         most: microbatches that are in flight at most.
         shapes: how many logical shapes of a sub-mesh are tried in any case.
         held: of a rank, its layers times its microbatches in flight, in units of all layers, at
@@ -108,14 +108,13 @@ class StageCosts:
         mesh: Mesh,
         options: Options,
         memory: float,
-        state_bytes: float,
         most: int,
         shapes: int = 1,
         held: float = math.inf,
         kept: Mapping[tuple[int, int, int], Sequence[int]] | None = None,
     ) -> None:
         self.mesh, self.shapes, self.held, self.kept = mesh, shapes, held, kept or {}
-        self.options, self.memory, self.state_bytes = options, memory, state_bytes
+        self.options, self.memory = options, memory
         self.most, self._layered = most, layered
         self._solving = _PRICED if options.solver in _TIMED else {}
         self._alone: dict[tuple[Hashable, int], tuple[float, float, float]] = {}
@@ -341,7 +340,7 @@ class StageCosts:
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         built = build(
             graph, mesh, model, self.options.table,
-            state_bytes=self.state_bytes,
+            state_bytes=self.options.state_bytes,
             unknown_ops=self.options.unknown_ops,
             pins=pins_of(whole, graph, mesh, self.options),
             slowdown=device(mesh).slowdown,
@@ -388,7 +387,7 @@ class StageCosts:
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
                 updated = updated_in(storage, node, mesh, self.options.precision)
-                works = update_works([updated], self.state_bytes, fused)
+                works = update_works([updated], self.options.state_bytes, fused)
                 known[storage] = sum(map(model.compute, works))
         return [known[option.storage] for option in options]
 

@@ -16,7 +16,7 @@ from autopar.intra_op.pins.wordings import Word, spell_out
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, prepare
-from autopar.planning.single import Options
+from autopar.planning.options import Options
 
 
 def stage_pins(

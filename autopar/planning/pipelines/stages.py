@@ -21,9 +21,9 @@ from autopar.ir.rewrite import writes
 from autopar.ir.stage_graphs import alike, cut, free_values
 from autopar.ir.verify import verify
 from autopar.passes.normalise import FINDING, prepare
-from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.planning.fitting import ALIKE
+from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
     groups_for,
@@ -34,8 +34,11 @@ from autopar.planning.pipelines.schedule_names import (
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
-from autopar.planning.single import Options, Trace, cost_model, make_plan
+from autopar.planning.planner import make_plan
+from autopar.planning.prices import cost_model
+from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
+from autopar.stage_plan import StagePlan
 
 __all__ = [
     "Devices", "equal_parts", "even_ends", "groups_for", "held_beside", "in_flight", "legal_cuts",
@@ -99,11 +102,10 @@ def plan_stages(
     schedule: str,
     options: Options,
     trace: Trace,
-    state_bytes: float = 2.0,
     recompute: Sequence[str] | None = None,
     beside: Sequence[float] | None = None,
     workers: Workers | None = None,
-) -> PipelinePlan:
+) -> Plan:
     """The plan of a pipeline whose cuts and devices are given.
 
     Equal stages on equal meshes are planned once for each number of microbatches in flight that
@@ -118,7 +120,6 @@ def plan_stages(
         schedule: its name and options.
         options: for every stage.
         trace: keeps what is planned.
-        state_bytes: optimizer state in units of a parameter's own bytes.
         recompute: of each stage, in place of what the options say.
         beside: of each stage, see `Repeated`. None: the stages of one rank keep as much as one
             another.
@@ -171,10 +172,10 @@ def plan_stages(
     silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
     workers = workers if workers and trace.folder is None else Workers(0)
 
-    def planning(one: int, most: float) -> Callable[[], Plan]:
+    def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
         repeated = Repeated(microbatches, most, shared[one])
-        return partial(make_plan, parts[one], meshes[one], own, silent, state_bytes, repeated)
+        return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = _at_once(
         {
@@ -184,7 +185,7 @@ def plan_stages(
         },
         workers,
     )
-    plans: dict[int, Plan] = {}
+    plans: dict[int, StagePlan] = {}
     for same in alone.values():
         one = same[0]
         found = _by_in_flight(
@@ -193,14 +194,14 @@ def plan_stages(
         )
         plans |= {n: translated(parts[one], found[kept[n]], parts[n]) for n in same}
     stages = tuple(
-        StagePlan(end, tuple(sub.start for sub in held[number]), plans[number])
+        replace(plans[number], end=end, starts=tuple(sub.start for sub in held[number]))
         for number, end in enumerate((*ends, ""))
     )
-    whole = PipelinePlan(fingerprint(graph), mesh, microbatches, schedule, stages)
-    return replace(whole, predicted=predicted(parts, whole, options, state_bytes))
+    whole = Plan(fingerprint(graph), mesh, stages, microbatches, schedule)
+    return replace(whole, predicted=predicted(parts, whole, options))
 
 
-def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, Plan]:
+def _at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict[K, StagePlan]:
     """Plans, worked out by several processes where there are any.
 
     The last stage has the loss, and takes longest; so plans are dealt from there, back and forth.
@@ -217,7 +218,9 @@ def _at_once(wanted: dict[K, Callable[[], Plan]], workers: Workers) -> dict[K, P
     }
 
 
-def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> dict[float, Plan]:
+def _by_in_flight(
+    kept: Sequence[float], planned: Callable[[float], StagePlan]
+) -> dict[float, StagePlan]:
     """Plans for numbers of microbatches in flight, in ascending order.
 
     A plan for many is one for fewer, and as good where the best for the fewest is no faster.
@@ -229,7 +232,7 @@ def _by_in_flight(kept: Sequence[float], planned: Callable[[float], Plan]) -> di
         if kept[low] not in found:
             found[kept[low]] = planned(kept[low])
         few, many = found[kept[low]], found[kept[high]]
-        slower = many.predicted["step_seconds"] > (1 + ALIKE) * few.predicted["step_seconds"]
+        slower = many.predicted.step_seconds > (1 + ALIKE) * few.predicted.step_seconds
         if slower and high - low > 1:
             middle = (low + high) // 2
             found[kept[middle]] = planned(kept[middle])
@@ -249,7 +252,7 @@ def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph
     return tuple(found)
 
 
-def translated(graph: Graph, plan: Plan, other: Graph) -> Plan:
+def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
     """The plan of a graph for another that differs from it in names only."""
     names = dict(zip((n.name for n in graph.nodes), (n.name for n in other.nodes), strict=True))
     return replace(

@@ -42,14 +42,14 @@ def small(
     seed: int = 0,
     sizes: tuple[int, ...] = (8, 5, 3),
     **options: Any,
-) -> autopar.Program:
+) -> autopar.Session:
     torch.manual_seed(seed)
     return autopar.compile(
         Mlp(sizes), SINGLE, loss_fn=loss_of, optimizer=optimizer, example_inputs=BATCH, **options
     )
 
 
-def trained(program: autopar.Program, steps: int = 2) -> list[Tensor]:
+def trained(program: autopar.Session, steps: int = 2) -> list[Tensor]:
     return [program.step(BATCH) for _ in range(steps)]
 
 
@@ -376,7 +376,7 @@ class Running(nn.Module):
         return loss_of(self.net(x - self.mean))
 
 
-def running(seed: int, device: str = "cpu") -> tuple[nn.Module, autopar.Program]:
+def running(seed: int, device: str = "cpu") -> tuple[nn.Module, autopar.Session]:
     torch.manual_seed(seed)
     with torch.device(device):
         model = Running()

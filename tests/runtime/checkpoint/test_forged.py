@@ -139,7 +139,7 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def refused(folder: Path, program: autopar.Program) -> list[str]:
+def refused(folder: Path, program: autopar.Session) -> list[str]:
     """All ways to load it refuse it, by name, and leave the program as it was."""
     before = {k: v.clone() for k, v in program.state_dict().items()}
     said = []

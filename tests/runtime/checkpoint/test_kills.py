@@ -57,7 +57,7 @@ class Audit:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make(kind: str, seed: int) -> autopar.Program:
+def make(kind: str, seed: int) -> autopar.Session:
     torch.manual_seed(seed)
     return autopar.compile(
         Mlp((8, 16, 16, 4)).double(),
@@ -69,7 +69,7 @@ def make(kind: str, seed: int) -> autopar.Program:
     )
 
 
-def state_of(program: autopar.Program) -> dict[str, Tensor]:
+def state_of(program: autopar.Session) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in program.state_dict().items()}
 
 

@@ -112,7 +112,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def compiled(**how: Any) -> autopar.Program:
+def compiled(**how: Any) -> autopar.Session:
     made = how.pop("model", {})
     model = net().eval() if made == "eval" else net(**made)
     if "plan" in how:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar import program as compiled
-from autopar.program import Program
 from autopar.runtime import torch_private
+from autopar.session import Session
 from tests.runtime.ranks import kills
 from tests.runtime.ranks.test_failure import COUNT, LIMIT, run
 from tests.support import models
@@ -29,7 +29,7 @@ def train(rank: int, folder: Path, batches: Callable[[int, Path], None], **optio
     torch.manual_seed(0)
     model, batch = models.mlp((8, 8, 8))
     try:
-        program: Program = autopar.compile(
+        program: Session = autopar.compile(
             model,
             MESH,
             loss_fn=models.squared_error,

@@ -16,9 +16,9 @@ from torch.distributed import distributed_c10d
 
 import autopar
 from autopar.errors import ProgramError
-from autopar.program import Program
 from autopar.runtime import torch_private
 from autopar.runtime.folder import OpenProgram
+from autopar.session import Session
 from tests.support import models
 from tests.support.ranks import run_ranks
 
@@ -27,7 +27,7 @@ SQUARE = "cpu[1GFLOP/s 64GiB 1GB/s]: x=2, y=2 @10GB/s 1us"
 WAIT = 60.0  # seconds for threads to end
 
 
-def program(mesh: str = MESH, **options: object) -> tuple[Program, dict[str, torch.Tensor]]:
+def program(mesh: str = MESH, **options: object) -> tuple[Session, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model, batch = models.mlp((8, 8, 8))
     made = autopar.compile(
@@ -40,7 +40,7 @@ def program(mesh: str = MESH, **options: object) -> tuple[Program, dict[str, tor
     return made, batch
 
 
-def pipeline(mesh: str = MESH) -> tuple[Program, dict[str, torch.Tensor]]:
+def pipeline(mesh: str = MESH) -> tuple[Session, dict[str, torch.Tensor]]:
     return program(mesh, stages=2, microbatches=2)
 
 

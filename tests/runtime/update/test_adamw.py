@@ -117,7 +117,7 @@ def test_stages_update_by_the_kernel_as_well(precision: str | None) -> None:
         program = autopar.compile(
             model, "cpu: gpu=1", optimizer=ADAMW, example_inputs=batch, fuse=fuse, **how
         )
-        assert isinstance(program.plan, autopar.PipelinePlan)
+        assert isinstance(program.plan, autopar.Plan)
         assert isinstance(program.optimizer, AdamW) == bool(fuse)
         losses = [program.step(**batch).item() for _ in range(3)]
         norm = float(program.grad_norm)

@@ -1,173 +1,24 @@
-"""Plans of pipelines as `explain`, `simulate` and `emit` take them."""
+"""The simulated step of a pipeline as text, JSON and a trace."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
-import torch
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.capture.capture import Captured
-from autopar.cli.common.console import FILE, WIDTH, Console, Stages, print_json, print_out
-from autopar.cli.common.model_options import Wanted, capture_model, model_of
-from autopar.cli.common.price_model import prices
+from autopar.cli.common.console import FILE, WIDTH, Console, print_json, print_out
+from autopar.cli.common.opened import Opened
 from autopar.cost.device import device
-from autopar.errors import PlanMismatchError
 from autopar.inter_op.gantt import gantt, legend
-from autopar.intra_op import legal
-from autopar.intra_op.rule import OpRule
 from autopar.ir.graph import Graph
-from autopar.ir.graph_text import fingerprint
-from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_bytes, format_seconds
-from autopar.passes.shares import remove_shares
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipelined import capture_microbatch, files_of, sources_of
-from autopar.plan import Plan
-from autopar.planning.pipelines.repeated import Repeated
-from autopar.planning.pipelines.schedule_names import schedule_of
-from autopar.planning.pipelines.simulated import Simulated, simulated
-from autopar.planning.pipelines.stages import held_beside, in_flight, stage_graphs
-from autopar.planning.single import Options, Trace
-from autopar.runtime import folder
-from autopar.runtime.update.update import Training
-from autopar.zoo import load
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a pipeline.
-
-    Attributes:
-        plan, graph: its own.
-        whole: the mesh of the pipeline.
-        repeated: how often it runs in a step, and beside how many equal ones.
-    """
-
-    plan: Plan
-    graph: Graph
-    whole: Mesh
-    repeated: Repeated
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A pipeline's plan whose layouts are known to be possible.
-
-    Attributes:
-        plan: the pipeline's.
-        graphs: of its stages.
-        step: a simulated one.
-    """
-
-    plan: PipelinePlan
-    graphs: tuple[Graph, ...]
-    step: Simulated
-
-    def stage(self, number: int) -> Stage:
-        """One of its stages."""
-        plan = self.plan
-        schedule = schedule_of(plan.schedule, len(self.step.ranks), plan.microbatches)
-        beside = held_beside(schedule, number)
-        repeated = Repeated(plan.microbatches, in_flight(schedule, number), beside)
-        return Stage(plan.stages[number].plan, self.graphs[number], plan.mesh, repeated)
-
-
-def check_stage(plan: PipelinePlan, number: int | None) -> None:
-    """UsageError where a pipeline has no stage of that number."""
-    if number is not None and number >= len(plan.stages):
-        raise click.UsageError(f"there is no stage {number}, only 0 to {len(plan.stages) - 1}")
-
-
-def open_pipeline(
-    plan: PipelinePlan,
-    file: Path,
-    model: str | None,
-    given: Wanted,
-    known: dict[str, OpRule],
-    calibration: Path | None,
-    stage: Callable[[str], None],
-) -> Opened:
-    """A plan with the stages that it is for, simulated.
-
-    Raises:
-        PlanError: it names code to run, or has layouts that are not possible.
-        PlanMismatchError: it is for another model.
-        CalibrationError: see `prices`.
-    """
-    options = _priced(plan, known, calibration)
-    wanted = model_of(plan, file, model, given)
-    if wanted.batch is None:
-        graph = _captured(plan, wanted, options, stage).graph
-    else:  # of a deep model a few blocks are traced
-        part = _microbatch(plan, wanted)
-        graph = remove_shares(capture_model(part, options, Stages(None, stage)))
-    plan.check(fingerprint(graph), plan.mesh)
-    stage("strategies")
-    graphs = stage_graphs(graph, plan.ends, Trace(None))
-    for own, one in zip(graphs, plan.stages, strict=True):
-        one.plan.check(fingerprint(own), {node.name for node in own.folded}, one.plan.mesh)
-        legal.check(own, one.plan, known)
-    stage("simulate")
-    return Opened(plan, graphs, simulated(graphs, plan, options))
-
-
-def _priced(plan: PipelinePlan, known: dict[str, OpRule], calibration: Path | None) -> Options:
-    """Rules and prices; who asks is told, as of a model in one piece, where these are others."""
-    prices(plan.stages[0].plan, calibration, plan.mesh)
-    return Options(
-        table=known,
-        calibration=calibration,
-        precision=plan.precision,
-        fuse=plan.stages[0].plan.fuse,
-    )
-
-
-def _captured(
-    plan: PipelinePlan, wanted: Wanted, options: Options, stage: Callable[[str], None]
-) -> Captured:
-    """The model on one microbatch, every block traced."""
-    module, inputs = load(wanted.source, batch=wanted.batch, seq=wanted.seq, layers=wanted.layers)
-    trace = Stages(None, stage)
-    return capture_microbatch(module, (), inputs, plan.microbatches, options, trace)
-
-
-def _microbatch(plan: PipelinePlan, wanted: Wanted) -> Wanted:
-    """The model on one microbatch, its batch being given."""
-    assert wanted.batch is not None
-    if wanted.batch % plan.microbatches:
-        raise PlanMismatchError(
-            f"a batch of {wanted.batch} does not divide into the plan's microbatches",
-            why=f"there are {plan.microbatches} of them",
-            todo="leave out --batch, or plan for this batch",
-        )
-    return replace(wanted, batch=wanted.batch // plan.microbatches)
-
-
-def files(
-    plan: PipelinePlan,
-    file: Path,
-    model: str | None,
-    given: Wanted,
-    known: dict[str, OpRule],
-    calibration: Path | None,
-    stage: Callable[[str], None],
-) -> dict[str, str]:
-    """The folder of a pipeline's plan, name -> text; raises what `open_pipeline` does."""
-    options = _priced(plan, known, calibration)
-    captured = _captured(plan, model_of(plan, file, model, given), options, stage)
-    plan.check(fingerprint(captured.graph), plan.mesh)
-    stage("emit")
-    made = files_of(captured, plan, sources_of(captured, plan, options))
-    tied = {k: v for k, v in captured.parameter_names.items() if k != v}
-    return {**made, "program.toml": folder.settings(tied, Training(torch.optim.AdamW))}
+from autopar.planning.pipelines.simulated import Simulated
 
 
 def show(opened: Opened, trace_json: Path | None, as_json: bool) -> None:
@@ -210,7 +61,7 @@ def _stages(opened: Opened) -> Table:
         ranks = ", ".join(_span(stage.ranks(copy)) for copy in range(len(stage.starts)))
         seconds = (figures.forward, figures.backward, figures.once)
         arriving = format_seconds(figures.arriving) if figures.arriving else "-"
-        axes = ", ".join(f"{axis.name}={axis.size}" for axis in stage.plan.mesh.axes)
+        axes = ", ".join(f"{axis.name}={axis.size}" for axis in stage.mesh.axes)
         table.add_row(
             str(number), ranks, axes, _modules(graph), *map(format_seconds, seconds), arriving
         )
@@ -270,11 +121,11 @@ def to_json(opened: Opened) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "step_seconds": step.seconds,
         "bubble": step.timeline.bubble,
-        "predicted": plan.predicted,
+        "predicted": plan.predicted.table(),
         "stages": [
             {
                 "starts": stage.starts,
-                "mesh": str(stage.plan.mesh),
+                "mesh": str(stage.mesh),
                 "modules": _modules(graph),
                 **asdict(figures),
             }

@@ -1,4 +1,4 @@
-"""Two plans of pipelines side by side: figures, what they say of the whole, and stage by stage."""
+"""Two whole plans side by side: figures, what they say of all stages, and stage by stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autopar.explain.comparison import render_difference
 from autopar.explain.difference import Difference, Figure, difference, figures, pairs
-from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class StageDifference:
 
 
 @dataclass(frozen=True)
-class PipelineDifference:
-    """What differs between two pipelines.
+class PlanDifference:
+    """What differs between two plans, of pipelines or of models in one piece.
 
     Attributes:
         head: "mesh", "schedule", "cuts" and the like -> how the plans write them, if they differ.
@@ -47,13 +47,13 @@ class PipelineDifference:
         return not (self.head or self.stages or changed)
 
 
-def pipeline_difference(a: PipelinePlan, b: PipelinePlan) -> PipelineDifference:
-    """How pipeline `b` differs from pipeline `a`, for any models and meshes."""
+def plan_difference(a: Plan, b: Plan) -> PlanDifference:
+    """How plan `b` differs from plan `a`, for any models and meshes."""
     stages: list[StageDifference] = []
     if len(a.stages) == len(b.stages):
         for number, (one, other) in enumerate(zip(a.stages, b.stages, strict=True)):
             # Which stage it is of which model is said by the cuts.
-            found = difference(one.plan, other.plan)
+            found = difference(one, other)
             found = _without(found, "graph")
             if found.equal:
                 continue
@@ -62,13 +62,17 @@ def pipeline_difference(a: PipelinePlan, b: PipelinePlan) -> PipelineDifference:
                 stages.append(StageDifference((*before.stages, number), found))
             else:
                 stages.append(StageDifference((number,), found))
-    return PipelineDifference(
-        pairs(_said(a), _said(b)), figures(a.predicted, b.predicted), tuple(stages)
-    )
+    predicted = figures(a.predicted.table(), b.predicted.table())
+    return PlanDifference(heads(a, b), predicted, tuple(stages))
 
 
-def render_pipeline_difference(
-    found: PipelineDifference, titles: tuple[str, str], *, everything: bool = False
+def heads(a: Plan, b: Plan) -> dict[str, tuple[str, str]]:
+    """What two plans say differently of all stages, name -> how each writes it."""
+    return pairs(_said(a), _said(b))
+
+
+def render_plan_difference(
+    found: PlanDifference, titles: tuple[str, str], *, everything: bool = False
 ) -> Iterator[RenderableType]:
     """Everything that differs: the whole, then its stages; arguments as of `render_difference`."""
     whole = Difference(found.head, {}, found.figures, ())
@@ -84,11 +88,15 @@ def _without(found: Difference, name: str) -> Difference:
     return Difference(head, found.pins, found.figures, found.changes)
 
 
-def _said(plan: PipelinePlan) -> dict[str, str]:
-    return {
+def _said(plan: Plan) -> dict[str, str]:
+    found = {
         "graph": plan.graph,
         "mesh": str(plan.mesh),
-        "model": ", ".join(f"{name} {value}" for name, value in plan.model.items()),
+        "model": str(plan.model),
+    }
+    if not plan.is_pipeline:
+        return found
+    return found | {
         "schedule": plan.schedule,
         "microbatches": str(plan.microbatches),
         "stages": str(len(plan.stages)),

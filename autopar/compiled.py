@@ -1,0 +1,256 @@
+"""Compiled: a captured model, its plan and the programs of its stages, as one value.
+
+capture -> plan -> emit make it; `start` loads it on the devices, see `autopar/session.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from autopar.arguments import text_of_program
+from autopar.capture.capture import Captured
+from autopar.codegen.emit import emit
+from autopar.errors import PlanError, ProgramError
+from autopar.inter_op.gantt import gantt
+from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.intra_op import legal
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint, format_graph
+from autopar.lower.literals import printable
+from autopar.plan import Plan
+from autopar.planning.options import Options
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.prices import cost_model
+from autopar.planning.trace import Trace
+from autopar.runtime import folder
+from autopar.runtime.executor import Executor
+from autopar.runtime.inductor import loaded
+from autopar.runtime.pipeline.folder import program_source, stage_files
+from autopar.runtime.pipeline.pipeline import Pipeline
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.ranks.processes import local_device
+from autopar.runtime.runtime import Runtime
+from autopar.runtime.update.update import Training
+
+_COLUMNS = 88  # of the schedule's picture
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a compiled program runs; `autopar.compile` describes both.
+
+    Attributes:
+        backend: "eager", "aot_eager" or "inductor".
+        cuda_graph: whether the step is captured and replayed.
+    """
+
+    backend: str = "eager"
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model that is planned and emitted.
+
+    Attributes:
+        plan: how it runs.
+        captured: the model; for a pipeline on one microbatch, its graph normalised only.
+        sources: the generated Python of every stage.
+    """
+
+    plan: Plan
+    captured: Captured
+    sources: tuple[str, ...]
+
+    @classmethod
+    def of(cls, captured: Captured, plan: Plan, options: Options, trace: Trace) -> Compiled:
+        """Emit the programs of a plan.
+
+        Args:
+            captured: the model, for a pipeline on one microbatch.
+            plan: for it.
+            options: whose rules the layouts follow, and whose prices stand in the comments.
+            trace: keeps the sources.
+
+        Raises:
+            PlanMismatchError: the plan is for another model or mesh.
+            PlanError: a layout that the rules do not allow.
+        """
+        sources = []
+        prices = {stage.mesh: cost_model(stage.mesh, options).collective for stage in plan.stages}
+        for number, graph in enumerate(graphs_of(captured.graph, plan)):
+            stage = plan.stages[number]
+            stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
+            legal.check(graph, stage, options.table)
+            source = emit(graph, stage, prices[stage.mesh])
+            name = f"stage_{number}.py" if plan.is_pipeline else "program.py"
+            trace(name, lambda source=source: source)  # type: ignore[misc]
+            sources.append(source)
+        return cls(plan, captured, tuple(sources))
+
+    @property
+    def source(self) -> str:
+        """The generated Python of all stages."""
+        return "\n\n".join(self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from others: a digest of graph, plan and sources."""
+        text = "\n".join(
+            [
+                fingerprint(self.captured.graph),
+                self.plan.without_solver().to_toml(),
+                *map(text_of_program, self.sources),
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of parameters -> the name that holds them."""
+        return {k: v for k, v in self.captured.parameter_names.items() if k != v}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The inputs of one microbatch, name -> type."""
+        return {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
+
+    def start(
+        self, values: Mapping[str, Tensor], training: Training, running: Running
+    ) -> Executor | Pipeline:
+        """Load it on this rank's device; every rank calls it.
+
+        Args:
+            values: every parameter and buffer by name, whole; the first rank's count.
+            training: how the parameters are updated.
+            running: how it runs.
+
+        Raises:
+            ProgramError: the optimizer or the way of running do not fit it.
+            StateError: `values` does not fit it.
+        """
+        modules = [
+            loaded(source, self._name(number, source), running.backend)
+            for number, source in enumerate(self.sources)
+        ]
+        if not self.plan.is_pipeline:
+            runtime = Runtime(self.plan.mesh, local_device())
+            return Executor(
+                modules[0], runtime, values, training, tied=self.tied,
+                cuda_graph=running.cuda_graph,
+            )  # fmt: skip
+        placement = placement_of(self.plan)
+        refuse_for_stages(self.plan.schedule, placement, running)
+        return Pipeline(
+            modules, placement, self.inputs, local_device(), values, training, tied=self.tied
+        )
+
+    def files(self, training: Training) -> dict[str, str]:
+        """The text files of a folder that runs by itself; see `runtime/folder.py`."""
+        common = {
+            "plan.toml": self.plan.to_toml(),
+            "graph.txt": format_graph(self.captured.graph),
+            folder.MARKER: folder.settings(self.tied, training),
+        }
+        if not self.plan.is_pipeline:
+            return {"program.py": folder.standalone(self.sources[0]), **common}
+        files, names = stage_files(self.sources)
+        plan = self.plan
+        schedule = schedule_of(plan.schedule, groups_of(plan), plan.microbatches)
+        picture = gantt(simulate(schedule, [StageCost()] * schedule.stages), _COLUMNS)
+        program = program_source(
+            f"{self.captured.graph.name} in {len(plan.stages)} stages on {plan.mesh}",
+            names,
+            placement_of(plan),
+            self.inputs,
+            [line.plain for line in picture],
+        )
+        return {**files, "program.py": program, **common}
+
+    def _name(self, number: int, source: str) -> str:
+        """A name of its own for every source: tracebacks look the lines up by it."""
+        code = zlib.crc32(source.encode())
+        where = f"stage {number}" if self.plan.is_pipeline else str(self.plan.mesh)
+        return printable(f"<autopar {self.captured.graph.name}, {where}, {code:08x}>")
+
+
+def graphs_of(graph: Graph, plan: Plan) -> tuple[Graph, ...]:
+    """The graphs of a plan's stages; StageError if it cannot be cut so."""
+    return stage_graphs(graph, plan.ends, Trace(None)) if plan.is_pipeline else (graph,)
+
+
+def groups_of(plan: Plan) -> int:
+    """The number of groups of ranks that do a row of the schedule each."""
+    return len({start for stage in plan.stages for start in stage.starts})
+
+
+def placement_of(plan: Plan) -> Placement:
+    """Where the stages of a plan run, and when.
+
+    Raises:
+        ScheduleError: there is no such schedule for the plan's sizes.
+        PlanError: the schedule wants the stages elsewhere.
+    """
+    groups = groups_of(plan)
+    schedule = schedule_of(plan.schedule, groups, plan.microbatches)
+    wanted = [
+        tuple(copy[number] for copy in schedule.placement) for number in range(schedule.stages)
+    ]
+    given = [stage.starts for stage in plan.stages]
+    pairs = {
+        pair
+        for places, starts in zip(wanted, given, strict=False)
+        for pair in zip(places, starts, strict=False)
+    }
+    alike = [len(starts) for starts in given] == [len(places) for places in wanted]
+    if not alike or len(pairs) != groups:
+        raise PlanError(
+            f"the plan's stages do not stand as the schedule {plan.schedule!r} wants them",
+            why=f"their first ranks are {given}; groups of ranks with the numbers {wanted} do them",
+            todo="correct the entries `ranks`, or plan again",
+        )
+    ranks = tuple(
+        tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
+    )
+    return Placement(ranks, tuple(schedule.rows), plan.microbatches)
+
+
+def refuse_for_stages(schedule: str, placement: Placement, running: Running) -> None:
+    """ProgramError where stages cannot run as they shall."""
+    if running.cuda_graph:
+        refuse_graphs_of_stages()
+    halves = any(action.kind == "W" for row in placement.rows for action in row)
+    if halves and running.backend != "eager":
+        raise ProgramError(
+            f"stages under the schedule {schedule!r} are not compiled",
+            why="its backward comes in two halves, and that of a compiled segment in one",
+            todo='pass backend="eager", or a schedule with whole backwards ("1f1b", '
+            '"interleaved_1f1b chunks=2")',
+        )
+
+
+def refuse_graphs_of_stages() -> NoReturn:
+    """ProgramError: a step of microbatches is no CUDA graph."""
+    raise ProgramError(
+        "the step cannot be a CUDA graph",
+        why="the host follows the schedule of a pipeline and waits for its messages",
+        todo="leave cuda_graph out",
+    )
+
+
+def values_of(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """The model's parameters and buffers by the names of the graph's leaves."""
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    found = {
+        name: parameter.detach()
+        for name, parameter in parameters.items()
+        if captured.parameter_names[name] == name
+    }
+    return {**found, **captured.buffers}

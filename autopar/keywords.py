@@ -1,0 +1,264 @@
+"""The keyword arguments of `autopar.plan` and `autopar.compile`: what they mean, and their checks.
+
+Those that belong together become one frozen value: `Options` of the plan, `Training` of the update,
+`Running` of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+
+from autopar.compiled import Running
+from autopar.errors import OptionError, PlanMismatchError
+from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
+from autopar.intra_op.pins.wordings import PinsLike
+from autopar.intra_op.rule import OpRule
+from autopar.intra_op.table import table
+from autopar.ir.fusion import Fuse, choose
+from autopar.ir.precision import Precision
+from autopar.ir.state_sharding import StateSharding
+from autopar.plan import Plan
+from autopar.planning.options import AUTO, Options
+from autopar.runtime.ranks.dumps import Dump
+from autopar.runtime.ranks.processes import accelerator
+from autopar.runtime.update.groups import GroupsLike, options_of
+from autopar.runtime.update.optimizer import OptimizerFactory, elementwise, fusable
+from autopar.runtime.update.update import Training, state_bytes_of
+
+
+class AverageKeywords(TypedDict, total=False):
+    """Averages of parameters, which planning makes room for.
+
+    Attributes:
+        ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
+            `Program.ema_state_dict`.
+    """
+
+    ema: float | None
+
+
+class PlanKeywords(AverageKeywords, total=False):
+    """What is planned; all are optional.
+
+    Attributes:
+        loss_fn: the loss of the model's output and of those arguments of a batch that it names,
+            such as labels that the model does not take. Without it the model returns its loss.
+        memory: bytes per device or text such as "64GiB", a hard limit; by default all there is.
+        unknown_ops: "replicate" runs operators without a sharding rule whole, "error" refuses.
+        pins: what is fixed beforehand: layouts by name (see
+            `autopar/intra_op/pins/layout_pins.py`), plans of `autopar.pins`, `autopar.layout`,
+            or a list of these.
+        rules: sharding rules of the user's own operators, made with `autopar.rule`; they are
+            proved on their examples first, and come before those that autopar has.
+        solver: "ilp" searches for the cheapest plan; "propagate" follows pins and the
+            annotations of `autopar.shard`. Others are for comparison; see
+            `autopar/intra_op/solvers/`.
+        calibration: a file that `autopar calibrate` wrote on machines like these.
+        recompute: which repeated blocks compute their activations again in the backward: "auto"
+            as few as memory asks for, chosen with the layouts; "none"; "full" or "selective"
+            all of them; "full 8" the first eight. Selective keeps results of products and
+            attention.
+        stages: into how many stages the model is cut, each on a part of the mesh; "auto"
+            searches for the fastest stages, sub-meshes, microbatches and schedule together.
+        microbatches: into how many equal slices a batch is cut, along the first dimension of
+            all its tensors. Gradients are those of the mean of their losses; batch norms see
+            one microbatch at a time, under any schedule but those with two copies of a stage.
+        schedule: in which order stages and microbatches run, with its options if it takes any:
+            "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
+        global_batch: samples of a step, for `stages="auto"`; by default those of the example.
+        state: how far parameters, gradients and optimizer state are split where devices hold
+            replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
+            default that is chosen for each parameter. See `autopar/intra_op/states.py`.
+        precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer
+            updates a master in float32 where its state lies; gradients are sent and added up in
+            float32. "fp32" leaves the model as it is, and None does what the plan says. With
+            "fp16" the loss is scaled; see `Program.scaler`. "bf16 weights=int8 gradients=int8",
+            or without the "bf16", sends these as int8 blocks, which changes numerics. For
+            others see `autopar.Precision`.
+        fuse: whether kernels take the place of operators that a model writes out: all or none
+            of the patterns of `autopar/ir/fusion/patterns/` and "adamw", the optimizer's step,
+            a list of their names, or a mapping that switches some off. On CPUs, where their
+            references run, they are no faster. "async_tensor_parallel", collectives of sequence
+            parallelism beside linears, is on only where it is named. A given plan says it by
+            itself.
+        offload: what lies in host memory while nothing needs it: "optimizer" its state, which
+            comes to the device bucket by bucket for the update, "activations" those that blocks
+            keep for their backward, "optimizer+activations", "activations 8" of the first eight
+            blocks that are not computed again, "auto" what memory asks for, or nothing.
+            Numerics stay.
+        trace: a folder to which the first rank writes every intermediate value.
+    """
+
+    loss_fn: Callable[..., Tensor] | None
+    memory: float | str | None
+    unknown_ops: str
+    pins: PinsLike | None
+    rules: Sequence[OpRule]
+    solver: str
+    calibration: str | Path | None
+    recompute: str
+    stages: int | str
+    microbatches: int
+    schedule: str
+    global_batch: int | None
+    state: str | StateSharding | None
+    precision: str | Precision | None
+    fuse: Fuse
+    offload: str | None
+    trace: str | Path | None
+
+
+class CompileKeywords(PlanKeywords, total=False):
+    """What is planned, how it is trained, and how it runs; all are optional.
+
+    Attributes:
+        clip_norm: bound of the global norm of the gradients.
+        groups: options of the optimizer by parameter: `autopar.groups({"*.bias":
+            {"weight_decay": 0.0}})`, or a function of a name and a parameter that returns them.
+        on_nonfinite: what becomes of a step with a loss or gradients that are NaN or infinite,
+            or whose norm is: "raise" a NonFiniteError on every rank, "skip" it, or "continue",
+            as torch does. A step that raises or is left out changes neither parameters nor
+            optimizer, average or buffers. See `Program.nonfinite_steps`.
+        backend: "eager", or "inductor" to have torch.compile compile what lies between two
+            calls of the mesh, kernels opaque inside; "aot_eager" does all of that but generate
+            code.
+        cuda_graph: whether the step is captured after a few and replayed from then on, which
+            saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
+            with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
+            the host.
+    """
+
+    clip_norm: float | None
+    groups: GroupsLike | None
+    on_nonfinite: str
+    backend: str
+    cuda_graph: bool
+
+
+_CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]
+_PATH = Or((Text(4096), Of((Path,), "a path")))
+_WORD = Text(1000)
+# The kinds of all arguments. What texts say is read where it is used.
+_CHECKS: dict[str, Check] = {
+    "model": Of((nn.Module,), "a torch.nn.Module"),
+    "loss_fn": Or((NOTHING, _CALLED)),
+    "plan": Or((NOTHING, Of((Plan,), "a plan of autopar.plan or autopar.Plan.load"))),
+    "memory": Or((NOTHING, _WORD, Number(0, 1e30))),
+    "unknown_ops": _WORD,
+    "trace": Or((NOTHING, _PATH)),
+    "pins": Or((NOTHING, Of((Mapping, list, tuple), "a mapping or a list of pins"), _CALLED)),
+    "clip_norm": Or((NOTHING, Number(-1e30, 1e30))),
+    "rules": Of((list, tuple), "a list of rules"),
+    "solver": _WORD,
+    "calibration": Or((NOTHING, _PATH)),
+    "recompute": _WORD,
+    "stages": Or((Whole(1, 2**20), Text(known=(AUTO,)))),
+    "microbatches": Whole(1, 2**20),
+    "schedule": _WORD,
+    "global_batch": Or((NOTHING, Whole(1, 2**31))),
+    "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
+    "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
+    "groups": Or((NOTHING, _CALLED)),
+    "ema": Or((NOTHING, Number(-1e30, 1e30))),
+    "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
+    "offload": Or((NOTHING, _WORD)),
+    "backend": _WORD,
+    "on_nonfinite": _WORD,
+    "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
+    "cuda_graph": FLAG,
+}
+DEFAULTS: CompileKeywords = {
+    "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
+    "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
+    "microbatches": 1, "schedule": "1f1b", "global_batch": None, "state": None, "precision": None,
+    "fuse": False, "offload": None, "ema": None, "clip_norm": None, "groups": None,
+    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False,
+}  # fmt: skip
+
+
+def check(arguments: Mapping[str, Any], known: type) -> None:
+    """Refuse keywords that are unknown, and arguments of another kind.
+
+    Args:
+        arguments: all of them by name.
+        known: the TypedDict of the keywords.
+
+    Raises:
+        TypeError: there is no such keyword.
+        OptionError: an argument is of another kind.
+    """
+    keywords = _keywords_of(known)
+    for name in arguments:
+        if name not in keywords and name not in _BESIDE:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(keywords))}")
+    checked(OptionError, **{n: (v, _CHECKS[n]) for n, v in arguments.items() if n in _CHECKS})
+
+
+_BESIDE = ("model", "mesh", "example_inputs", "optimizer", "plan", "dump")
+
+
+def _keywords_of(known: type) -> frozenset[str]:
+    return frozenset(known.__required_keys__ | known.__optional_keys__)  # type: ignore[attr-defined]
+
+
+def planning_options(
+    given: Mapping[str, Any], optimizer: OptimizerFactory, plan: Plan | None = None
+) -> Options:
+    """What is planned.
+
+    Args:
+        given: keywords by name; those left out have their defaults.
+        optimizer: of the training.
+        plan: one that is given, which says its precision and kernels by itself.
+
+    Raises:
+        PlanMismatchError: the plan has another precision than is asked for.
+        OptionError, PrecisionError, ProblemError, ProgramError, PlanError: an option is nonsense.
+    """
+    said = {**DEFAULTS, **given}
+    fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
+    rules, precision = said["rules"], _precision(plan, said["precision"])
+    state_bytes = state_bytes_of(Training(optimizer, ema=said["ema"]))
+    same = (
+        "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
+        "stages", "microbatches", "schedule", "global_batch", "state",
+    )  # fmt: skip
+    return Options(
+        **{name: said[name] for name in same},
+        table=table(rules, accelerator()),
+        elementwise=elementwise(optimizer),
+        precision=precision,
+        fuse=fuse,
+        offload=said["offload"] or "none",
+        state_bytes=state_bytes,
+    )
+
+
+def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, Any]) -> Training:
+    """How the parameters are updated; ProgramError if that is nonsense."""
+    said = {**DEFAULTS, **given}
+    groups = options_of(model, said["groups"])
+    return Training(optimizer, said["clip_norm"], groups, said["ema"], said["on_nonfinite"])
+
+
+def running(given: Mapping[str, Any]) -> Running:
+    """How the program runs."""
+    said = {**DEFAULTS, **given}
+    return Running(said["backend"], said["cuda_graph"])
+
+
+def _precision(plan: Plan | None, wanted: str | Precision | None) -> Precision:
+    """The precision of a plan, or what is wanted without one."""
+    if plan is None or wanted is None:
+        return Precision.read(wanted) if plan is None else plan.precision
+    if Precision.read(wanted) != plan.precision:
+        raise PlanMismatchError(
+            f"the plan's precision is {str(plan.precision) or 'that of the model'}",
+            why=f"precision={str(wanted)!r} is asked for",
+            todo="leave out the precision, or plan again",
+        )
+    return plan.precision

@@ -1,0 +1,240 @@
+"""StagePlan: the layouts of one stage of a plan; of a model in one piece, of the whole model.
+
+For every node of the folded graph it names the layouts that the operator takes and gives:
+
+    "h_0_mlp_c_fc" = "[8@node, 16, 64] -sum(gpu); [64, 256@gpu] -sum(node) -> [8@node, 16, 256@gpu]"
+
+so that code generation needs the graph and the plan and nothing else. A parameter's line says how
+it is stored, its `share`'s line how it is used; where its gradients are added up or its optimizer
+state lies otherwise, these layouts follow (`ir/storage.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Table as TomlTable
+
+from autopar.errors import LayoutError, PlanError, PlanMismatchError
+from autopar.fields import Fields, Number, Row, Table, Text, Whole
+from autopar.ir.fusion import UPDATE, switches
+from autopar.ir.mesh import Mesh
+from autopar.ir.offload import NOTHING, Offload
+from autopar.ir.precision import AS_IS, Precision
+from autopar.ir.recompute import Recompute
+from autopar.ir.storage import Storage
+from autopar.plan_entries import (
+    UNASKED,
+    UNPREDICTED,
+    UNSEARCHED,
+    Asked,
+    Fused,
+    NodePlan,
+    Prediction,
+    SolverReport,
+    fused_entries,
+    node_plans,
+)
+
+STATE_BYTES = 2.0  # of AdamW, in units of a parameter's own bytes
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of one stage.
+
+    Attributes:
+        graph: fingerprint of the stage's graph.
+        mesh: the devices of each copy of the stage.
+        nodes: node name -> its layouts.
+        end: name of the stage's last node in the normalised graph of the model, "" of the last
+            stage.
+        starts: the first global rank of each copy of the stage; schedules with one copy of the
+            model have one. A copy's ranks follow one another.
+        predicted: figures of the stage's step; in a pipeline of one microbatch, with its part in
+            what a step does once.
+        replicated: operators that run whole on every device for want of a sharding rule, each with
+            its predicted seconds.
+        pins: what was fixed before the plan was made, name -> layout; `autopar plan --from` plans
+            again under it. A plan that is only used need not keep it.
+        limit: bytes of a device that it was made within; infinite for no limit.
+        state_bytes: of the optimizer, in units of a parameter's own bytes.
+        recompute: run of blocks -> how many of them compute their activations again in the
+            backward, and what they keep; see `autopar.ir.recompute`.
+        offload: what lies in host memory while nothing needs it; see `autopar.ir.offload`.
+        microbatches: of a step.
+        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
+        state: what was said of state sharding, as "paro-iig over node"; "" for nothing.
+        fuse: the patterns in whose place kernels stand wherever they are found, and "adamw" where
+            the optimizer's step is one.
+        fused: kernel -> where it was placed, and what it saves.
+        precision: in which dtypes it computes, updates and sends gradients.
+        asked: options of the search that the layouts do not show.
+        solver: how it was found. It is no part of what the plan says, so plans that differ in it
+            only are equal.
+        calibration: fingerprint of the calibration that priced it, "" where closed forms did;
+            nor is this part of what it says.
+    """
+
+    graph: str
+    mesh: Mesh
+    nodes: dict[str, NodePlan]
+    end: str = ""
+    starts: tuple[int, ...] = (0,)
+    predicted: Prediction = UNPREDICTED
+    replicated: dict[str, float] = field(default_factory=dict)
+    pins: dict[str, str] = field(default_factory=dict)
+    limit: float = math.inf
+    state_bytes: float = STATE_BYTES
+    recompute: dict[str, Recompute] = field(default_factory=dict)
+    offload: Offload = NOTHING
+    microbatches: int = 1
+    bucket: int = 1
+    state: str = ""
+    fuse: tuple[str, ...] = ()
+    fused: dict[str, Fused] = field(default_factory=dict)
+    precision: Precision = AS_IS
+    asked: Asked = UNASKED
+    solver: SolverReport = field(default=UNSEARCHED, compare=False)
+    calibration: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return tomlkit.dumps(self.to_table())
+
+    def ranks(self, copy: int = 0) -> tuple[int, ...]:
+        """The global ranks of a copy, row-major on the stage's mesh."""
+        return tuple(range(self.starts[copy], self.starts[copy] + self.mesh.size))
+
+    def storage(self, parameter: str, share: str) -> Storage:
+        """Where a parameter and its states lie.
+
+        Args:
+            parameter: name of its node in the folded graph.
+            share: name of the node of its share.
+
+        Raises:
+            LayoutError: its line does not say so.
+        """
+        if not self.nodes[share].results:
+            raise LayoutError(f"the line of {share} says no layout", why="it has no right side")
+        _, used = self.nodes[share].results[0]
+        return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+
+    @property
+    def fuses_update(self) -> bool:
+        """Whether the optimizer's step is a kernel, on state that is on the device."""
+        return UPDATE in self.fuse and not self.offload.optimizer
+
+    def check(self, graph: str, nodes: set[str], mesh: Mesh) -> None:
+        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+        check_mesh(self.mesh, mesh)
+        if self.graph != graph or set(self.nodes) != nodes:
+            missing, extra = sorted(nodes - set(self.nodes)), sorted(set(self.nodes) - nodes)
+            raise PlanMismatchError(
+                "the plan is for another model",
+                why=f"plan: {self.graph}; here: {graph}; "
+                f"nodes without a layout: {', '.join(missing[:5]) or 'none'}; "
+                f"unknown nodes: {', '.join(extra[:5]) or 'none'}",
+                todo="plan this model again",
+            )
+
+    def to_table(self) -> TomlTable:
+        """The entries of the stage in the file of a plan."""
+        table = tomlkit.table()
+        if self.end:
+            table["end"] = self.end
+        table["ranks"] = list(self.starts)
+        table["graph"] = self.graph
+        table["mesh"] = str(self.mesh)
+        if self.calibration:
+            table["calibration"] = self.calibration
+        if self.state:
+            table["state"] = self.state
+        if self.precision != AS_IS:
+            table["precision"] = str(self.precision)
+        if self.fuse:
+            table["fuse"] = list(self.fuse)
+        if self.bucket != 1:
+            table["bucket"] = self.bucket
+        if self.limit < math.inf:
+            table["limit"] = self.limit
+        if self.state_bytes != STATE_BYTES:
+            table["state_bytes"] = self.state_bytes
+        tables: dict[str, dict[str, Any]] = {
+            "predicted": dict(self.predicted.table()),
+            "replicated": self.replicated,
+            "pins": dict(self.pins),
+            "recompute": {run: str(how) for run, how in self.recompute.items()},
+            "offload": self.offload.to_table(),
+            "fused": {name: asdict(entry) for name, entry in self.fused.items()},
+            "asked": self.asked.table(),
+            "solver": dict(self.solver.table()),
+            "layouts": {name: str(node) for name, node in self.nodes.items()},
+        }
+        for name, entries in tables.items():
+            if entries or name == "layouts":
+                table[name] = entries
+        return table
+
+    @classmethod
+    def from_table(cls, table: Any, where: str = "", microbatches: int = 1) -> StagePlan:
+        """Read the entries of a stage.
+
+        Args:
+            table: from the file.
+            where: file and stage, for errors.
+            microbatches: of the plan's step.
+
+        Raises:
+            PlanError: an entry is missing, damaged or unknown; names it.
+        """
+        fields = Fields(table, PlanError, "the stage", where)
+        stage = cls(
+            graph=fields.take("graph", Text()),
+            mesh=fields.take("mesh", mesh_of),
+            nodes=fields.take("layouts", node_plans),
+            end=fields.take("end", Text(), ""),
+            starts=fields.take("ranks", Row(Whole(0, 2**20)), (0,)),
+            predicted=fields.take("predicted", Prediction.from_table, UNPREDICTED),
+            replicated=fields.take("replicated", Table(Number()), {}),
+            pins=fields.take("pins", Table(Text()), {}),
+            limit=fields.take("limit", Number(), math.inf),
+            state_bytes=fields.take("state_bytes", Number(0, 1e6), STATE_BYTES),
+            recompute=fields.take("recompute", _recompute, {}),
+            offload=fields.take("offload", Offload.from_table, NOTHING),
+            microbatches=microbatches,
+            bucket=fields.take("bucket", Whole(0, 2**50), 1),
+            state=fields.take("state", Text(), ""),
+            fuse=fields.take("fuse", Row(Text(known=switches()), unique=True), ()),
+            fused=fields.take("fused", fused_entries, {}),
+            precision=fields.take("precision", _precision, AS_IS),
+            asked=fields.take("asked", Asked.from_table, UNASKED),
+            solver=fields.take("solver", SolverReport.from_table, UNSEARCHED),
+            calibration=fields.take("calibration", Text(), ""),
+        )
+        fields.end()
+        return stage
+
+
+def check_mesh(planned: Mesh, mesh: Mesh) -> None:
+    """PlanMismatchError unless two meshes have the same axes."""
+    if planned.names != mesh.names or planned.shape != mesh.shape:
+        raise PlanMismatchError(
+            "the plan is for another mesh", why=f"plan: {planned}; here: {mesh}"
+        )
+
+
+def mesh_of(text: Any) -> Mesh:
+    """Read the entry `mesh` of a plan file; ValueError or MeshError if it is none."""
+    return Mesh.parse(Text()(text))
+
+
+def _precision(text: Any) -> Precision:
+    return Precision.read(Text()(text))
+
+
+def _recompute(table: Any) -> dict[str, Recompute]:
+    return {run: Recompute.parse(how) for run, how in Table(Text())(table).items()}
