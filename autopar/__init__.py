@@ -1,7 +1,7 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
 from autopar import pins
-from autopar.compile import compile, plan
+from autopar.compile import compile, emit, load, plan
 from autopar.intra_op.pins.named_dims import layout
 from autopar.intra_op.rule import OpRule, rule
 from autopar.ir.mesh import Mesh
@@ -11,9 +11,11 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.update.groups import groups
-from autopar.session import Session
+from autopar.session.compiled import Compiled
+from autopar.session.session import Session
 
 __all__ = [
+    "Compiled",
     "Dump",
     "Mesh",
     "OpRule",
@@ -21,8 +23,10 @@ __all__ = [
     "Precision",
     "Session",
     "compile",
+    "emit",
     "groups",
     "layout",
+    "load",
     "load_checkpoint",
     "pins",
     "plan",

@@ -1,4 +1,4 @@
-"""What a user calls: a model and a mesh in, a plan or a session out.
+"""What a user calls: a model and a mesh in, a plan, a compiled program or a session out.
 
 session = autopar.compile(model, mesh)
 loss = session.step(**batch)
@@ -12,26 +12,30 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.arguments import texts_of
-from autopar.keywords import (
-    DEFAULTS,
-    CompileKeywords,
-    PlanKeywords,
-    check,
-    planning_options,
-    running,
-    training,
-)
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.planning.plan_model import plan_model
+from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.optimizer import OptimizerFactory
-from autopar.session import Session
+from autopar.session.call_texts import texts_of
+from autopar.session.compiled import Compiled, refuse_graphs_of_stages
+from autopar.session.compiler import Compiler
+from autopar.session.keywords import (
+    DEFAULTS,
+    CompileKeywords,
+    PlanKeywords,
+    TrainKeywords,
+    check,
+    planning_options,
+    running,
+    training,
+)
+from autopar.session.session import Session
 
 
 def plan(
@@ -46,7 +50,10 @@ def plan(
 
     Args:
         model, mesh, example_inputs, optimizer: as of `compile`.
-        **options: see `autopar.keywords.PlanKeywords`.
+        **options: see `autopar.session.keywords.PlanKeywords`.
+
+    Returns:
+        The fastest plan within memory.
 
     Raises:
         AutoparError: see `compile`.
@@ -54,6 +61,73 @@ def plan(
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer)
     return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
+
+
+def emit(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Any,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    plan: Plan | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Compiled:
+    """Plan and emit without devices, to save and `load`, or for `Session.adopt`.
+
+    In a process group every rank calls it alike, and one plans for all.
+
+    Args:
+        model, mesh, example_inputs, optimizer, plan: as of `compile`.
+        **options: see `autopar.session.keywords.PlanKeywords`.
+
+    Returns:
+        Graph, plan and the source of every stage, as one value.
+
+    Raises:
+        AutoparError: see `compile`.
+    """
+    given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
+    check(given, PlanKeywords)
+    asked = planning_options(options, optimizer, plan)
+    return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    optimizer: OptimizerFactory = torch.optim.AdamW,
+    dump: str | Path | Dump | None = None,
+    **options: Unpack[TrainKeywords],
+) -> Session:
+    """A session that trains `model` by a program that was compiled before.
+
+    Every process calls it alike. Nothing is traced or planned; the first rank's weights count.
+
+    Args:
+        folder: what `Compiled.save` wrote. Its sources are code, so load none whose author you
+            would not let run a script.
+        model: built as the compiled one was: its class, shapes, modes and attributes are compared.
+        optimizer, dump: as of `compile`.
+        **options: see `autopar.session.keywords.TrainKeywords`.
+
+    Raises:
+        ProgramError: the folder is missing, damaged or edited, or is for another model or another
+            version of torch; says what differs.
+        MeshError: the program is for another number of devices.
+        RanksDifferError: the ranks load different programs, or with different options.
+        AutoparError: see `compile`. A batch that the program is not for is a BatchError of `step`.
+    """
+    given = {"model": model, "optimizer": optimizer, "dump": dump, **options}
+    check(given, TrainKeywords)
+    compiled = Compiled.load(folder, model)
+    join_processes(compiled.plan.mesh)
+    compare_ranks(texts_of({**DEFAULTS, **given}), todo="call load alike on every rank")
+    Peers.here().dumps.configure(Dump.read(dump))
+    trained = training(model, optimizer, options)
+    session = Session(model, compiled.plan.mesh, trained, running(options), lambda _: compiled)
+    session.adopt(compiled)
+    return session
 
 
 def compile(
@@ -82,7 +156,7 @@ def compile(
             one for temporary files that the error names, or an `autopar.Dump`, which can say a
             signal that asks for it. `autopar doctor FOLDER` compares them.
         **options: what is planned, how it is trained and how it runs; see
-            `autopar.keywords.CompileKeywords`.
+            `autopar.session.keywords.CompileKeywords`.
 
     Raises:
         DumpError: `dump` is a file, or names no signal.
@@ -101,7 +175,7 @@ def compile(
         OptionError: an argument is of another type, or a number out of its range.
         CalibrationError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
-        PlanError, PlanMismatchError: see `capture_graph`, `make_plan` and `Plan.check`; with
+        PlanError, PlanMismatchError: see `autopar.planning`; with
             example_inputs at once, otherwise at the first batch.
     """
     given = {"model": model, "mesh": mesh, "example_inputs": example_inputs, "plan": plan}
@@ -113,8 +187,13 @@ def compile(
     check_processes(devices)  # and this process has a device of its own
     asked = planning_options(options, optimizer, plan)
     Peers.here().dumps.configure(Dump.read(dump))
-    trained = training(model, optimizer, options)
-    session = Session(model, devices, trained, plan, asked, running(options))
+    trained, how, compiler = (
+        training(model, optimizer, options), running(options), Compiler(devices, asked, plan)
+    )  # fmt: skip
+    if how.cuda_graph and compiler.is_pipeline:
+        refuse_graphs_of_stages()
+    cost_model(devices, asked)  # refused, if at all, before anything is captured
+    session = Session(model, devices, trained, how, compiler)
     if example_inputs is not None:
         call = Call.of(model, example_inputs)
         session.prepare(call.args, call.kwargs)

@@ -37,7 +37,6 @@ from torch import Tensor
 
 from autopar import pins
 from autopar.codegen.emit import emit
-from autopar.compiled import values_of
 from autopar.cost.calibration import Calibration
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
@@ -56,6 +55,7 @@ from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training
+from autopar.session.compiled import values_of
 from autopar.simulate import run, tasks
 from autopar.stage_plan import StagePlan
 from benchmarks.harness import PICTURES, ROOT, middle, write

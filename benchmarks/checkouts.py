@@ -63,11 +63,11 @@ def cases() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
     """The plan of a model and its emitted program, or the error in place of both."""
     import autopar
-    from autopar.compiled import Compiled
     from autopar.errors import AutoparError
     from autopar.planning.capturing import Call, capture_call
     from autopar.planning.options import Options
     from autopar.planning.trace import Trace
+    from autopar.session.compiled import Compiled
     from tests.support.families import make
 
     module, batch = make(model)

@@ -11,12 +11,12 @@ from autopar.cli.common.console import say, stages, writing
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.compiled import Compiled
 from autopar.intra_op.table import table
 from autopar.plan_entries import ModelSpec
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.update.update import Training
+from autopar.session.compiled import Compiled
 
 
 @click.command("emit")

@@ -85,6 +85,7 @@ def write(
     folder: str | Path,
     files: Mapping[str, str],
     tensors: Mapping[str, Mapping[str, Tensor]],
+    marker: str = MARKER,
 ) -> Path:
     """Write a folder whole or not at all.
 
@@ -92,6 +93,7 @@ def write(
         folder: where; files of the same names in it are replaced.
         files: name -> text.
         tensors: name -> tensors of a safetensors file.
+        marker: the file that is written last.
 
     Returns:
         The folder.
@@ -115,7 +117,7 @@ def write(
                 apart = {k: v.detach().cpu().clone() for k, v in values.items()}
                 save_file(apart, draft.folder / name)
                 sync(draft.folder / name)
-            draft.unpack(MARKER if MARKER in files else next(iter(files)))
+            draft.unpack(marker if marker in files else next(iter(files)))
         finally:
             draft.abandon()
         draft.sweep()
@@ -250,12 +252,12 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
 
 
 @contextmanager
-def unchanged(folder: Path) -> Iterator[None]:
+def unchanged(folder: Path, marker: str = MARKER) -> Iterator[None]:
     """Inside, a saved program is read; ProgramError if another save replaces it meanwhile."""
 
     def version() -> tuple[int, int]:
         try:
-            about = (folder / MARKER).stat()
+            about = (folder / marker).stat()
         except OSError:
             return 0, 0
         return about.st_ino, about.st_mtime_ns

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from autopar import zoo
 from autopar.cli import main
 from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec
 from autopar.runtime.module_loader import load
-from autopar.stage_plan import StagePlan
 
 MESH = "slow[10GFLOP/s 1GB 1GB/s]: node=2 @10GB/s 1us, gpu=2 @50GB/s 1us"
 MODEL = """
@@ -110,7 +110,7 @@ def test_a_python_file_is_planned_explained_and_emitted(tmp_path: Path) -> None:
     result = run("plan", model, "--mesh", MESH, "--layers", 3, "-o", path)
     plan = Plan.load(path)
     assert f"autopar explain {path} --model {model}" in result.stderr
-    assert plan.model == {"source": model, "layers": 3}
+    assert plan.model == ModelSpec(model, layers=3)
     assert "transformer.h.*.mlp.c_fc.weight  × 3" in result.stdout
     # A plan is data: the file that it names is run only when the user names it.
     assert "--model" in refused("explain", path, says="nothing that it names is run")
@@ -127,7 +127,7 @@ def test_a_configuration_round_trips_without_more_arguments(
 ) -> None:
     path = saved()
     plan = Plan.load(path)
-    assert plan.model == {"source": config, "batch": 8, "seq": 16}
+    assert plan.model == ModelSpec(config, 8, 16)
     assert "f32[8, 16" not in plan.to_toml()
     found = json.loads(run("explain", path, "--json").stdout)
     assert found["graph"] == plan.graph
@@ -138,7 +138,7 @@ def test_a_configuration_round_trips_without_more_arguments(
     check_program(tmp_path / "program", plan)
 
 
-def check_program(folder: Path, plan: StagePlan) -> None:
+def check_program(folder: Path, plan: Plan) -> None:
     """It is whole, clean, loads, and holds the plan and no weights."""
     names = {"program.py", "plan.toml", "graph.txt", "program.toml"}
     assert {file.name for file in folder.iterdir()} == names

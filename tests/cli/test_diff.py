@@ -113,11 +113,16 @@ def test_figures_layouts_and_collectives_are_those_of_the_plans(
     assert not found["equal"]
     assert found["note"] == ""
     assert found["head"] == {}
-    assert found["pins"] == {name: ["", text] for name, text in b.pins.items()}
+    assert found["pins"] == {name: ["", text] for name, text in b.stage.pins.items()}
     figures = {figure["name"]: (figure["before"], figure["after"]) for figure in found["figures"]}
-    assert figures == {name: (a.predicted[name], b.predicted[name]) for name in a.predicted}
+    assert figures == {
+        name: (getattr(a.predicted, name), getattr(b.predicted, name))
+        for name in a.predicted.table() | b.predicted.table()
+    }
     nodes = {node for change in found["changes"] for node in change["nodes"]}
-    expected = {name for name, entry in a.nodes.items() if str(entry) != str(b.nodes[name])}
+    expected = {
+        name for name, entry in a.stage.nodes.items() if str(entry) != str(b.stage.nodes[name])
+    }
     # A parameter's line belongs to its share's.
     assert nodes == expected - {leaf.name for leaf in captured().leaves("param")}
     times = {change["name"]: change["times"] for change in found["changes"]}
@@ -164,7 +169,9 @@ def test_layouts_alone_need_no_model(folder: Path, differ: Callable[..., Any]) -
     assert found["totals"] is None
     assert found["traffic"] is None
     a, b = Plan.load(folder / "a.toml"), Plan.load(folder / "b.toml")
-    expected = {name for name, entry in a.nodes.items() if str(entry) != str(b.nodes[name])}
+    expected = {
+        name for name, entry in a.stage.nodes.items() if str(entry) != str(b.stage.nodes[name])
+    }
     assert {node for change in found["changes"] for node in change["nodes"]} == expected
 
 

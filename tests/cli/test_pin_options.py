@@ -57,14 +57,14 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_a_plan_records_its_pins_and_reads_back(plan: Path) -> None:
     made = Plan.load(plan)
     assert Plan.from_toml(made.to_toml()) == made
-    assert made.pins[UP] == COLUMN
+    assert made.stage.pins[UP] == COLUMN
 
 
 def test_a_plan_is_made_again_under_its_own_pins(model: str, plan: Path) -> None:
     again = json.loads(run("plan", model, "--mesh", MESH, "--from", plan, "--json").stdout)
     made = Plan.load(plan)
-    assert again["pins"] == made.pins
-    assert again["layouts"] == {name: str(node) for name, node in made.nodes.items()}
+    assert again["pins"] == made.stage.pins
+    assert again["layouts"] == {name: str(node) for name, node in made.stage.nodes.items()}
     assert again["predicted"] == made.predicted
 
 
@@ -99,7 +99,7 @@ def test_edits_that_cannot_be_are_refused_by_name(model: str, plan: Path) -> Non
 
 def test_a_plan_without_pins_has_nothing_to_keep(model: str, plan: Path, tmp_path: Path) -> None:
     """As those have that were made before there was such a table; they load as ever."""
-    old = replace(Plan.load(plan), pins={})
+    old = Plan.of(replace(Plan.load(plan).stage, pins={}))
     old.save(tmp_path / "old.toml")
     assert "pins" not in (tmp_path / "old.toml").read_text()
     assert Plan.load(tmp_path / "old.toml") == old

@@ -58,7 +58,7 @@ def test_optimizer_state_of_stages_goes_to_the_host_and_nothing_else_does(tmp_pa
     assert "--offload optimizer" in refused.output
     found = CliRunner().invoke(main, [*command, "optimizer"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
-    assert all(stage.plan.offload == Offload(optimizer=True) for stage in Plan.load(file).stages)
+    assert all(stage.offload == Offload(optimizer=True) for stage in Plan.load(file).stages)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_pipeline_is_emitted(staged: list[str], tmp_path: Path) -> None:
 def test_a_choice_of_a_stage_is_made_again(staged: list[str]) -> None:
     file, *model = staged
     name = "transformer.h.1.mlp.c_fc.weight"
-    stage = Plan.load(file).stages[1].plan
+    stage = Plan.load(file).stages[1]
     (found,) = json.loads(told("why", file, name, *model, "--json"))
     # Its figures are the stage's own, and no other choice is better.
     figures = {f["name"]: f for f in found["others"][0]["difference"]["figures"]}
@@ -168,7 +168,7 @@ def test_pipelines_are_compared(staged: list[str], tmp_path: Path) -> None:
     assert told("diff", str(file), str(file)) == ""
     made = Plan.load(file)
     first, last = made.stages
-    pinned = replace(last, plan=replace(last.plan, pins={"lm_head.weight": "[96@gpu, 32]"}))
+    pinned = replace(last, pins={"lm_head.weight": "[96@gpu, 32]"})
     other = replace(made, schedule="gpipe", stages=(first, pinned))
     other.save(tmp_path / "other.toml")
     text = told("diff", str(file), str(tmp_path / "other.toml"), code=1)
@@ -183,7 +183,7 @@ def test_pipelines_are_compared(staged: list[str], tmp_path: Path) -> None:
 def test_a_pipeline_and_a_plan_in_one_piece_are_not_compared(
     staged: list[str], tmp_path: Path
 ) -> None:
-    Plan.load(staged[0]).stages[0].plan.save(tmp_path / "stage.toml")
+    Plan.of(Plan.load(staged[0]).stages[0]).save(tmp_path / "stage.toml")
     text = told("diff", staged[0], str(tmp_path / "stage.toml"), code=2)
     assert "the other of a model in one piece" in text
 

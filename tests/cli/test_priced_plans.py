@@ -18,6 +18,7 @@ from autopar.explain import difference
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
@@ -82,13 +83,15 @@ def arguments(folder: Path, command: str, *rest: object, by: str | None = None) 
 
 def test_a_plan_records_its_calibration(folder: Path) -> None:
     made = Plan.load(folder / "plan.toml")
-    assert made.calibration == Calibration.load(folder / "own.toml").fingerprint
-    assert made.calibration != slow(3.0).fingerprint
-    assert Plan.from_toml(made.to_toml()).calibration == made.calibration
-    assert replace(made, calibration="") == made  # who priced it is no part of what it says
+    assert made.stage.calibration == Calibration.load(folder / "own.toml").fingerprint
+    assert made.stage.calibration != slow(3.0).fingerprint
+    assert Plan.from_toml(made.to_toml()).stage.calibration == made.stage.calibration
+    assert (
+        replace(made.stage, calibration="") == made.stage
+    )  # who priced it is no part of what it says
     closed = make_plan(graph(), MESH, Options(), Trace(None))
     assert closed.calibration == ""
-    assert "calibration" not in closed.to_toml()
+    assert "calibration" not in str(closed)
     refused(
         *arguments(_edited(folder, "calibration = 7"), "explain"), says="calibration = 7; a text of"
     )
@@ -170,9 +173,9 @@ def test_differences_are_priced_by_it(folder: Path, tmp_path: Path) -> None:
     made = planned(folder, {"up.weight": "[64, 16] => [64, 16] -sum(gpu)"})
     other = planned(folder, {"up.weight": PIN})
     assert made.nodes != other.nodes
-    replace(other, model={"source": "mlp.py:model"}).save(pinned)
+    Plan.of(other, ModelSpec("mlp.py:model")).save(pinned)
     first = tmp_path / "first.toml"
-    replace(made, model={"source": "mlp.py:model"}).save(first)
+    Plan.of(made, ModelSpec("mlp.py:model")).save(first)
     command = ("diff", first, pinned, "--model", f"{folder / 'mlp.py'}:model", "--json")
     told = run(*command, "--calibration", folder / "own.toml", code=1)
     prices = MeasuredModel(MESH, slow(1.0)).collective

@@ -133,10 +133,12 @@ def test_the_difference_is_that_of_two_independent_plans(
     plan, other = planned(), planned(name, layout)
     assert answer["fits"]
     found = changed(answer["difference"]["figures"])
-    assert set(found) == set(plan.predicted)
+    assert set(found) == set(plan.predicted.table())
     for figure, change in found.items():
-        expected = other.predicted[figure] - plan.predicted[figure]
-        assert change == pytest.approx(expected, rel=1e-9, abs=1e-9 * plan.predicted[figure])
+        expected = getattr(other.predicted, figure) - getattr(plan.predicted, figure)
+        assert change == pytest.approx(
+            expected, rel=1e-9, abs=1e-9 * getattr(plan.predicted, figure)
+        )
     assert found["step_seconds"] >= -1e-9 * plan.predicted.step_seconds
     changes = answer["difference"]["changes"]
     others = {node for change in changes for node in change["nodes"]}
@@ -312,16 +314,16 @@ def test_a_recorded_limit_holds_for_plans_made_again(folder: Path, tight: int) -
     fixed = ("--memory", f"{tight}B", "--pin", "=".join(pin))
     run("plan", model, "--mesh", MESH, *fixed, "-o", file)
     made = Plan.load(file)
-    assert made.memory["limit"] == tight
+    assert made.stage.limit == tight
     free = planned(*pin).predicted
-    assert free["peak_bytes"] > tight >= made.predicted.peak_bytes
+    assert free.peak_bytes > tight >= made.predicted.peak_bytes
     run("plan", model, "--mesh", MESH, "--from", file, "-o", again)
-    assert Plan.load(again).memory == made.memory
-    assert Plan.load(again).nodes == made.nodes
+    assert Plan.load(again).stage.limit == made.stage.limit
+    assert Plan.load(again).stage.nodes == made.stage.nodes
     run("plan", model, "--mesh", MESH, "--from", file, "--memory", "1GB", "-o", again)
-    assert Plan.load(again).memory["limit"] == 1e9
+    assert Plan.load(again).stage.limit == 1e9
     step = Plan.load(again).predicted.step_seconds
-    assert step == pytest.approx(free["step_seconds"], rel=1e-9)
+    assert step == pytest.approx(free.step_seconds, rel=1e-9)
     assert step < made.predicted.step_seconds
 
 

@@ -56,10 +56,9 @@ def test_only_the_spelling_differs() -> None:
     [
         replace(plan(), graph="mlp sha256:ffffffff"),
         replace(plan(), mesh=Mesh.parse("H100: node=2 @50GB/s 10us, gpu=4 @450GB/s 3us")),
-        replace(plan(), model={"source": "gpt2"}),
         replace(plan(), pins={"up": "[8, 64]"}),
-        plan({"step_seconds": 2.5}),
-        plan({"step_seconds": 2.0, "peak_bytes": 4.0}),
+        plan(Prediction(2.5)),
+        plan(Prediction(2.0, 4.0)),
         plan(down="[8@node, 64]; [64, 16] -> [8@node, 16]"),
         plan(down=""),
         plan(more="[8] -> [8]"),
@@ -95,9 +94,11 @@ def test_figures_of_both_plans_stand_side_by_side() -> None:
     assert found["step_seconds"].change == -0.5
     assert found["peak_bytes"].change == -8.0
     assert found["exposed_seconds"] == Figure("exposed_seconds", None, 0.5)
-    shown = text(difference(plan(a), plan(b)))
+    before = Prediction(step_seconds=2.0, peak_bytes=8.0)
+    after = Prediction(step_seconds=1.5, host_seconds=0.5)
+    shown = text(difference(plan(before), plan(after)))
     assert "-25.0%" in shown
-    assert "exposed seconds" in shown
+    assert "host seconds" in shown
 
 
 def test_rounding_is_no_change() -> None:

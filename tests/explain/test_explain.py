@@ -257,7 +257,7 @@ def data_parallel() -> tuple[Graph, StagePlan]:
     }
     graph = Graph("linear", nodes, (("y", "y"),))
     entries = {name: NodePlan.parse(line) for name, line in lines.items()}
-    return graph, StagePlan(fingerprint(graph), MESH, entries, {})
+    return graph, StagePlan(fingerprint(graph), MESH, entries)
 
 
 def test_lines_are_grouped_by_block_and_source() -> None:
@@ -282,7 +282,7 @@ def test_lines_are_grouped_by_block_and_source() -> None:
 def test_an_edited_plan_is_said_to_be_stale() -> None:
     graph, plan = planned("gpt2", None)
     said = replace(plan.predicted, step_seconds=2 * plan.predicted.step_seconds)
-    edited = StagePlan(plan.graph, plan.mesh, plan.nodes, said)
+    edited = StagePlan(plan.graph, plan.mesh, plan.nodes, predicted=said)
     found = explained(graph, edited, 1e9)
     assert found.stale
     assert "edited" in text(found)

@@ -121,8 +121,8 @@ def made_once() -> Iterator[list[Any]]:
 
     Models are alike that have one key, which is yielded and to be filled.
     """
-    session = importlib.import_module("autopar.session")
-    capture, plan = session.capture_call, session.plan_captured
+    compiler = importlib.import_module("autopar.session.compiler")
+    capture, plan = compiler.capture_call, compiler.plan_captured
     known: dict[str, Any] = {}
     key: list[Any] = []
 
@@ -142,7 +142,7 @@ def made_once() -> Iterator[list[Any]]:
         what = (fingerprint(found.graph), mesh, replace(options, table={}))
         return once(what, lambda: plan(found, mesh, options, trace))
 
-    with patch.multiple(session, capture_call=captured, plan_captured=planned):
+    with patch.multiple(compiler, capture_call=captured, plan_captured=planned):
         yield key
 
 

@@ -17,7 +17,6 @@ import autopar
 from autopar.cli.common.pin_options import words
 from autopar.cli.solve import _choices
 from autopar.codegen.emit import emit
-from autopar.compiled import placement_of
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm
@@ -35,6 +34,7 @@ from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 from autopar.runtime.folder import open_settings
+from autopar.session.compiled import placement_of
 from autopar.stage_plan import StagePlan
 from autopar.zoo.construction import build
 from autopar.zoo.load import read_config
@@ -87,7 +87,7 @@ def graph() -> Graph:
 
 
 @cache
-def a_plan() -> StagePlan:
+def a_plan() -> Plan:
     model, batch = subject()
     return autopar.plan(
         model, MESH, example_inputs=batch, recompute="full 2", offload="optimizer", fuse=True,

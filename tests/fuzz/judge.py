@@ -25,6 +25,7 @@ from autopar.intra_op.solvers import solve
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.pins import data_parallel, fsdp
+from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
@@ -128,18 +129,18 @@ def whole(seed: int) -> list[Tensor]:
 
 def train(jobs: list[Job]) -> list[Run]:
     """The runs of this rank."""
-    compiler = importlib.import_module("autopar.session")
+    compiler = importlib.import_module("autopar.session.compiler")
     found: list[Run] = []
     for job in jobs:
         model = Random(job.seed)
         try:
-            with patch.object(compiler, "capture_graph", lambda *_, job=job: job.captured):
+            with patch.object(compiler, "capture_call", lambda *_, job=job: job.captured):
                 program = autopar.compile(
                     model,
                     job.mesh,
                     optimizer=lambda p: torch.optim.SGD(p, lr=RATE),
                     example_inputs=model.batch,
-                    plan=job.plan,
+                    plan=job.plan and Plan.of(job.plan),
                 )
             torch.manual_seed(job.seed)
             losses = [program.step(**model.batch) for _ in range(STEPS)]

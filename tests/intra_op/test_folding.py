@@ -177,7 +177,7 @@ def test_every_choice_costs_and_holds_the_same(name: str, mesh: str) -> None:
         assert folded.cost == pytest.approx(unfolded.cost, rel=1e-12, abs=0.0)
         held, flat = both.folded.figures(choice), both.unfolded.figures(both.expand(choice))
         for name in ("parameter_bytes", "activation_bytes"):
-            assert held[name] == pytest.approx(flat[name], rel=1e-12, abs=0.0)
+            assert getattr(held, name) == pytest.approx(getattr(flat, name), rel=1e-12, abs=0.0)
         # One function for all blocks keeps its variables until it returns; one for each holds what
         # enters it and what leaves it in layouts of their own.
         carried = sum(

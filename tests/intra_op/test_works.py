@@ -57,7 +57,7 @@ class Calls(nn.Module):
 def planned(graph: Graph, mesh: Mesh, pins: dict[str, str] | None = None) -> StagePlan:
     built = build(graph, mesh, AnalyticModel(mesh), rules(), pins=pins)
     choice = solve(built.problem).choice
-    return StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice), built.figures(choice))
+    return StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
 
 
 def of(function: Callable[..., Tensor], *parameters: Tensor, op: str = "") -> NodeWork:

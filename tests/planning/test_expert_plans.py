@@ -52,7 +52,7 @@ def used(name: str, made: autopar.Plan) -> dict[str, tuple[str, str]]:
     for leaf in graph(name).leaves("param"):
         if graph(name).template[leaf.name] == leaf.name:
             (share,) = graph(name).users[leaf.name]
-            entry = made.nodes[share]
+            entry = made.stage.nodes[share]
             (shape, stored), (_, use) = entry.operands[0], entry.results[0]
             found[leaf.target] = (stored.format(shape), use.format(shape))
     return found
@@ -69,7 +69,7 @@ def test_megatron_splits_what_the_names_of_a_family_say(name: str) -> None:
     (plan,) = jobs.plans
     assert plan is not None
     for node in parameters(jobs.graph(case)):
-        ((_, layout),) = plan.nodes[node.name].results
+        ((_, layout),) = plan.stage.nodes[node.name].results
         wanted = split_dim(FAMILIES[name], node)
         split = [dim for dim, axes in enumerate(layout.dims) if axes]
         assert split == ([] if wanted is None else [wanted]), node.target

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.plan_entries import Prediction
 from autopar.planning.frontier import frontier
 from autopar.planning.options import Options
 from autopar.planning.planner import Planner
@@ -26,7 +27,7 @@ def fastest(limit: float) -> StagePlan:
         raise InfeasibleError("nothing fits")
     time, peak = min(fitting)
     plan = StagePlan("graph", Mesh.parse("cpu: gpu=2"), {})
-    return replace(plan, predicted={"peak_bytes": peak, "step_seconds": time})
+    return replace(plan, predicted=Prediction(time, peak))
 
 
 def test_all_plans_that_no_other_beats() -> None:
@@ -41,7 +42,7 @@ def test_less_memory_takes_longer() -> None:
     found = [plan.predicted for plan in frontier(planned, 0.5)]
     assert len(found) > 1
     for one, other in itertools.pairwise(found):
-        assert other["peak_bytes"] <= 0.5 * one["peak_bytes"] * (1 + 1e-9)
-        assert other["step_seconds"] > one["step_seconds"]
+        assert other.peak_bytes <= 0.5 * one.peak_bytes * (1 + 1e-9)
+        assert other.step_seconds > one.step_seconds
     with pytest.raises(InfeasibleError):
-        planned(0.5 * found[-1]["peak_bytes"])
+        planned(0.5 * found[-1].peak_bytes)

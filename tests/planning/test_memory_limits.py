@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -110,9 +111,8 @@ MESH = Mesh.parse("H100: gpu=4")
 
 
 def planned(limit: float, pins: PinsLike = (), state: float = 2.0) -> StagePlan:
-    return make_plan(
-        graph_of("gpt2", 2, 8), MESH, Options(memory=limit, pins=pins), Trace(None), state
-    )
+    options = Options(memory=limit, pins=pins, state_bytes=state)
+    return make_plan(graph_of("gpt2", 2, 8), MESH, options, Trace(None))
 
 
 def test_a_limit_above_the_simulated_peak_changes_nothing_and_one_below_is_kept() -> None:
@@ -144,21 +144,22 @@ def test_what_does_not_fit_is_told_the_need_of_a_plan_that_does() -> None:
 
 def test_a_plan_records_its_limit_and_the_state_of_its_optimizer(tmp_path: Path) -> None:
     made = planned(1e9, state=1.0)
-    assert made.memory == {"limit": 1e9, "state": 1.0}
-    made.save(tmp_path / "plan.toml")
-    assert Plan.load(tmp_path / "plan.toml") == made
-    assert planned(float("inf")).memory == {"state": 2.0}
-    more = replace(made, memory={"limit": 2e9, "state": 1.0})
-    assert Plan.from_toml(more.to_toml()) == more != made
+    assert (made.limit, made.state_bytes) == (1e9, 1.0)
+    Plan.of(made).save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml").stage == made
+    free = planned(float("inf"))
+    assert (free.limit, free.state_bytes) == (math.inf, 2.0)
+    more = replace(made, limit=2e9)
+    assert Plan.from_toml(Plan.of(more).to_toml()).stage == more != made
 
 
 def test_by_default_tensors_have_what_the_allocator_leaves() -> None:
     chip = device(MESH)
     assert 0 < chip.fragmentation < 1
     made = make_plan(graph_of("gpt2", 2, 8), MESH, Options(), Trace(None))
-    assert made.memory["limit"] == chip.memory * (1 - chip.fragmentation)
+    assert made.limit == chip.memory * (1 - chip.fragmentation)
     # On a CPU, where predicted and measured bytes are compared, nothing is set aside.
     cpu = device(Mesh.parse("cpu: gpu=4"))
     assert cpu.usable == cpu.memory
     # A limit that a person gives is of tensors, as it stands.
-    assert planned(1e9).memory["limit"] == 1e9
+    assert planned(1e9).limit == 1e9

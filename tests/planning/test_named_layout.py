@@ -28,7 +28,7 @@ def test_everything_with_a_named_dimension_is_split_over_its_axis() -> None:
     """Sizes, which are all different, tell what has which dimension."""
     made, met = planned("distinct", autopar.layout(WANTED), GRID), set()
     for node in graph("distinct").folded:
-        dims = made.nodes[node.name].results[0][1].dims
+        dims = made.stage.nodes[node.name].results[0][1].dims
         for size, axes in zip(node.type.shape, dims, strict=True):
             name = SIZES.get(size, "")
             if name and node.op not in ("input", "param"):  # a parameter's share is its use
@@ -55,7 +55,7 @@ def test_a_dimension_may_have_several_axes_in_the_order_of_the_mesh() -> None:
     assert both == autopar.layout({"batch": "gpu, node"})
     made = planned("even", both, GRID)
     (embedding,) = (n for n in graph("even").folded if n.op == "aten.embedding")
-    assert made.nodes[embedding.name].results[0][1].dims == (("node", "gpu"), (), ())
+    assert made.stage.nodes[embedding.name].results[0][1].dims == (("node", "gpu"), (), ())
 
 
 def test_what_no_strategy_allows_is_left_to_the_solver() -> None:

@@ -97,9 +97,9 @@ def best(
     assert polished.cost == pytest.approx(judged.cost, rel=1e-9, abs=0.0)
     assert polished.feasible
     figures = built.figures(choice)
-    assert figures["step_seconds"] == pytest.approx(solution.objective, rel=1e-9, abs=0.0)
-    assert figures["peak_bytes"] == pytest.approx(polished.peak, rel=1e-9, abs=0.0)
-    plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice), figures)
+    assert figures.step_seconds == pytest.approx(solution.objective, rel=1e-9, abs=0.0)
+    assert figures.peak_bytes == pytest.approx(polished.peak, rel=1e-9, abs=0.0)
+    plan = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice), predicted=figures)
     return Best(graph, built, plan, solution.objective)
 
 
@@ -130,10 +130,10 @@ def test_a_big_batch_is_split_at_the_price_of_one_all_reduce_a_parameter() -> No
     assert len(parameters) == 6
     expected = [seconds(NODE, "all_reduce", ("gpu",), leaf.type.nbytes) for leaf in parameters]
     predicted = found.plan.predicted
-    assert predicted["parameter_seconds"] == pytest.approx(math.fsum(expected), rel=1e-9, abs=0.0)
+    assert predicted.parameter_seconds == pytest.approx(math.fsum(expected), rel=1e-9, abs=0.0)
     # Besides, the loss is summed, a number of four bytes.
     loss = seconds(NODE, "all_reduce", ("gpu",), 4)
-    assert predicted["reshard_seconds"] == pytest.approx(loss, rel=1e-9, abs=0.0)
+    assert predicted.reshard_seconds == pytest.approx(loss, rel=1e-9, abs=0.0)
 
 
 def test_what_data_parallelism_saves_is_what_it_computes_less() -> None:
@@ -163,7 +163,7 @@ def test_big_weights_are_split_by_columns_then_rows_at_one_all_reduce_a_pair() -
     assert kinds["all_gather"] == kinds["reduce_scatter"]
     expected = 3 * seconds(NODE, "all_reduce", ("gpu",), batch * width * 4)
     predicted = found.plan.predicted
-    assert predicted["reshard_seconds"] == pytest.approx(expected, rel=1e-9, abs=0.0)
+    assert predicted.reshard_seconds == pytest.approx(expected, rel=1e-9, abs=0.0)
 
 
 def test_a_small_model_on_quick_devices_is_not_split_at_all() -> None:

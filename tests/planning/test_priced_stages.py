@@ -93,7 +93,7 @@ def test_a_part_has_the_prices_of_its_links_and_scaled_ones_elsewhere() -> None:
 
 def test_every_stage_records_it_and_the_step_has_its_messages(folder: Path) -> None:
     made = Plan.load(folder / "plan.toml")
-    assert {stage.plan.calibration for stage in made.stages} == {slow().fingerprint}
+    assert {stage.calibration for stage in made.stages} == {slow().fingerprint}
     # The first microbatch goes there and the last one's gradient comes back.
     assert made.predicted.step_seconds > 2 * SEND
 
@@ -112,7 +112,7 @@ def test_its_figures_are_those_of_the_plan(folder: Path, command: str) -> None:
 
 
 def test_one_stage_is_explained_by_it(folder: Path) -> None:
-    made = Plan.load(folder / "plan.toml").stages[1].plan
+    made = Plan.load(folder / "plan.toml").stages[1]
     told = json.loads(run(*arguments(folder, "explain", "--stage", "1", "--json")).stdout)
     assert sum(told["seconds"].values()) == pytest.approx(made.predicted.step_seconds, rel=0.3)
     closed = run(*arguments(folder, "explain", "--stage", "1", "--json", own=False))
@@ -126,8 +126,8 @@ def test_programs_of_stages_are_those_of_its_prices(folder: Path, tmp_path: Path
     captured = capture_call(Call(model, (), batch), Options(), Trace(None), 4)
     graphs = stage_graphs(captured.graph, made.ends, Trace(None))
     for number, (graph, stage) in enumerate(zip(graphs, made.stages, strict=True)):
-        prices = MeasuredModel(stage.plan.mesh, slow(), MESH).collective
-        wanted = emit(graph, stage.plan, prices)
+        prices = MeasuredModel(stage.mesh, slow(), MESH).collective
+        wanted = emit(graph, stage, prices)
         written = (tmp_path / "own" / f"stage_{number}.py").read_text()
         assert wanted.partition("def ")[2] in written
 

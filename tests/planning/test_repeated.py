@@ -154,6 +154,6 @@ def test_an_even_plan_says_what_it_takes(
     seconds = []
     for count in (4, 8, 16):
         plan = plan_stages(graph, ends, groups, mesh, count, "1f1b", Options(), Trace(None))
-        assert set(plan.predicted) == {"step_seconds", "bubble", "peak_bytes"}
+        assert set(plan.predicted.table()) == {"step_seconds", "bubble", "peak_bytes"}
         seconds.append(plan.predicted.step_seconds)
     assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]))

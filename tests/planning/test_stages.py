@@ -13,7 +13,6 @@ import torch
 
 import autopar
 from autopar.capture.capture import Captured
-from autopar.compiled import Compiled, placement_of
 from autopar.errors import (
     BatchError,
     MeshError,
@@ -28,6 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import cut
 from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
+from autopar.plan_entries import ModelSpec, Prediction
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines import stages as planning
@@ -43,6 +43,7 @@ from autopar.planning.pipelines.stages import (
 )
 from autopar.planning.plan_model import plan_evenly
 from autopar.planning.trace import Trace
+from autopar.session.compiled import Compiled, placement_of
 from tests.support import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
@@ -176,7 +177,7 @@ def test_equal_stages_are_planned_once() -> None:
 
 
 def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
-    plan = replace(plan, predicted={"step_seconds": 0.25}, model={"source": "mlp"})
+    plan = replace(plan, predicted=Prediction(0.25), model=ModelSpec("mlp"))
     assert Plan.from_toml(plan.to_toml()) == plan
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan

@@ -204,8 +204,8 @@ def test_an_operator_without_a_rule_runs_whole_and_is_named() -> None:
     built = build(graph, mesh, AnalyticModel(mesh), rules())
     assert built.replicated == (name,)
     made = autopar.plan(model, FOUR, example_inputs=batch)
-    assert str(made.nodes[name]) == "[8, 64] -> [8, 64]"
-    assert any(layout.sharded_axes for e in made.nodes.values() for _, layout in e.results)
+    assert str(made.stage.nodes[name]) == "[8, 64] -> [8, 64]"
+    assert any(layout.sharded_axes for e in made.stage.nodes.values() for _, layout in e.results)
     program = autopar.compile(model, ONE, example_inputs=batch)
     assert "torch.ops.autopar_test.mystery" in program.source
     torch.testing.assert_close(program(**batch), model(**batch).detach(), rtol=1e-12, atol=1e-12)
@@ -392,4 +392,4 @@ def test_bounds_that_make_no_sense_are_refused() -> None:
         plan(memory="1KiB")
     with pytest.raises(MeshError, match="quantity 'plenty'"):
         plan(memory="plenty")
-    assert plan(memory="64GiB").nodes == plan(memory=64 * 2.0**30).nodes
+    assert plan(memory="64GiB").stage.nodes == plan(memory=64 * 2.0**30).stage.nodes

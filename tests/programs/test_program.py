@@ -116,7 +116,7 @@ def same_state(program: autopar.Session, model: nn.Module) -> None:
 
 def split_axes(program: autopar.Session) -> set[str]:
     """The mesh axes over which the program holds a parameter in parts."""
-    entries = program.plan.nodes
+    entries = program.plan.stage.nodes
     leaves = [entries[n.name].results[0][1] for n in program.graph.folded if n.op == "param"]
     return {axis for layout in leaves for axis in layout.sharded_axes}
 
@@ -294,7 +294,7 @@ def one_plan_for_all_ranks(folder: str) -> None:
     """Here a search would find another plan on every other rank, as where time runs out."""
     model, batches = regression()
     pin = "[32, 16@data@tensor]" if dist.get_rank() == 0 else "[32@data@tensor, 16]"
-    search = (compiler := importlib.import_module("autopar.session")).make_plan
+    search = (compiler := importlib.import_module("autopar.session.session")).make_plan
 
     def elsewhere(graph: Any, mesh: Any, options: Any, *more: Any) -> Any:
         found = dataclasses.replace(options, pins={"net.layers.0.weight": pin})
@@ -303,7 +303,7 @@ def one_plan_for_all_ranks(folder: str) -> None:
     trace = Path(folder) / "trace"
     with patch.object(compiler, "make_plan", elsewhere):
         program = autopar.compile(model, GRID, trace=trace, example_inputs=batches[0])
-    assert "[32, 16@data@tensor]" in str(program.plan.nodes["net_layers_0_weight"])
+    assert "[32, 16@data@tensor]" in str(program.plan.stage.nodes["net_layers_0_weight"])
     losses, _ = train_alone(model, torch.optim.AdamW(model.parameters()), batches)
     for batch, loss in zip(batches, losses, strict=True):
         close(program.step(**batch), loss)

@@ -166,7 +166,7 @@ def priced(graph: Graph, plan: StagePlan, model: AnalyticModel) -> float:
     loss, made = graph[graph.loss], plan.nodes[graph.loss].results[0][1]
     ending = Resharder(plan.mesh, model.collective).cost(loss.type, made, Layout.replicated(0))
     causes = ("parameter_seconds", "reshard_seconds", "exchange_seconds")
-    return sum(plan.predicted[cause] for cause in causes) + ending
+    return sum(getattr(plan.predicted, cause) for cause in causes) + ending
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -201,7 +201,7 @@ def test_no_plan_sends_more_than_was_priced(name: str) -> None:
     for _ in range(2):
         choice = random_choice(built.problem, generator)
         made = layouts(built, case.graph, choice)
-        plan = StagePlan(fingerprint(case.graph), mesh, made, built.figures(choice))
+        plan = StagePlan(fingerprint(case.graph), mesh, made, predicted=built.figures(choice))
         calls = sent(case, emit(case.graph, plan, model.collective), mesh)
         total, price = seconds(calls, plan, model), priced(case.graph, plan, model)
         assert 0.9 * price <= total <= price * (1 + 1e-9)

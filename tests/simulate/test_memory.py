@@ -20,6 +20,7 @@ from autopar.ir.offload import left_of
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import Recompute, run_names
 from autopar.pins import Word, data_parallel, fsdp, megatron, megatron_sp
+from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.offloading import told
 from autopar.planning.options import Options
@@ -73,12 +74,12 @@ class Case:
 
     def measured(self) -> Measured:
         model, batch = make(self.name, self.layers)
-        compiler = importlib.import_module("autopar.session")
-        with patch.object(compiler, "capture_graph", lambda *_: self.captured):
+        compiler = importlib.import_module("autopar.session.compiler")
+        with patch.object(compiler, "capture_call", lambda *_: self.captured):
             program = autopar.compile(
                 model,
                 self.plan.mesh,
-                plan=self.plan,
+                plan=Plan.of(self.plan),
                 example_inputs=batch,
                 optimizer=torch.optim.AdamW,
             )

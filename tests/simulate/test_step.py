@@ -92,7 +92,7 @@ def plans(graph: Graph) -> dict[str, StagePlan]:
     made = {
         name: make_plan(graph, mesh, Options(pins=pins), nothing) for name, pins in PLANS.items()
     }
-    return {name: replace(plan, step=plan.step | {"bucket": 1.0}) for name, plan in made.items()}
+    return {name: replace(plan, bucket=1) for name, plan in made.items()}
 
 
 def deepened(graph: Graph, count: int) -> Graph:
@@ -193,7 +193,7 @@ def test_collectives_are_those_of_the_plan(
 def test_gradients_beside_the_backward_are_hidden(
     graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
-    plan = replace(plans["data"], step={"bucket": 2.0**16})  # as programs that overlap send them
+    plan = replace(plans["data"], bucket=2**16)  # as programs that overlap send them
     _, waits = simulate(graph, plan)
     made, found = simulate(graph, plan, overlap=frozenset({"gradient"}))
     assert found.computing == pytest.approx(waits.computing)
@@ -253,7 +253,7 @@ def test_gradients_and_state_are_as_large_as_their_parameters(
 def test_one_device_holds_what_is_measured() -> None:
     program = autopar.compile(Small(), "cpu: gpu=1", example_inputs=batch())
     measured = measured_step(program._executor, batch())
-    made, found = simulate(program.graph, program.plan)
+    made, found = simulate(program.graph, program.plan.stage)
     assert found.memory.peak == pytest.approx(measured.peak, rel=0.002)
     peaks, ends = simulated_levels(made)
     assert peaks == pytest.approx(measured.peaks(), rel=0.002)

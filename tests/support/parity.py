@@ -225,7 +225,7 @@ class Sharded:
 
     def train(self) -> list[Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.session")
+        compiler = importlib.import_module("autopar.session.session")
         models = {key: make(self.name, *key[:2]) for key in self.captured}
         runs = []
         for case, plan in zip(self.cases, self.plans, strict=True):

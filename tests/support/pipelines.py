@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
-from autopar.compiled import Compiled, placement_of, values_of
 from autopar.ir.mesh import Mesh
 from autopar.passes.normalise import FINDING, prepare
 from autopar.pins import data_parallel, megatron
@@ -30,6 +29,7 @@ from autopar.runtime.module_loader import load
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.update.update import Training
+from autopar.session.compiled import Compiled, placement_of, values_of
 from tests.support import families, parity
 
 # Slow devices on fast links: even small tensors are worth splitting.

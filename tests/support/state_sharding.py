@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import session
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import Word, data_parallel, megatron
@@ -25,6 +24,7 @@ from autopar.planning.trace import Trace
 from autopar.runtime import runtime, torch_private
 from autopar.runtime.communication.refetch import Refetch
 from autopar.runtime.update.optimizer import elementwise
+from autopar.session import compiler
 from tests.support import parity
 
 MESH = "toy[1TFLOP/s 64GiB 1TB/s]: node=2 @1GB/s 10us, gpu=2 @10GB/s 1us"
@@ -241,7 +241,7 @@ class Jobs:
         captured = self.captured[key]
         model, batch = case.make()
         with (
-            patch.object(session, "capture_call", lambda *_: captured),
+            patch.object(compiler, "capture_call", lambda *_: captured),
             patch.object(runtime, "Refetch", lambda comm, ahead: Refetch(comm, case.ahead)),
         ):
             program = autopar.compile(

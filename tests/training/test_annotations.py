@@ -26,6 +26,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
+from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
@@ -59,7 +60,7 @@ class Planned:
 def planned(model: nn.Module, batch: Batch, mesh: Mesh = MESH, solver: str = "ilp") -> Planned:
     options, nothing = Options(solver=solver), Trace(None)
     captured = capture_graph(model, (), batch, options, nothing)
-    return Planned(captured, make_plan(captured.graph, mesh, options, nothing))
+    return Planned(captured, Plan.of(make_plan(captured.graph, mesh, options, nothing)))
 
 
 @cache
@@ -69,7 +70,7 @@ def megatron() -> Planned:
 
 def test_every_annotated_value_is_held_as_annotated() -> None:
     found = megatron()
-    layouts = [str(found.plan.nodes[node.name]) for node in found.annotated()]
+    layouts = [str(found.plan.stage.nodes[node.name]) for node in found.annotated()]
     assert len(found.graph.repeats) == 1
     stream, heads = "[8@data, 16, 32]", "[8@data, 16, 32@tensor]"
     hidden = "[8@data, 16, 128@tensor]"
@@ -80,10 +81,10 @@ def test_nothing_of_an_annotation_is_left_in_the_program(tmp_path: Path) -> None
     found = megatron()
     found.plan.save(tmp_path / "plan.toml")
     loaded = autopar.Plan.load(tmp_path / "plan.toml")
-    legal.check(found.graph, loaded, table())
+    legal.check(found.graph, loaded.stage, table())
     price = AnalyticModel(MESH).collective
-    source = emit(found.graph, loaded, price)
-    assert source == emit(found.graph, found.plan, price)
+    source = emit(found.graph, loaded.stage, price)
+    assert source == emit(found.graph, found.plan.stage, price)
     assert "autopar.shard" not in re.sub(r"#.*", "", source)
 
 
@@ -95,7 +96,7 @@ def test_a_plan_edited_against_an_annotation_is_refused_at_the_user_s_line() -> 
     assert text.count(line) == 1
     edited = re.sub(f"{line}.*", f'{line}"[8, 16, 32] -> [8, 16, 32]"', text)
     with pytest.raises(PlanError, match=node.name) as caught:
-        legal.check(found.graph, autopar.Plan.from_toml(edited), table())
+        legal.check(found.graph, autopar.Plan.from_toml(edited).stage, table())
     assert "annotated.py" in caught.value.where
 
 
@@ -121,7 +122,7 @@ def test_a_weight_may_be_annotated() -> None:
     found = perceptron("[32@tensor, 16] -sum(data)", "[b@data, f@tensor]")
     (weight, _) = found.annotated()
     assert found.graph[weight.inputs[0]].alias == "first_weight"
-    assert str(found.plan.nodes[weight.name]).endswith("-> [32@tensor, 16] -sum(data)")
+    assert str(found.plan.stage.nodes[weight.name]).endswith("-> [32@tensor, 16] -sum(data)")
 
 
 def test_an_open_dimension_is_as_cheap_as_the_cheapest_way_to_close_it() -> None:
@@ -142,7 +143,7 @@ def used(found: Planned) -> dict[str, Layout]:
     Without that of the positions, which come from no batch.
     """
     shares = {
-        found.graph[node.inputs[0]].target: found.plan.nodes[node.name].results[0][1]
+        found.graph[node.inputs[0]].target: found.plan.stage.nodes[node.name].results[0][1]
         for node in found.graph.folded
         if node.op == "autopar.share" and found.graph[node.inputs[0]].op == "param"
     }
@@ -151,7 +152,7 @@ def used(found: Planned) -> dict[str, Layout]:
 
 
 def source(found: Planned) -> str:
-    return emit(found.graph, found.plan, AnalyticModel(found.plan.mesh).collective)
+    return emit(found.graph, found.plan.stage, AnalyticModel(found.plan.mesh).collective)
 
 
 @cache
@@ -183,7 +184,9 @@ def test_one_annotation_of_the_input_splits_the_batch_everywhere() -> None:
         assert (layout.sharded_axes, set(layout.varying)) == ((), {"data", "tensor"}), name
     for node in found.graph.folded:
         if node.requires_grad and node.type.shape[:2] == (8, 16):
-            assert found.plan.nodes[node.name].results[0][1].dims[0] == ("data", "tensor"), node
+            assert found.plan.stage.nodes[node.name].results[0][1].dims[0] == ("data", "tensor"), (
+                node
+            )
     # Parameters and their gradients are sent, nothing else.
     assert {name for name, _ in communication(source(found))} <= {"to_varying", "all_gather"}
 
@@ -199,7 +202,7 @@ def losses(found: Planned | None) -> tuple[list[float], Batch]:
     """Four steps of SGD: on this rank by autopar as planned, without a plan by torch alone."""
     model, batch = gpt({})
     if found is not None:
-        compiler = importlib.import_module("autopar.session")
+        compiler = importlib.import_module("autopar.session.session")
         with patch.object(compiler, "capture_graph", lambda *_: found.captured):
             program = autopar.compile(
                 model,
@@ -259,7 +262,10 @@ def test_the_command_line_takes_a_solver(tmp_path: Path) -> None:
     call = ["plan", f"{file}:model", "--mesh", str(MESH), "-o", str(tmp_path / "plan.toml")]
     found = CliRunner().invoke(main, [*call, "--solver", "propagate"])
     assert found.exit_code == 0, found.output
-    assert autopar.Plan.load(tmp_path / "plan.toml").nodes == followed("megatron").plan.nodes
+    assert (
+        autopar.Plan.load(tmp_path / "plan.toml").stage.nodes
+        == followed("megatron").plan.stage.nodes
+    )
     refused = CliRunner().invoke(main, [*call, "--solver", "simplex"])
     assert refused.exit_code != 0
     assert "propagate" in refused.output

@@ -86,7 +86,7 @@ class Jobs:
 
     def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.session")
+        compiler = importlib.import_module("autopar.session.session")
         runs = {}
         for name, captured in self.captured.items():
             model, batch = make(name)

@@ -80,7 +80,7 @@ def captured(fuse: tuple[str, ...] = ()) -> Captured:
 
 def trained(found: Captured, fuse: tuple[str, ...] = ()) -> dict[str, Run]:
     """The runs of this rank."""
-    compiler = importlib.import_module("autopar.session")
+    compiler = importlib.import_module("autopar.session.session")
     runs = {}
     for name in FUSED if fuse else SPLITS:
         mesh, pins, _ = SPLITS[name]

@@ -105,11 +105,11 @@ def not_as_forced(jobs: Sharded, number: int, run: Run, whole: Run) -> str:
         return ""
     for node in parameters(graph):
         (share,) = graph.users[node.name]
-        layout = plan.nodes[share].results[0][1]
+        layout = plan.stage.nodes[share].results[0][1]
         if (set(layout.varying), layout.sharded_axes) != (set(case.axes), ()):
             return f"%{node.name} is used as {layout}"
     ((_, leaving),) = graph.repeats[0].carried
-    if plan.nodes[leaving].results[0][1].dims != (case.axes, (), ()):
-        return f"the block leaves {plan.nodes[leaving]}"
+    if plan.stage.nodes[leaving].results[0][1].dims != (case.axes, (), ()):
+        return f"the block leaves {plan.stage.nodes[leaving]}"
     parts = 1 if case.plan == "data" else 4
     return "" if run.held * parts == whole.held else f"{run.held} of {whole.held} are stored"

@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import megatron
+from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
@@ -75,7 +76,7 @@ def sent(plans: list[StagePlan]) -> tuple[list[int], list[float]]:
     nbytes, losses = [], []
     for plan in plans:
         made, batch = model()
-        program = autopar.compile(made, MESH, plan=plan, example_inputs=batch)
+        program = autopar.compile(made, MESH, plan=Plan.of(plan), example_inputs=batch)
         with recorded(Mesh.parse(MESH)) as calls:
             losses.append(program.step(**batch).item())
         nbytes.append(sum(size for kind, _, size in calls if kind in SUMS))

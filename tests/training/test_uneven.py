@@ -91,7 +91,7 @@ def trained_on_rank(shapes: tuple[Shape, ...]) -> list[tuple[list[float], dict[s
         program = autopar.compile(model, f"{CHIP}: {mesh}", optimizer=OPTIMIZER)
         losses = [program.step(**batch).item() for _ in range(3)]
         plan = program.plan
-        layouts = [pair for node in plan.nodes.values() for pair in node.results]
+        layouts = [pair for node in plan.stage.nodes.values() for pair in node.results]
         uneven = any(not layout.is_even(size, plan.mesh) for size, layout in layouts)
         found.append((losses, program.state_dict(), uneven))
     return found

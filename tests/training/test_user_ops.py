@@ -101,9 +101,9 @@ def test_training_is_the_unsharded_one(own: tuple[autopar.OpRule, ...]) -> None:
         torch.testing.assert_close(found_weights, weights, rtol=1e-9, atol=1e-11)
         assert "torch.ops.userops.gate(" in source
         plan = Plan.from_toml(text)
-        layouts = str(plan.nodes["gate"])
+        layouts = str(plan.stage.nodes["gate"])
         assert ("@" in layouts) == bool(own)
-        assert set(plan.replicated) == (set() if own else {"gate"})
+        assert set(plan.stage.replicated) == (set() if own else {"gate"})
 
 
 def test_what_runs_whole_is_in_the_plan_with_its_price() -> None:
@@ -111,11 +111,11 @@ def test_what_runs_whole_is_in_the_plan_with_its_price() -> None:
     plan = autopar.plan(model, MESH, example_inputs=x)
     assert "[replicated]" in plan.to_toml()
     assert Plan.from_toml(plan.to_toml()) == plan
-    (seconds,) = plan.replicated.values()
+    (seconds,) = plan.stage.replicated.values()
     # It reads and writes 8 x 4 x 32 doubles, forwards and backwards, at the memory's pace at best.
     assert 0 < seconds < plan.predicted.compute_seconds
     ruled = autopar.plan(model, MESH, example_inputs=x, rules=[RULE])
-    assert not ruled.replicated
+    assert not ruled.stage.replicated
     assert "[replicated]" not in ruled.to_toml()
     assert ruled.predicted.step_seconds < plan.predicted.step_seconds
 
@@ -200,8 +200,8 @@ def test_an_own_rule_comes_before_the_one_that_is_there() -> None:
     whole = autopar.rule("aten::linear", "b! s! k!, n! k!, n! -> b! s! n!", examples=[linear])
     model, x = made()
     plan = autopar.plan(model, MESH, example_inputs=x, rules=[whole])
-    assert "@" not in str(plan.nodes["linear"])
-    assert "@" in str(autopar.plan(model, MESH, example_inputs=x).nodes["linear"])
+    assert "@" not in str(plan.stage.nodes["linear"])
+    assert "@" in str(autopar.plan(model, MESH, example_inputs=x).stage.nodes["linear"])
 
 
 class Safe(Gated):
@@ -216,4 +216,4 @@ def test_an_operator_without_a_rule_is_split_by_its_definition() -> None:
     assert "aten._softmax" not in rules()
     x = torch.randn(8, 4, 16, dtype=torch.float64)
     plan = autopar.plan(Safe().double(), MESH, example_inputs=x, unknown_ops="error")
-    assert "@" in str(plan.nodes["_softmax_exp"])
+    assert "@" in str(plan.stage.nodes["_softmax_exp"])

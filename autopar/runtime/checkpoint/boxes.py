@@ -35,6 +35,21 @@ class Box:
         """What indexes the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
+    def overlap(self, other: Box) -> Box | None:
+        """Returns the elements that two boxes of one tensor share, None if there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Box) -> Box:
+        """Returns the same elements with offsets from the beginning of a box around them."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        return replace(self, offsets=offsets)
+
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of `shape` has it."""
         return len(shape) == len(self.offsets) == len(self.sizes) and all(

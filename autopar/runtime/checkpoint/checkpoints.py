@@ -7,6 +7,7 @@ import binascii
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from autopar.runtime.checkpoint.contents import (
 )
 from autopar.runtime.checkpoint.dcp import ranks_lost, read_parts, write_parts
 from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
+from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
@@ -143,6 +145,17 @@ class Checkpoints:
             if unheard is not None:
                 raise unheard
 
+    def snapshot(self) -> Snapshot:
+        """Returns a copy of all that this rank holds, in host memory; all ranks call it.
+
+        Raises:
+            StateError: the program has no weights.
+            CheckpointError: the optimizer has a state that cannot be copied, or an asynchronous
+                save failed and nobody has asked for it.
+        """
+        self._settle(self._group())
+        return self._snapshot(None, None).copied()
+
     def _attempt(
         self, scheduler: Scheduler | None, values: Any, copied: bool, allow_nonfinite: bool
     ) -> Snapshot | AutoparError:
@@ -211,12 +224,51 @@ class Checkpoints:
             )
 
     def _go_on(self, path: Path, index: Index, scheduler: Scheduler | None) -> Any:
-        details = index.details
-        if scheduler is not None and details["scheduler"] is None:
+        if scheduler is not None and index.details["scheduler"] is None:
             raise CheckpointError(
                 f"the checkpoint {path} has no scheduler", todo="save it with scheduler=..."
             )
-        matches = self.names.match(self.holder.shapes, index.under("model"), str(path))
+        random = _random_state(index.details["random"])
+        values = decode(index.details["values"])
+        rates = decode(index.details["scheduler"])
+        self._take_state(index, str(path), partial(self._read, path, index))
+        if scheduler is not None:
+            with _taking("the scheduler"):
+                scheduler.load_state_dict(rates)
+        torch.set_rng_state(random)
+        return values
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Go on from what another program of the same model held; all ranks call it.
+
+        Args:
+            snapshot: of this rank, from `snapshot` of the other program's checkpoints.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        group = self._group()
+        index = shared_index(snapshot, group)
+
+        def receive(wanted: Callable[[], list[Part]]) -> None:
+            self._fill(index.tensors)
+            exchange(snapshot, index, wanted(), group)
+            self.holder.refresh()
+            self.holder.loaded = True
+
+        self._take_state(index, "the program before", receive)
+
+    def _take_state(
+        self, index: Index, where: str, read: Callable[[Callable[[], list[Part]]], None]
+    ) -> None:
+        """Give the program the state that an index describes.
+
+        Args:
+            index: of a checkpoint, or of what another program holds.
+            where: its name in errors.
+            read: fills the parts that this rank wants.
+        """
+        matches = self.names.match(self.holder.shapes, index.under("model"), where)
         states: list[OptimizerState] = []
 
         def wanted() -> list[Part]:
@@ -224,22 +276,14 @@ class Checkpoints:
             own = self._parts(index, matches, "model.")
             return [*own, *self._averages(index, matches), *states[0].parts]
 
-        # All that may not be what it should is read before anything is changed.
-        random = _random_state(details["random"])
-        update, rates = decode(details.get("update", {})), decode(details["scheduler"])
-        values = decode(details["values"])
-        self._read(path, index, wanted)
+        update = decode(index.details.get("update", {}))  # read before anything is changed
+        read(wanted)
         if not index.under("ema"):
             self.holder.update.restart()
         with _taking("the scale of the loss"):
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
-        if scheduler is not None:
-            with _taking("the scheduler"):
-                scheduler.load_state_dict(rates)
-        torch.set_rng_state(random)
-        return values
 
     def load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str

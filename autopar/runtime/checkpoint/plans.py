@@ -117,24 +117,27 @@ class SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Who writes what; the metadata has the `details` of the whole checkpoint."""
         plans, metadata = super().create_global_plan(all_plans)
-        groups: dict[str, dict[str, Any]] = {}
-        values: dict[str, Any] = {}
-        for optimizer, _ in (plan.planner_data for plan in all_plans):
-            for group in optimizer["groups"]:
-                merged = groups.setdefault(
-                    json.dumps(group["options"]), {**group, "parameters": []}
-                )
-                known = merged["parameters"]
-                known += [name for name in group["parameters"] if name not in known]
-            values |= optimizer["values"]
-        first, details = all_plans[0].planner_data
-        merged_record = {**first, "groups": list(groups.values()), "values": values}
-        metadata.planner_data = {**details, "optimizer": merged_record}
+        _, details = all_plans[0].planner_data
+        optimizers = [optimizer for optimizer, _ in (plan.planner_data for plan in all_plans)]
+        metadata.planner_data = {**details, "optimizer": merged(optimizers)}
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The part's tensor."""
         return self._parts[index].tensor
+
+
+def merged(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the record of an optimizer that all ranks' records make up; see `Snapshot`."""
+    groups: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for group in optimizer["groups"]:
+            whole = groups.setdefault(json.dumps(group["options"]), {**group, "parameters": []})
+            known = whole["parameters"]
+            known += [name for name in group["parameters"] if name not in known]
+        values |= optimizer["values"]
+    return {**optimizers[0], "groups": list(groups.values()), "values": values}
 
 
 class ReadPlanner(LoadPlanner):

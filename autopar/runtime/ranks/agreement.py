@@ -108,14 +108,14 @@ def _difference(found: Sequence[str]) -> str:
         for rank, items in enumerate(ranks):
             other = items.get(name, "nothing")
             if other != mine:
-                here, there = _shortened(mine, other)
+                here, there = shortened(mine, other)
                 why = f"rank 0 has {here}, rank {rank} has {there}"
                 return json.dumps([f"the ranks differ in {name}", f"rank {rank}", why])
     return json.dumps(["the ranks differ in the order of what they were given", "", ""])
 
 
-def _shortened(one: str, other: str) -> tuple[str, str]:
-    """Two texts, of long ones the first lines that differ, from shortly before they do."""
+def shortened(one: str, other: str) -> tuple[str, str]:
+    """Returns two texts; of long ones the first lines that differ, from shortly before they do."""
     if "\n" in one or "\n" in other:
         mine, its = one.splitlines(), other.splitlines()
         at = next(

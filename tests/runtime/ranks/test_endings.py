@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import program as compiled
 from autopar.runtime import torch_private
-from autopar.session import Session
+from autopar.session import compiler
+from autopar.session.session import Session
 from tests.runtime.ranks import kills
 from tests.runtime.ranks.test_failure import COUNT, LIMIT, run
 from tests.support import models
@@ -85,7 +85,7 @@ def fail_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO fails before its graph is compared with the others'."""
     if rank == WHO:
         (folder / "failed").write_text(str(time.time()))
-        compiled.capture_graph = failing_capture  # type: ignore[assignment]
+        compiler.capture_call = failing_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
 

@@ -18,7 +18,7 @@ import autopar
 from autopar.errors import ProgramError
 from autopar.runtime import torch_private
 from autopar.runtime.folder import OpenProgram
-from autopar.session import Session
+from autopar.session.session import Session
 from tests.support import models
 from tests.support.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""The keyword arguments of `autopar.plan` and `autopar.compile`: what they mean, and their checks.
+"""The keyword arguments of `autopar.plan`, `compile` and `load`: their meaning and their checks.
 
 Those that belong together become one frozen value: `Options` of the plan, `Training` of the update,
 `Running` of the program.
@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
-from autopar.compiled import Running
 from autopar.errors import OptionError, PlanMismatchError
 from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
 from autopar.intra_op.pins.wordings import PinsLike
@@ -28,6 +27,7 @@ from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
 from autopar.runtime.update.optimizer import OptimizerFactory, elementwise, fusable
 from autopar.runtime.update.update import Training, state_bytes_of
+from autopar.session.compiled import Running
 
 
 class AverageKeywords(TypedDict, total=False):
@@ -112,8 +112,8 @@ class PlanKeywords(AverageKeywords, total=False):
     trace: str | Path | None
 
 
-class CompileKeywords(PlanKeywords, total=False):
-    """What is planned, how it is trained, and how it runs; all are optional.
+class TrainKeywords(AverageKeywords, total=False):
+    """How a program trains and runs; all are optional.
 
     Attributes:
         clip_norm: bound of the global norm of the gradients.
@@ -137,6 +137,10 @@ class CompileKeywords(PlanKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+
+
+class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
+    """What is planned, how it is trained, and how it runs: those of both; all are optional."""
 
 
 _CALLED = Of((Callable,), "a function")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Compiled: a captured model, its plan and the programs of its stages, as one value.
 
-capture -> plan -> emit make it; `start` loads it on the devices, see `autopar/session.py`.
+capture -> plan -> emit make it; `start` loads it on the devices, see `session.py`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor, nn
 
-from autopar.arguments import text_of_program
 from autopar.capture.capture import Captured
 from autopar.codegen.emit import emit
 from autopar.errors import PlanError, ProgramError
@@ -38,6 +38,9 @@ from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.ranks.processes import local_device
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training
+from autopar.session import compiled_folder
+from autopar.session.call_texts import text_of_program
+from autopar.session.compiled_folder import Contents
 
 _COLUMNS = 88  # of the schedule's picture
 
@@ -63,14 +66,23 @@ class Compiled:
         plan: how it runs.
         captured: the model; for a pipeline on one microbatch, its graph normalised only.
         sources: the generated Python of every stage.
+        facts: of the model that was captured; see `model_facts.py`.
     """
 
     plan: Plan
     captured: Captured
     sources: tuple[str, ...]
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, captured: Captured, plan: Plan, options: Options, trace: Trace) -> Compiled:
+    def of(
+        cls,
+        captured: Captured,
+        plan: Plan,
+        options: Options,
+        trace: Trace,
+        facts: Mapping[str, str] | None = None,
+    ) -> Compiled:
         """Emit the programs of a plan.
 
         Args:
@@ -78,6 +90,7 @@ class Compiled:
             plan: for it.
             options: whose rules the layouts follow, and whose prices stand in the comments.
             trace: keeps the sources.
+            facts: of the model.
 
         Raises:
             PlanMismatchError: the plan is for another model or mesh.
@@ -93,7 +106,7 @@ class Compiled:
             name = f"stage_{number}.py" if plan.is_pipeline else "program.py"
             trace(name, lambda source=source: source)  # type: ignore[misc]
             sources.append(source)
-        return cls(plan, captured, tuple(sources))
+        return cls(plan, captured, tuple(sources), facts or {})
 
     @property
     def source(self) -> str:
@@ -151,6 +164,44 @@ class Compiled:
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied
         )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a folder that `autopar.load` reads on any number of processes.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ProgramError: the batch or the results hold what cannot be saved as data, or the folder
+                cannot be written.
+        """
+        contents = Contents(self.plan, self.captured, self.sources, self.facts, self.fingerprint)
+        return compiled_folder.write(contents, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Compiled:
+        """Read a folder that `save` wrote.
+
+        Args:
+            path: the folder. Its sources are code: load none whose author you do not trust.
+            model: built as the compiled one was; its values may differ.
+
+        Raises:
+            ProgramError: the folder is missing, damaged or edited, or is for another model or
+                version of torch; says what differs.
+            PlanError: its plan is damaged.
+        """
+        found = compiled_folder.read(path, model)
+        compiled = cls(found.plan, found.captured, found.sources, found.facts)
+        if compiled.fingerprint != found.fingerprint:
+            raise ProgramError(
+                "the files of the compiled program do not belong together",
+                where=str(path),
+                why="they do not have the fingerprint that was written with them",
+                todo="compile the model again, and save it; a program to edit is what "
+                "Session.save writes",
+            )
+        return compiled
 
     def files(self, training: Training) -> dict[str, str]:
         """The text files of a folder that runs by itself; see `runtime/folder.py`."""

@@ -1,31 +1,26 @@
-"""Session: a model in training. capture -> plan -> emit -> load -> train, on one page."""
+"""Session: a model in training. It owns weights, update and step, and runs what was compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from autopar.arguments import text_of_graph, text_of_program
 from autopar.capture.capture import Captured
-from autopar.compiled import Compiled, Running, refuse_graphs_of_stages, values_of
-from autopar.errors import BatchError, ProgramError
+from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
-from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
-from autopar.modes import Modes
 from autopar.plan import Plan
-from autopar.planning.capturing import Call, capture_call
-from autopar.planning.options import Options
-from autopar.planning.plan_model import plan_captured, plan_model
-from autopar.planning.prices import cost_model
-from autopar.planning.trace import Trace
+from autopar.planning.capturing import Call
 from autopar.runtime import folder, inductor
 from autopar.runtime.checkpoint.checkpoints import Checkpoints
 from autopar.runtime.checkpoint.methods import Checkpointed
+from autopar.runtime.checkpoint.plans import Snapshot
 from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.profile import profiled
@@ -36,13 +31,22 @@ from autopar.runtime.ranks.recorder import Recorder
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.trained import Trained
 from autopar.runtime.update.update import Training
+from autopar.session.call_texts import text_of_program
+from autopar.session.compiled import Compiled, Running, values_of
+from autopar.session.modes import Modes
 
 EAGERLY = Running()
-ADVICE = "build one model on every rank, and give every rank the same whole batch"
 
 
 class Session(Trained, Checkpointed):
-    """A model that trains in parallel; made by `autopar.compile`.
+    """A model that trains in parallel; made by `autopar.compile` or `autopar.load`.
+
+    Args:
+        model: the user's.
+        mesh: the devices.
+        training: how the parameters are updated.
+        running: how the program runs.
+        compiler: compiles a call of the model.
 
     Attributes:
         mesh: the devices.
@@ -53,18 +57,13 @@ class Session(Trained, Checkpointed):
         model: nn.Module,
         mesh: Mesh,
         training: Training,
-        plan: Plan | None,
-        options: Options,
-        running: Running = EAGERLY,
+        running: Running,
+        compiler: Callable[[Call], Compiled],
     ) -> None:
         check_processes(mesh)
         inductor.check(running.backend)
-        if running.cuda_graph and (options.is_pipeline if plan is None else plan.is_pipeline):
-            refuse_graphs_of_stages()
-        cost_model(mesh, options)  # refused, if at all, before anything is captured
-        self.mesh, self._running_as = mesh, running
-        self._model, self._training, self._options = model, training, options
-        self._plan = plan
+        self.mesh, self._running_as, self._compiler = mesh, running, compiler
+        self._model, self._training = model, training
         self._compiled: Compiled | None = None
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
@@ -73,23 +72,22 @@ class Session(Trained, Checkpointed):
         self._example: dict[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture, plan, emit and load for batches like this one; the first step does it too."""
+        """Compile and load the program for batches like this one; the first step does it too."""
         self._refuse_closed()
         if self._executor is not None:
             return
         recorder = Peers.here().recorder
         with closing(Watch.over(range(self.mesh.size))) as watch, watch:
-            self._prepare(args, kwargs, recorder)
+            self._modes = Modes(self._model)
+            recorder.now("capture and planning")
+            compiled = self._compiler(Call(self._model, args, kwargs))
+            self._start(compiled, recorder)
+            self._example = compiled.captured.inputs.flatten(args, kwargs)
         recorder.now("")
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder) -> None:
-        self._modes = Modes(self._model)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        trace = Trace(self._options.trace if first else None)
-        call = Call(self._model, args, kwargs)
-        recorder.now("capture and planning")
-        captured, plan = self._planned(call, trace)
-        compiled = Compiled.of(captured, plan.on(self.mesh), self._options, trace)
+    def _start(self, compiled: Compiled, recorder: Recorder) -> None:
+        """Load a compiled program with the model's own weights."""
+        recorder.now("comparison of the ranks' programs")
         compare_ranks(
             {
                 f"the program of stage {n}": text_of_program(s)
@@ -97,27 +95,70 @@ class Session(Trained, Checkpointed):
             }
         )
         recorder.now("loading of the program")
-        values = values_of(self._model, captured)
+        values = values_of(self._model, compiled.captured)
         self._executor = compiled.start(values, self._training, self._running_as)
-        self._example = captured.inputs.flatten(args, kwargs)
-        self._compiled = compiled
+        self._compiled, self.mesh = compiled, compiled.plan.mesh
 
-    def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
-        """The captured model and its plan, alike on every rank."""
-        plan, options, mesh = self._plan, self._options, self.mesh
-        if plan is None and options.searches_stages:
-            # A solver that runs out of time stops elsewhere on every rank: one plans for all.
-            plan = from_first_rank(lambda: plan_model(call, mesh, options, trace))
-        count = options.microbatches if plan is None else plan.microbatches
-        staged = options.is_pipeline if plan is None else plan.is_pipeline
-        sized = call if options.global_batch is None else call.sized(options.global_batch)
-        captured = capture_call(sized, options, trace, count if staged else None)
-        compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, ADVICE)
-        if plan is None:
-            plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
-        else:
-            plan.check(fingerprint(captured.graph), mesh)
-        return captured, plan
+    def adopt(self, compiled: Compiled) -> None:
+        """Train on by another compiled program of the same model; every rank calls it.
+
+        Parameters, averages and optimizer state move from the layouts of one plan to those of the
+        other in memory, and no step is lost: the losses that follow are those of a run that
+        was never interrupted. Learning-rate schedulers stay valid. Each rank needs host memory for
+        a copy of its part of the state meanwhile.
+
+        Args:
+            compiled: made by `autopar.emit` or loaded from a folder, for as many devices as train.
+
+        Raises:
+            ProgramError: it is of another model, or the session is closed.
+            MeshError: it is for another number of devices.
+            RanksDifferError: the ranks pass different programs.
+            CheckpointError: an asynchronous save failed, and nobody has asked for it.
+        """
+        self._refuse_closed()
+        check_processes(compiled.plan.mesh)
+        compare_ranks({"the compiled program": compiled.fingerprint}, todo="adopt one on all ranks")
+        recorder = Peers.here().recorder
+        before, executor = self._compiled, self._executor
+        if before is None or executor is None:
+            with closing(Watch.over(range(compiled.plan.mesh.size))) as watch, watch:
+                self._modes = Modes(self._model)
+                self._start(compiled, recorder)
+            recorder.now("")
+            return
+        _refuse_other_parameters(before.captured.graph, compiled.captured.graph)
+        snapshot = self._checkpoints().snapshot()
+        assert self._saved is not None
+        self._saved.close()
+        executor.close()
+        try:
+            self._go_on(compiled, snapshot, executor.optimizer)
+        except BaseException:
+            self._go_on(before, snapshot, executor.optimizer)
+            raise
+        recorder.now("")
+
+    def _go_on(self, compiled: Compiled, snapshot: Snapshot, used: Optimizer) -> None:
+        """Load a compiled program with the state of the one before.
+
+        Args:
+            compiled: what runs from now on.
+            snapshot: what this rank held.
+            used: the optimizer until now, which schedulers may hold.
+        """
+        nothing = {
+            name: torch.empty_like(value, device="meta")
+            for name, value in values_of(self._model, compiled.captured).items()
+        }
+        self._saved = None
+        self._executor = compiled.start(nothing, self._training, self._running_as)
+        self._compiled, self.mesh = compiled, compiled.plan.mesh
+        self._checkpoints().take(snapshot)
+        # A scheduler sets the rates of the groups in the list that its optimizer holds.
+        optimizer = self._executor.optimizer
+        used.param_groups[:] = optimizer.param_groups
+        optimizer.param_groups, used.state = used.param_groups, optimizer.state
 
     def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
         """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
@@ -139,26 +180,28 @@ class Session(Trained, Checkpointed):
             ProgramError: the profile cannot be written, or the model was switched to another mode
                 or parameters of it frozen since it was captured.
         """
-        captured, executor = self._ready_for(args, kwargs)
+        _, executor, inputs = self._ready_for(args, kwargs)
         with profiled(profile):
-            return executor.step(captured.inputs.flatten(args, kwargs))
+            return executor.step(inputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
-        captured, executor = self._ready_for(args, kwargs)
-        return captured.output.rebuild(executor.forward(captured.inputs.flatten(args, kwargs)))
+        captured, executor, inputs = self._ready_for(args, kwargs)
+        return captured.output.rebuild(executor.forward(inputs))
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Captured, Executor | Pipeline]:
-        """The program for a batch like this one, for a model in the state that was captured."""
+    ) -> tuple[Captured, Executor | Pipeline, dict[str, Tensor]]:
+        """What was captured, what runs it, and the batch by name."""
         self.prepare(args, kwargs)
         executor = self._ready()
         captured = self.compiled.captured
         assert self._modes is not None
         with executor.watch:
             self._modes.check()
-        return captured, executor
+        inputs = captured.inputs.flatten(args, kwargs)
+        self._example = self._example or inputs
+        return captured, executor, inputs
 
     def close(self) -> None:
         """Give back memory, threads, descriptors and process groups; every rank calls it.
@@ -246,6 +289,10 @@ class Session(Trained, Checkpointed):
             ProgramError: before the first batch, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
+        if not self._example:
+            raise ProgramError(
+                "no batch was seen yet, to save beside the program", todo="run a step"
+            )
         executor.meet("save")
         full = executor.state_dict()
 
@@ -255,3 +302,23 @@ class Session(Trained, Checkpointed):
             return folder.write(path, compiled.files(self._training), tensors)
 
         return from_first_rank(write)
+
+
+def _refuse_other_parameters(before: Graph, after: Graph) -> None:
+    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
+    old, new = (
+        {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
+        for graph in (before, after)
+    )
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            one, other = (
+                "missing" if found is None else f"{list(found[0])}{'' if found[1] else ', frozen'}"
+                for found in (old.get(name), new.get(name))
+            )
+            raise ProgramError(
+                "the compiled program is of another model",
+                where=name,
+                why=f"the session's parameter is {one}, the program's {other}",
+                todo="adopt a program that was compiled from this model",
+            )

@@ -1,0 +1,74 @@
+"""Compiler: captures a call of a model, plans it and emits its program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from autopar.capture.capture import Captured
+from autopar.errors import BatchError
+from autopar.ir.graph_text import fingerprint
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.plan_model import plan_captured, plan_model
+from autopar.planning.trace import Trace
+from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.processes import from_first_rank
+from autopar.session.call_texts import text_of_graph
+from autopar.session.compiled import Compiled
+from autopar.session.model_facts import facts_of
+
+_ADVICE = "build one model on every rank, and give every rank the same whole batch"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Compiles calls of a model for a mesh; all ranks of a process group call it alike.
+
+    Attributes:
+        mesh: the devices.
+        options: what is planned.
+        plan: a plan to use instead of searching for one.
+    """
+
+    mesh: Mesh
+    options: Options
+    plan: Plan | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether what it compiles runs under a schedule of stages and microbatches."""
+        return self.options.is_pipeline if self.plan is None else self.plan.is_pipeline
+
+    def __call__(self, call: Call) -> Compiled:
+        """Returns the compiled call, alike on every rank.
+
+        Raises:
+            CaptureError, InfeasibleError, PlanMismatchError: see `autopar.compile`.
+            BatchError: the ranks captured different graphs.
+        """
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        trace = Trace(self.options.trace if first else None)
+        facts = facts_of(call.model)  # before a call, which may leave something in attributes
+        captured, plan = self._planned(call, trace)
+        return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
+
+    def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
+        """The captured model and its plan, alike on every rank."""
+        plan, options, mesh = self.plan, self.options, self.mesh
+        if plan is None and options.searches_stages:
+            # A solver that runs out of time stops elsewhere on every rank: one plans for all.
+            plan = from_first_rank(lambda: plan_model(call, mesh, options, trace))
+        count = options.microbatches if plan is None else plan.microbatches
+        staged = self.is_pipeline if plan is None else plan.is_pipeline
+        sized = call if options.global_batch is None else call.sized(options.global_batch)
+        captured = capture_call(sized, options, trace, count if staged else None)
+        compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
+        if plan is None:
+            plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
+        else:
+            plan.check(fingerprint(captured.graph), mesh)
+        return captured, plan
