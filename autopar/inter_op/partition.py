@@ -163,7 +163,10 @@ class _Search:
         """Ask for the middle one of equal stages, so that guesses begin with usual efficiencies.
 
         On the sub-meshes and in the microbatches that are wanted; else on a whole host, in a usual
-        number of microbatches.
+        number of microbatches. Where no stage is believed to be more efficient than the best
+        known, also on the smallest sub-mesh in the largest microbatches: the kernels of a small
+        model are all launches, and the more devices or microbatches share them, the less
+        efficient they are.
         """
         prices, space = self.prices, self.space
         cells = []
@@ -175,6 +178,11 @@ class _Search:
             part = max((p for p in prices.submeshes if p.hosts == 1), key=lambda p: p.size)
             stages = min(space.most_stages, max(1, space.devices // part.size))
             count = min(self._microbatches, key=lambda b: abs(math.log(b / (4 * stages))))
+            cells.append((*self._middle(stages, count), part, count))
+        if prices.scaling:
+            part = min(prices.submeshes, key=lambda p: p.size)
+            stages = min(space.most_stages, space.devices // part.size)
+            count = next((b for b in self._microbatches if b >= stages), self._microbatches[-1])
             cells.append((*self._middle(stages, count), part, count))
         prices.ask(
             [

@@ -72,7 +72,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Which part of the step ranks are idle, on average."""
-        return sum(self.idle) / len(self.idle)
+        return max(0.0, sum(self.idle) / len(self.idle))  # sums of seconds are rounded
 
     @property
     def joined_bubble(self) -> float:

@@ -73,7 +73,7 @@ class Prices:
     ) -> None:
         self.kinds, self.submeshes = tuple(kinds), tuple(submeshes)
         self.known: dict[tuple[int, int, int], tuple[Candidate, ...]] = {}
-        self._stage_cost, self._lower_bound, self._scaling = stage_cost, lower_bound, scaling
+        self._stage_cost, self._lower_bound, self.scaling = stage_cost, lower_bound, scaling
         self._ahead, self._again = ahead, again
         self.row, self.ranges = _signatures(self.kinds)
         families: dict[tuple[Hashable, ...], int] = {}
@@ -140,7 +140,7 @@ class Prices:
         count = np.zeros(bounds.shape[:2], dtype=np.int64)
         if unknown == "bound" or (unknown == "guess" and not any(self.known.values())):
             figures[:, :, 0] = bounds
-            if unknown == "bound" and self._scaling:
+            if unknown == "bound" and self.scaling:
                 figures[:, :, 0, _SECONDS] *= self._ratios(microbatches)
             count[:] = 1
         elif unknown == "guess":
