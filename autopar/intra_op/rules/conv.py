@@ -36,7 +36,7 @@ def _names(prefix: str, rank: int) -> str:
 
 
 def _conv(space: int, groups: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """Returns the rule of a convolution over `space` dimensions; `groups` is an argument's index."""
+    """Returns the rule of a convolution over `space` dimensions; `groups` is an argument index."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         """Keeps channels of a grouped convolution whole, as the local count would differ."""
