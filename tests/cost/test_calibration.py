@@ -222,7 +222,10 @@ def test_a_calibration_of_another_machine_is_refused(mesh: str, words: str) -> N
         (MADE.to_toml().replace("16 x 16 x 16", "16 x 16"), "damaged"),
         (MADE.to_toml().replace("16 x 16 x 16", "16 x 16 x 0"), "positive m, n and k"),
         (MADE.to_toml().replace('by = "flops"', ""), "damaged"),
-        (MADE.to_toml().replace("[matmul.f32]", "[matmul.f37]"), "unknown dtype or collective 'f37'"),
+        (
+            MADE.to_toml().replace("[matmul.f32]", "[matmul.f37]"),
+            "unknown dtype or collective 'f37'",
+        ),
         (MADE.to_toml().replace("[collective.all_reduce]", "[collective.sum]"), "collective 'sum'"),
     ],
 )
