@@ -1,5 +1,5 @@
 """The Triton kernels, one file each, imported as `autopar_kernels`.
 
-This file stays free of imports: seen from the project's root the folder is also importable as
+This file must not import anything: from the project's root the folder is also importable as
 `kernels`, the name of a package that `transformers` probes for and would import at start-up.
 """

@@ -1,13 +1,13 @@
-"""AdamW on whatever part of the parameters a device holds, and the sum of squares for clipping.
+"""AdamW on any part of the parameters, and the sum of squares for clipping.
 
     g = scale gradient
     m = β1 m + (1 - β1) g,    v = β2 v + (1 - β2) g²
     p = (1 - lr decay) p - lr m / (1 - β1^t) / (sqrt(v / (1 - β2^t)) + eps)
 
-(Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.) One pass also undoes the loss's scale, clips,
-and writes the copy of low precision that the model computes with. All that changes from step to
-step is in one tensor on the device, `hyperparameters`: nothing waits for the device, and a CUDA
-graph can replay the step. A scale that is not finite leaves everything as it is.
+(Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.) The same pass undoes the loss scale, clips,
+and writes the low-precision copy that the model computes with. All values that change from step to
+step are in one tensor on the device, `hyperparameters`: nothing waits for the device, and a CUDA
+graph can replay the step. A scale that is not finite leaves everything unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _update_kernel(
     correction1 = tl.load(hyper + 5)
     correction2 = tl.load(hyper + 6)
     scale = tl.load(hyper + 7)
-    finite = tl.abs(scale) < float("inf")  # not of NaN either
+    finite = tl.abs(scale) < float("inf")  # false for NaN too
     p = tl.load(parameter + at, mask=mask, other=0.0)
     old_m = tl.load(m + at, mask=mask, other=0.0)
     old_v = tl.load(v + at, mask=mask, other=0.0)
@@ -66,7 +66,7 @@ def _update_kernel(
 
 @jit
 def _squares_kernel(x: tl.tensor, parts: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Every program adds the squares of every so manieth block."""
+    """Adds the squares of every `programs`-th block, starting at this program's."""
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float32)
     for block in tl.range(program, tl.cdiv(n, BLOCK), tl.num_programs(0)):
@@ -86,17 +86,17 @@ def hyperparameters(
     decay: float | Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What one step of `adamw_` reads, [8]; made on the device of its arguments.
+    """Returns the inputs of one step of `adamw_`, [8], on the device of its arguments.
 
     Args:
-        step: f32[], steps made so far; counts this one too if it is made.
-        scale: f32[], times which gradients are taken; a step is made if it is finite.
-        rate, betas, eps, decay: as torch.optim.AdamW's lr, betas, eps and weight_decay. Nothing is
-            sent to a device if they are tensors there.
-        dtype: of the result; the kernel takes f32, the reference f64 as well.
+        step: f32[], steps made so far; incremented if this step is made.
+        scale: f32[], factor of the gradients; the step is made if it is finite.
+        rate, betas, eps, decay: as torch.optim.AdamW's lr, betas, eps and weight_decay. Tensors on
+            the device need no transfer.
+        dtype: dtype of the result; the kernel needs f32, the reference also accepts f64.
     """
     step += scale.isfinite()
-    count = step.double()  # 1 - β^t of a β near 1 would lose most of its digits
+    count = step.double()  # 1 - β^t loses most of its digits for β near 1
     given = (rate, *betas, eps, decay)
     made = [torch.as_tensor(x, dtype=count.dtype, device=step.device) for x in given]
     made += [1 / (1 - betas[0] ** count), (1 - betas[1] ** count).rsqrt(), scale.double()]
@@ -104,19 +104,19 @@ def hyperparameters(
 
 
 def gradient_scale(squares: Tensor, most: float | None, loss_scale: float | Tensor = 1.0) -> Tensor:
-    """f32[], times which gradients are taken: 1 / loss_scale, and less where the norm is clipped.
+    """Returns the factor of gradients, f32[]: 1 / loss_scale, and less if the norm is clipped.
 
     Args:
         squares: f32[], the sum of the squares of all gradients, of every device.
-        most: the largest norm after unscaling; None clips nothing.
-        loss_scale: times which the loss was taken.
+        most: the largest norm after unscaling; None for no clipping.
+        loss_scale: factor of the loss.
 
     Returns:
-        A scale that is not finite where a gradient was not.
+        A scale that is not finite if a gradient is not.
     """
     norm = squares.sqrt() / loss_scale
     clipped = torch.ones_like(norm) if most is None else (most / (norm + 1e-6)).clamp(max=1.0)
-    # 0 times an infinite norm is NaN: a clip to nothing must not hide an overflow.
+    # 0 times an infinite norm is NaN: clipping to zero must not hide an overflow.
     return clipped / loss_scale + norm * 0.0
 
 
@@ -130,7 +130,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> None:
-    """What the kernel does."""
+    """Implements the kernel in torch."""
     rate, beta1, beta2, eps, decay, correction1, correction2, scale = wider(hyper, wide)
     finite = scale.isfinite()
     g = wider(gradient, wide) * scale
@@ -146,7 +146,7 @@ def reference(
 
 
 def squares_reference(x: Tensor, *, wide: torch.dtype = torch.float32) -> Tensor:
-    """The sum of the squares of all elements, at least in f32."""
+    """Returns the sum of the squares of all elements, at least in f32."""
     return wider(x, wide).square().sum().to(sums_of(x))
 
 
@@ -191,7 +191,7 @@ def _wrong(*args: Tensor | None) -> str:
     hyper = args[-1]
     if hyper is not None and hyper.shape == (HYPERPARAMETERS,):
         return ""
-    return f"hyper must hold {HYPERPARAMETERS} numbers, as `hyperparameters` makes them"
+    return f"hyper must have {HYPERPARAMETERS} numbers, as returned by `hyperparameters`"
 
 
 def _fits(

@@ -1,9 +1,10 @@
-"""Puts two attentions of the same queries to different keys together, as if it had been one.
+"""Merges two attentions of the same queries over different keys into one.
 
     lse = log(exp lse1 + exp lse2),    out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
 
-Ring attention (arXiv:2310.01889, section 3) hands keys and values around; each device merges what
-it finds for every block that passes. A block without a key for some query has lse -inf there.
+In ring attention (arXiv:2310.01889, section 3) keys and values travel around a ring, and each
+device merges its result for every block that passes. A block without a key for a query has lse -inf
+there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Some rows of one head: out is (batch, row, head, width), lse (batch, head, row)."""
+    """Handles some rows of one head: out is (batch, row, head, width), lse (batch, head, row)."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -63,7 +64,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> None:
-    """What the kernel does."""
+    """Implements the kernel in torch."""
     both = torch.stack([wider(lse, wide), wider(other_lse, wide)])
     total = both.logsumexp(0)
     share = (both - total).exp().nan_to_num().movedim(2, 3).unsqueeze(-1)

@@ -3,8 +3,8 @@
     m = clip(β m + (anchor - average) / penalty),    anchor = anchor - rate m
 
 (Sun et al., arXiv:2401.16265, algorithm 1, with its staleness penalty and its outer momentum
-clipping.) `total` is the all_reduced sum of the devices' parameters; the parameters that the next
-round begins with are a copy of the anchor in their own dtype.
+clipping.) `total` is the all_reduced sum of the devices' parameters; the next round begins with a
+copy of the anchor in the parameters' own dtype.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _kernel(
 def hyperparameters(
     *, beta: float, penalty: float, rate: float, clip: float, devices: int
 ) -> Tensor:
-    """What `co2_outer_` reads, f32[5], on the CPU."""
+    """Returns the inputs of `co2_outer_`, f32[5], on the CPU."""
     return torch.tensor([beta, 1 / penalty, rate, clip, 1 / devices])
 
 
@@ -64,7 +64,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> None:
-    """What the kernel does."""
+    """Implements the kernel in torch."""
     beta, share, rate, most, part = wider(hyper, wide)
     old = wider(anchor, wide)
     m = beta * wider(momentum, wide) + (old - wider(total, wide) * part) * share
@@ -99,7 +99,7 @@ def _wrong(*args: Tensor | None) -> str:
     hyper = args[-1]
     if hyper is not None and hyper.shape == (HYPERPARAMETERS,):
         return ""
-    return f"hyper must hold {HYPERPARAMETERS} numbers, as `hyperparameters` makes them"
+    return f"hyper must have {HYPERPARAMETERS} numbers, as returned by `hyperparameters`"
 
 
 def _fits(total: Tensor, anchor: Tensor, momentum: Tensor, parameter: Tensor, hyper: Tensor) -> str:

@@ -2,10 +2,10 @@
 
     loss = lse - x[target] + z lse²,    lse = log sum exp x
 
-Each device reads its part of a row once and tells the others three numbers: the largest logit, the
-sum of exponentials beside it, and the target's logit, if it is here. Put together they give the
-loss (Megatron-LM, arXiv:1909.08053, section 3, sends as little). Backwards each device needs only
-the row's lse (`cross_entropy_backward.py`); a logit moves three times in all. z is the weight of
+Each device reads its part of a row once and sends three numbers: the largest logit, the sum of
+exponentials relative to it, and the target's logit, if it is local. Combined they give the loss
+(Megatron-LM, arXiv:1909.08053, section 3, sends as little). The backward only needs the row's lse
+on each device (`cross_entropy_backward.py`); a logit moves three times in total. z is the weight of
 PaLM's z-loss (arXiv:2204.02311, section 5).
 """
 
@@ -31,7 +31,7 @@ from .registry.operator import (
     wider,
 )
 
-_ROWS = 1024  # of the typical samples
+_ROWS = 1024  # rows of the typical samples
 
 
 @jit
@@ -45,11 +45,11 @@ def _stats(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """(largest logit, sum of exp(logit - largest), target's logit or 0) of one row.
+    """Computes (largest logit, sum of exp(logit - largest), target's logit or 0) of one row.
 
-    Every lane keeps a largest value and a sum of its own, over vectors as wide as one load: one
-    rescaling for each vector. The textbook form, one for each element, has too many instructions
-    to keep up with an H200's memory.
+    Every lane keeps its own maximum and sum over vectors as wide as one load, with one rescaling
+    per vector. The textbook form, with one rescaling per element, has too many instructions to keep
+    up with an H200's memory.
     """
     row = tl.program_id(0).to(tl.int64)
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -110,7 +110,7 @@ def _combine(
 def stats_reference(
     logits: Tensor, target: Tensor, start: int, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """What `_stats` computes; (rows, 3)."""
+    """Implements `_stats` in torch; returns (rows, 3)."""
     x = wider(logits, wide)
     top = x.amax(1)
     own = target - start
@@ -128,7 +128,7 @@ def combine_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """What `_combine` computes."""
+    """Implements `_combine` in torch."""
     tops, sums, found = wider(stats, wide).unbind(-1)
     lse = (tops + sums.log()).logsumexp(0)
     loss = lse - found.sum(0) + z_loss * lse.square()
@@ -144,7 +144,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and lse of each row, the whole vocabulary on this device."""
+    """Returns loss and lse of each row, with the whole vocabulary on this device."""
     stats = stats_reference(logits, target, 0, wide=wide)
     return combine_reference(
         stats.unsqueeze(0), target, logits.shape[1], ignored, z_loss, wide=wide
@@ -152,7 +152,7 @@ def reference(
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:
-    """An empty tensor of statistics, at least as precise as f32."""
+    """Returns an empty tensor for statistics, at least as precise as f32."""
     return x.new_empty(shape, dtype=sums_of(x))
 
 
@@ -224,7 +224,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor |
 
 
 def _logits(draw: Draw, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Logits, one row of them shifted far up, and targets, of which one is ignored."""
+    """Returns logits, one row of them shifted far up, and targets, one of them ignored."""
     x = draw.normal(rows, vocabulary, scale=4.0)
     target = draw.integers(vocabulary, rows)
     if draw.device.type != "meta":

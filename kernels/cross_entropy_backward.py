@@ -1,10 +1,10 @@
-"""The gradient of the cross entropy, over the logits or beside them.
+"""The gradient of the cross entropy, written over the logits or to a new tensor.
 
     d loss / d x = (1 + 2 z lse) softmax(x) - onehot(target)
 
-times the gradient of each row's loss, from the row's lse alone: devices that hold parts of the
-vocabulary have nothing to say to one another. `cross_entropy_backward_` overwrites the logits,
-which nobody reads any more, in their own dtype.
+times the gradient of each row's loss. It only needs the row's lse, so that devices with parts of
+the vocabulary need not communicate. `cross_entropy_backward_` overwrites the logits, which have no
+more readers, in their own dtype.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What the kernel computes."""
+    """Implements the kernel in torch."""
     whole = wider(lse, wide).unsqueeze(1)
     share = (wider(logits, wide) - whole).exp() * (1 + 2 * z_loss * whole)
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -83,7 +83,7 @@ def reference_into(
     *,
     wide: torch.dtype = torch.float32,
 ) -> None:
-    """The same, over the logits."""
+    """Does the same, over the logits."""
     rest = (target, lse, gradient, start, ignored, z_loss)
     logits.copy_(reference(logits, *rest, wide=wide))
 

@@ -1,12 +1,13 @@
-"""Tokens to experts and back: rows sorted by expert, and the weighted sum of what returns.
+"""Dispatch of tokens to experts and back: rows sorted by expert, and the weighted sum of results.
 
-Every token goes to `k` experts, so there are k slots a token; `slots` lists those whose experts are
-here, sorted by expert, `inverse` says where in that list each of all slots is, -1 where it is not.
+Every token goes to `k` experts, so there are k slots per token. `slots` lists those of local
+experts, sorted by expert; `inverse` gives the position in that list of each of all slots, -1 if
+absent.
 
     permuted[i] = x[slots[i] // k],    out[t] = sum over j of weight[t, j] y[inverse[k t + j]]
 
-Both directions gather, and so do their gradients: nothing is added atomically, and the same tokens
-give the same bits. (The layout is that of MegaBlocks, arXiv:2211.15841, section 4.)
+Both directions gather, and so do their gradients: there are no atomic additions, and equal tokens
+give equal bits. (The layout is that of MegaBlocks, arXiv:2211.15841, section 4.)
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _backward_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One slot: the gradient of its row of y, if that is here, and of its weight."""
+    """Handles one slot: the gradients of its row of y, if local, and of its weight."""
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse + slot).to(tl.int64)
     w = tl.load(weight + slot).to(tl.float32)
@@ -95,12 +96,12 @@ def _backward_kernel(
 def permute_reference(
     x: Tensor, slots: Tensor, inverse: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """(slots, features): the rows of x in the order of their slots."""
+    """Returns (slots, features): the rows of x in the order of their slots."""
     return x[slots // (inverse.numel() // x.shape[0])]
 
 
 def _rows(y: Tensor, inverse: Tensor) -> Tensor:
-    """(all slots, features): the row of y of each, zeros where there is none."""
+    """Returns (all slots, features): each slot's row of y, zeros if absent."""
     here = (inverse >= 0).unsqueeze(1)
     if not y.shape[0]:
         return y.new_zeros(inverse.numel(), y.shape[1])
@@ -110,7 +111,7 @@ def _rows(y: Tensor, inverse: Tensor) -> Tensor:
 def unpermute_reference(
     y: Tensor, inverse: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """(tokens, features): the weighted sum of each token's rows of y."""
+    """Returns (tokens, features): the weighted sum of each token's rows of y."""
     rows = _rows(wider(y, wide), inverse).view(*weight.shape, y.shape[1])
     return (rows * wider(weight, wide).unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -118,7 +119,7 @@ def unpermute_reference(
 def gather_reference(
     d: Tensor, inverse: Tensor, k: int, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """(tokens, features): the sum of each token's rows of d, the gradient of `experts_permute`."""
+    """Returns (tokens, features): each token's sum of rows of d; `experts_permute`'s gradient."""
     rows = _rows(wider(d, wide), inverse)
     return rows.view(inverse.numel() // k, k, d.shape[1]).sum(1).to(d.dtype)
 
@@ -126,7 +127,7 @@ def gather_reference(
 def backward_reference(
     dout: Tensor, y: Tensor, inverse: Tensor, weight: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Pair:
-    """(dy, dweight)."""
+    """Returns (dy, dweight)."""
     d = wider(dout, wide).repeat_interleave(weight.shape[1], 0)
     dweight = (d * _rows(wider(y, wide), inverse)).sum(1)
     order = inverse.argsort(stable=True)[inverse.numel() - y.shape[0] :]  # slots in order of rows
@@ -228,7 +229,7 @@ def _differentiate_unpermute(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...
 
 
 def _slots(draw: Draw, tokens: int, k: int, experts: int = 8) -> Pair:
-    """Slots sorted by an expert drawn for each, of the first `experts` of 8, and the inverse."""
+    """Returns slots sorted by a random expert, of the first `experts` of 8, and the inverse."""
     expert = draw.integers(8, tokens * k)
     if draw.device.type == "meta":
         return expert, expert

@@ -3,10 +3,10 @@
     swiglu   act(x) = x σ(x)                                (Shazeer, arXiv:2002.05202)
     geglu    act(x) = x σ(2u), u = sqrt(2/π) (x + 0.044715 x³)
 
-The second is the tanh form of GELU (arXiv:1606.08415, section 2), by (1 + tanh u) / 2 = σ(2u).
-Gate and up may be halves of one projection: rows may be apart. The backward computes the forward
-again where its result is wanted, so that `swiglu_linear` keeps the two projections and nothing of
-their product.
+The second is the tanh form of GELU (arXiv:1606.08415, section 2), by (1 + tanh u) / 2 = σ(2u). Gate
+and up may be halves of one projection, so their rows may have gaps. The backward recomputes the
+forward's result where it is needed, so that `swiglu_linear` saves the two projections and not their
+product.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _backward_kernel(
 
 
 def _parts(gate: Tensor, gelu: bool, wide: torch.dtype) -> Pair:
-    """The activation of the gate and its derivative."""
+    """Returns the activation of the gate and its derivative."""
     g = wider(gate, wide)
     cubic = 2 * (2 / torch.pi) ** 0.5 if gelu else 1.0
     open = torch.sigmoid(cubic * (g + 0.044715 * g**3) if gelu else g)
@@ -95,7 +95,7 @@ def _parts(gate: Tensor, gelu: bool, wide: torch.dtype) -> Pair:
 
 
 def reference(gate: Tensor, up: Tensor, *, gelu: bool, wide: torch.dtype = torch.float32) -> Tensor:
-    """act(gate) up, of gate's dtype."""
+    """Returns act(gate) up, in gate's dtype."""
     active, _ = _parts(gate, gelu, wide)
     return (active * wider(up, wide)).to(gate.dtype)
 
@@ -103,7 +103,7 @@ def reference(gate: Tensor, up: Tensor, *, gelu: bool, wide: torch.dtype = torch
 def again_reference(
     dout: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, wide: torch.dtype = torch.float32
 ) -> Triple:
-    """(dgate, dup, act(gate) up)."""
+    """Returns (dgate, dup, act(gate) up)."""
     active, change = _parts(gate, gelu, wide)
     d, u = wider(dout, wide), wider(up, wide)
     return (d * u * change).to(gate.dtype), (d * active).to(up.dtype), (active * u).to(gate.dtype)
@@ -112,7 +112,7 @@ def again_reference(
 def backward_reference(
     dout: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, wide: torch.dtype = torch.float32
 ) -> Pair:
-    """(dgate, dup)."""
+    """Returns (dgate, dup)."""
     return again_reference(dout, gate, up, gelu=gelu, wide=wide)[:2]
 
 
@@ -177,7 +177,7 @@ def linear_reference(
     forward: Operator,
     wide: torch.dtype = torch.float32,
 ) -> Tensor:
-    """act(gate) up weightᵀ."""
+    """Returns act(gate) up weightᵀ."""
     out: Tensor = forward.run(gate, up)
     return out @ weight.T
 
@@ -222,7 +222,7 @@ def _typical_linear(draw: Draw, n: int) -> Args:
 
 
 def _family(name: str, *, gelu: bool) -> Iterable[Operator]:
-    """The operators of one activation."""
+    """Returns the operators of one activation."""
     backward = Operator(
         name=f"{name}_backward",
         allocate=_allocate_backward,

@@ -1,14 +1,14 @@
-"""Layer normalisation, with the residual added on the way.
+"""Layer normalisation, with the preceding residual addition.
 
     h = x + residual,    x̂ = (h - mean) rstd,    y = x̂ weight + bias
 
-(Ba, Kiros & Hinton, arXiv:1607.06450, section 3.) The variance is that of the deviations from the
-mean, which are at hand: a row is held whole in registers. With g = dy weight,
+(Ba, Kiros & Hinton, arXiv:1607.06450, section 3.) The variance is computed from the deviations from
+the mean, since a whole row is in registers. With g = dy weight,
 
     dx = rstd (g - mean(g) - x̂ mean(g x̂)) + dh,    dweight = sum dy x̂,    dbias = sum dy
 
-Parts of dweight and dbias are kept in registers by programs that take many rows, and added
-afterwards in fixed order.
+Programs that process many rows keep their parts of dweight and dbias in registers; the parts are
+added afterwards in fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .registry.operator import (
     wider,
 )
 
-# Elements of a row that fit a program's registers, forwards and backwards.
+# Most elements of a row that fit a program's registers, forwards and backwards.
 LONGEST, LONGEST_BACKWARD = 16384, 8192
 Triple = tuple[Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -120,7 +120,7 @@ def _backward_kernel(
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, wide: torch.dtype = torch.float32
 ) -> Triple:
-    """y, of x's dtype, and the mean and rstd of each row."""
+    """Returns y, in x's dtype, and the mean and rstd of each row."""
     value = wider(x, wide)
     mean = value.mean(-1, keepdim=True)
     rstd = ((value - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -138,7 +138,7 @@ def add_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Four:
-    """y and h, of x's dtype, and the mean and rstd of each row of h."""
+    """Returns y and h, in x's dtype, and the mean and rstd of each row of h."""
     h = (wider(x, torch.float32) + residual).to(x.dtype)
     y, mean, rstd = reference(h, weight, bias, eps, wide=wide)
     return y, h, mean, rstd
@@ -154,7 +154,7 @@ def backward_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Triple:
-    """(dx, dweight, dbias), of the dtypes of h and of weight."""
+    """Returns (dx, dweight, dbias), in the dtypes of h and of weight."""
     given, scale = wider(dy, wide), wider(rstd, wide).unsqueeze(-1)
     normal = (wider(h, wide) - wider(mean, wide).unsqueeze(-1)) * scale
     g = given * wider(weight, wide)
@@ -230,7 +230,7 @@ def _launch_backward(
 
 
 def _fits(x: Tensor, *rest: Any) -> str:
-    """Rows of x and of a residual may be apart, weight and bias are contiguous."""
+    """Requires a contiguous weight and bias; rows of x and of a residual may have gaps."""
     if x.shape[-1] > LONGEST:
         return f"rows of {x.shape[-1]} elements, more than {LONGEST}"
     *more, weight, bias, _ = rest
@@ -276,7 +276,8 @@ def _differentiate_add(
 
 
 def _samples(draw: Draw) -> Iterable[Args]:
-    # A large eps tells where it stands in the formula, a mean far from 0 how deviations are taken.
+    # A large eps detects its misplacement in the formula, a mean far from 0 how deviations are
+    # taken.
     yield draw.normal(2, 3, 100) + 4, draw.normal(100), draw.normal(100), 0.3
     yield draw.normal(5, 128)[:, :64], draw.normal(64), draw.normal(64), 1e-6
 

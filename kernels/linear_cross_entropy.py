@@ -1,11 +1,11 @@
-"""Linear and cross entropy in one, by chunks of rows: logits exist for one chunk at a time.
+"""Linear and cross entropy fused, by chunks of rows: logits exist for one chunk at a time.
 
-    sum of losses of x weightᵀ, and on the way the gradients of x and weight for a sum
+    sum of losses of x weightᵀ, and in the same pass the gradients of x and weight
 
-Logits of a chunk are overwritten by their gradient, which is multiplied at once: three matrix
-products a chunk, as without chunks, and rows x words elements of memory saved (the idea of Liger's
-fused linear cross entropy, arXiv:2410.10989, section 3.2). With the vocabulary split between
-devices each has its words' rows of `weight`; the gradient of x that it finds is a part of a sum.
+The logits of a chunk are overwritten by their gradient, which is multiplied at once: three matrix
+products per chunk, as without chunks, and rows x words elements of memory saved (the idea of
+Liger's fused linear cross entropy, arXiv:2410.10989, section 3.2). With a vocabulary split between
+devices, each has its words' rows of `weight`; its gradient of x is then a partial sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .cross_entropy_backward import BACKWARD, BACKWARD_INTO, IGNORED
 from .registry.draw import Draw
 from .registry.operator import Args, Gradient, KernelError, Operator, sums_of
 
-CHUNK = 2048  # rows: as many as keep a GPU's matrix units busy
+CHUNK = 2048  # rows, enough to keep a GPU's matrix units busy
 Gather = Callable[[Tensor], Tensor]
 Losses = tuple[Tensor, Tensor, Tensor]
 
@@ -74,14 +74,14 @@ def parallel_cross_entropy(
     ignored: int = IGNORED,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Losses of rows whose vocabulary is split between devices, the same on each of them.
+    """Returns the losses of rows whose vocabulary is split between devices, alike on each of them.
 
     Args:
         logits: (rows, this device's part of the vocabulary).
-        target: (rows,), numbers in the whole vocabulary.
-        start: the number of this device's first word.
-        vocabulary: size of the whole.
-        gather: stacks what each device has, (rows, 3) -> (devices, rows, 3).
+        target: (rows,), indices in the whole vocabulary.
+        start: index of this device's first word.
+        vocabulary: size of the whole vocabulary.
+        gather: stacks the tensors of all devices, (rows, 3) -> (devices, rows, 3).
         ignored: the target of rows that do not count.
         z_loss: weight of the squared lse.
 
@@ -106,10 +106,10 @@ def parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """The sum of all rows' losses, of logits x weightᵀ; the same on every device.
+    """Returns the sum of all rows' losses, for logits x weightᵀ; alike on every device.
 
-    x is (rows, features), `weight` this device's (words, features); the other arguments are those
-    of `parallel_cross_entropy`. The gradient of x is this device's part of a sum.
+    x is (rows, features), `weight` this device's (words, features); the other arguments are as in
+    `parallel_cross_entropy`. The gradient of x is this device's part of a sum.
 
     Raises:
         KernelError: shapes do not fit together.
@@ -134,9 +134,9 @@ def chunked(
     *,
     gradients: bool,
 ) -> Losses:
-    """(sum of losses, d x, d weight), the last two empty unless `gradients` are wanted.
+    """Returns (sum of losses, dx, dweight), the last two empty unless `gradients` are wanted.
 
-    Matrix products of chunks meet in float32.
+    Products of chunks accumulate in float32.
     """
     wide = sums_of(x)
     loss = x.new_zeros((), dtype=wide)
@@ -156,7 +156,7 @@ def chunked(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, where it can be had in float32 without rounding to the operands' dtype."""
+    """Returns a b in float32, if possible without rounding to the operands' dtype."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
@@ -173,7 +173,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Losses:
-    """The same on one device, which has all words; chunks call the kernels where there are any."""
+    """Does the same on one device with all words; chunks call the kernels if available."""
     words = weight.shape[0]
     rest = (target, 0, words, _alone, ignored, z_loss, chunk)
     return chunked(x, weight, *rest, gradients=gradients)
@@ -208,7 +208,7 @@ def _setup(ctx: Any, inputs: Args, output: Losses) -> None:
 def _differentiate(ctx: Any, gradient: Tensor | None, *rest: None) -> tuple[Tensor | None, ...]:
     if not ctx.gradients:
         raise KernelError(
-            "autopar_kernels.linear_cross_entropy was called with gradients=False and is to be "
+            "autopar_kernels.linear_cross_entropy was called with gradients=False, but is "
             "differentiated; call it with gradients=True"
         )
     if gradient is None:

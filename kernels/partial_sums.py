@@ -1,7 +1,7 @@
-"""The sum of several tensors that lie side by side, in float32 and always in the same order.
+"""The sum of several adjacent tensors, in float32 and always in the same order.
 
-What an all_to_all brings of a reduce_scatter, or what several microbatches leave: adding them here
-rounds once, where a ring in bf16 rounds at every device.
+For the blocks that an all_to_all delivers in place of a reduce_scatter, or the gradients of several
+microbatches: adding them here rounds once, while a ring in bf16 rounds at every device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _kernel(
 def reference(
     parts: Tensor, scale: float, dtype: torch.dtype, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """scale times the sum over the first dimension, rounded to `dtype` once."""
+    """Returns scale times the sum over the first dimension, rounded to `dtype` once."""
     total = wider(parts[0], wide)
     for part in parts[1:]:
         total = total + part

@@ -1,10 +1,11 @@
-"""Quantised collectives: numbers of one byte, with a scale for every group of them.
+"""Quantised collectives: one byte per value, with a scale for every group of them.
 
     scale = max |x| / largest,    q = round(x / scale),    x ≈ q scale
 
-ZeRO++ (arXiv:2306.10209, sections 3.1 and 3.3) sends weights and gradients so: quantised blocks go
-through an all_to_all, and what arrives is made float32 and added in one pass, in fixed order. A
-group with a number that is not finite has a scale of NaN: an overflow is not lost on the way.
+ZeRO++ (arXiv:2306.10209, sections 3.1 and 3.3) sends weights and gradients this way: an all_to_all
+moves quantised blocks, and the receiver converts them to float32 and adds them in one pass, in
+fixed order. A group with a value that is not finite has a scale of NaN, so that no overflow is
+lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _quantize_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Some groups; values of a group are one row."""
+    """Handles some groups; the values of a group are one row."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = at < n
@@ -79,7 +80,7 @@ def _reduce_kernel(
 def reference(
     x: Tensor, group: int, *, dtype: torch.dtype, wide: torch.dtype = torch.float32
 ) -> Pair:
-    """(q, of `dtype`, as many as x; scales, one for each group of x's elements in order)."""
+    """Returns q, of `dtype`, shaped like x, and scales, one per group of consecutive elements."""
     n, count = x.numel(), blocks(x.numel(), group)
     padded = torch.nn.functional.pad(wider(x, wide).reshape(-1), (0, count * group - n))
     value = padded.view(count, group)
@@ -89,7 +90,7 @@ def reference(
     scales = torch.where(top == 0, 1.0, top / _LARGEST[dtype]) + odd
     value = (value * inverse.unsqueeze(1)).nan_to_num()
     value = (value + 0.5).floor() if dtype == torch.int8 else value
-    # f8 is rounded from f32, as hardware does.
+    # f8 is rounded from f32, as in hardware.
     q = value.float().to(dtype).view(-1)[:n].view(x.shape)
     return q, scales.to(sums_of(x))
 
@@ -103,7 +104,7 @@ def reduce_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Tensor:
-    """scale times the sum over parts of q times its groups' scales; (n,), of `dtype`."""
+    """Returns scale times the sum over parts of q times its groups' scales; (n,), in `dtype`."""
     parts, n = q.shape
     each = wider(scales, wide).repeat_interleave(group, 1)[:, :n]
     total = each.new_zeros(n)
@@ -162,13 +163,13 @@ def _launch_reduce(
 
 
 def _grouped(group: int) -> str:
-    """Blocks of Triton have a power of two of elements."""
-    return f"groups of {group}, no power of two" if group & (group - 1) or group <= 0 else ""
+    """Requires a power of two, as Triton's blocks do."""
+    return f"groups of {group}, not a power of two" if group & (group - 1) or group <= 0 else ""
 
 
 def _fits(x: Tensor, group: int, *, dtype: torch.dtype) -> str:
     if dtype == F8 and architecture() in ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87"):
-        return f"f8 on {architecture()}, which has none"
+        return f"f8 on {architecture()}, which lacks it"
     return _grouped(group) or contiguous(x=x)
 
 

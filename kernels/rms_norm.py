@@ -1,14 +1,14 @@
-"""RMS normalisation, with the residual added on the way.
+"""RMS normalisation, with the preceding residual addition.
 
     h = x + residual,    y = h rstd weight,    rstd = (mean h² + eps)^(-1/2)
 
-(Zhang & Sennrich, arXiv:1910.07467, equation 4.) What is normalised is h as it is stored: the
-backward reads exactly what the forward saw. With x̂ = h rstd and g = dy weight,
+(Zhang & Sennrich, arXiv:1910.07467, equation 4.) The stored, rounded h is normalised, so that the
+backward reads exactly what the forward used. With x̂ = h rstd and g = dy weight,
 
     dx = rstd (g - x̂ mean(g x̂)) + dh,    dweight = sum over rows of dy x̂
 
-A row is handled by one program, whole in registers. Backwards a program takes many rows, and keeps
-its part of dweight in registers as well; the parts are added afterwards, in fixed order.
+Each row is processed by one program, whole in registers. Backwards a program processes many rows
+and keeps its part of dweight in registers; the parts are added afterwards, in fixed order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .registry.operator import (
     wider,
 )
 
-# Elements of a row that fit a program's registers, forwards and backwards.
+# Most elements of a row that fit a program's registers, forwards and backwards.
 LONGEST, LONGEST_BACKWARD = 32768, 8192
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -106,7 +106,7 @@ def _backward_kernel(
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, *, wide: torch.dtype = torch.float32) -> Pair:
-    """y, of x's dtype, and rstd, of `wide` or x's if that is more precise."""
+    """Returns y, in x's dtype, and rstd, in `wide` or x's dtype if that is more precise."""
     value = wider(x, wide)
     rstd = (value.square().mean(-1) + eps).rsqrt()
     y = value * rstd.unsqueeze(-1) * wider(weight, wide)
@@ -116,7 +116,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, wide: torch.dtype = torc
 def add_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, wide: torch.dtype = torch.float32
 ) -> Triple:
-    """y and h, of x's dtype, and rstd."""
+    """Returns y and h, in x's dtype, and rstd."""
     h = (wider(x, torch.float32) + residual).to(x.dtype)
     y, rstd = reference(h, weight, eps, wide=wide)
     return y, h, rstd
@@ -131,7 +131,7 @@ def backward_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Pair:
-    """(dx, dweight), of the dtypes of h and of weight."""
+    """Returns (dx, dweight), in the dtypes of h and of weight."""
     given, scale = wider(dy, wide), wider(rstd, wide).unsqueeze(-1)
     normal = wider(h, wide) * scale
     g = given * wider(weight, wide)
@@ -197,7 +197,7 @@ def _launch_backward(
 
 
 def _fits(x: Tensor, *rest: Any) -> str:
-    """Rows of x and of a residual may be apart, the weight is contiguous."""
+    """Requires a contiguous weight; rows of x and of a residual may have gaps."""
     if x.shape[-1] > LONGEST:
         return f"rows of {x.shape[-1]} elements, more than {LONGEST}"
     *more, weight, _ = rest
@@ -241,7 +241,7 @@ def _differentiate_add(
 
 
 def _samples(draw: Draw) -> Iterable[Args]:
-    # A large eps tells where it stands in the formula.
+    # A large eps detects its misplacement in the formula.
     yield draw.normal(2, 3, 100), draw.normal(100), 0.3
     yield draw.normal(5, 128)[:, :64], draw.normal(64), 1e-6
 

@@ -1,17 +1,17 @@
-"""Rotary position embedding, written in the layout that an all_to_all wants.
+"""Rotary position embedding, written in the layout that an all_to_all sends.
 
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin        for the halves x1, x2 of each head
 
-(Su et al., arXiv:2104.09864, equation 34, with halves in place of neighbours, as Llama has it.)
-Under DeepSpeed-Ulysses (arXiv:2309.14509) each device has all heads of a part of the sequence and,
-for attention, exchanges them for some heads of all of it. `rotary_pack` writes q and k, rotated,
-and v where the exchange takes them from:
+(Su et al., arXiv:2104.09864, equation 34, with halves in place of neighbours, as in Llama.) Under
+DeepSpeed-Ulysses (arXiv:2309.14509) each device has all heads of a part of the sequence and, for
+attention, exchanges them for some heads of all of it. `rotary_pack` writes q and k, rotated, and v
+in the order in which the exchange sends them:
 
     (part, sequence, batch, heads of the part, width)
 
-What arrives, seen as (whole sequence, batch, heads, width), is what attention reads; nothing
-permutes it again. `rotary_unpack` is the inverse and, the rotation being orthogonal, the gradient.
-Without k and v both are of one tensor that is rotated.
+Attention reads the received tensor as (whole sequence, batch, heads, width) without another
+permutation. `rotary_unpack` is the inverse and, since the rotation is orthogonal, the gradient.
+Without k and v both handle a single rotated tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _kernel(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Some rows of one head: from (batch, row, head) to (part, batch, row, head in the part)."""
+    """Moves some rows of a head: (batch, row, head) to (part, batch, row, head in the part)."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -83,7 +83,7 @@ def _kernel(
 def _run(
     whole: Tensor, packed: Tensor, cos: Tensor, sin: Tensor, *, rotate: bool, inverse: bool
 ) -> None:
-    """One tensor (batch, row, head, width) into `packed` (part, row, batch, head, width), or back.
+    """Moves x (batch, row, head, width) to `packed` (part, row, batch, head, width), or back.
 
     `packed` may be some of the heads of a larger tensor.
     """
@@ -108,7 +108,7 @@ def _run(
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, *, wide: torch.dtype = torch.float32, sign: float = 1.0
 ) -> Tensor:
-    """x, (batch, row, head, width), rotated."""
+    """Returns x, (batch, row, head, width), rotated."""
     half = x.shape[-1] // 2
     first, second = wider(x, wide).split(half, -1)
     c, s = (wider(t[:, :half], wide).unsqueeze(1) for t in (cos, sin * sign))
@@ -118,7 +118,7 @@ def reference(
 def back_reference(
     x: Tensor, cos: Tensor, sin: Tensor, *, wide: torch.dtype = torch.float32
 ) -> Tensor:
-    """x rotated the other way."""
+    """Returns x rotated the other way."""
     return reference(x, cos, sin, wide=wide, sign=-1.0)
 
 
@@ -132,7 +132,7 @@ def pack_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(part, row, batch, heads of q, k and v in the part, width)."""
+    """Returns (part, row, batch, heads of q, k and v in the part, width)."""
     turned = [reference(x, cos, sin, wide=wide) for x in (q, k) if x is not None]
     turned += [] if v is None else [v]
     split = [x.permute(1, 0, 2, 3).unflatten(2, (parts, -1)).movedim(2, 0) for x in turned]
@@ -148,7 +148,7 @@ def unpack_reference(
     *,
     wide: torch.dtype = torch.float32,
 ) -> Triple:
-    """(q, k, v), rotated back."""
+    """Returns (q, k, v), rotated back."""
     each = [heads // packed.shape[0] for heads in (q_heads, kv_heads, kv_heads)]
     q, k, v = (
         x.movedim(0, 2).flatten(2, 3).permute(1, 0, 2, 3).contiguous()
@@ -217,7 +217,7 @@ def _wrong_pack(
     q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, parts: int
 ) -> str:
     if (k is None) != (v is None):
-        return "k and v are given both or neither"
+        return "pass both k and v, or neither"
     if q.shape[2] % parts == 0 and _heads(k) % parts == 0:
         return ""
     return f"{q.shape[2]} heads of q and {_heads(k)} of k and v do not divide into {parts} parts"
@@ -231,7 +231,7 @@ def _wrong_unpack(packed: Tensor, cos: Tensor, sin: Tensor, q_heads: int, kv_hea
 
 
 def _fits(*args: Any) -> str:
-    """Widths are even; a head's elements are side by side, cos and sin alike."""
+    """Requires even widths, contiguous heads, and equal strides of cos and sin."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     width, (cos, sin) = tensors[0].shape[-1], tensors[-2:]
     if width % 2 or cos.shape[1] < width // 2:
@@ -275,7 +275,7 @@ def _differentiate_unpack(ctx: Any, *d: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _angles(draw: Draw, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin as models have them: both halves of the width alike."""
+    """Returns cos and sin as models have them, with equal halves of the width."""
     angle = draw.normal(rows, width // 2, dtype=torch.float32).repeat(1, 2)
     return angle.cos(), angle.sin()
 

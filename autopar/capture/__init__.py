@@ -1,1 +1,1 @@
-"""torch model -> Graph: tracing, in-place writes undone, refusals in the user's words."""
+"""Captures a torch model as a Graph: traces it, undoes in-place writes, refuses what it cannot."""

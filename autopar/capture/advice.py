@@ -1,4 +1,4 @@
-"""Errors of torch.export in the user's words: the line it stopped at, and what helps there."""
+"""Turns errors of torch.export into advice: the user's line, the cause, and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _HIGHER = os.path.join(_TORCH, "_higher_order_ops")
 _VALUES = "values are not known when a model is captured"
 _NUMBERS = ("item", "tolist", "__int__", "__float__", "__index__", "__complex__")
-# What a function of torch asks for that a trace does not have.
+# Functions of torch that need what a trace does not have.
 _BY_FUNCTION = {
     **dict.fromkeys(
         ("numpy", "__array__"),
@@ -32,7 +32,7 @@ _BY_MESSAGE = {
     "functorch": _FUNCTIONS,
     "constant's list": "write .detach() for .data, and do not change what requires a gradient",
 }
-# Files of torch and of libraries that are on the way to the error.
+# Files of torch and of libraries on the stack of the error.
 _BY_FILE = {
     os.path.join(_TORCH, "distributed"): "leave collectives out of the model: autopar puts them "
     "where they are needed",
@@ -42,7 +42,7 @@ _ELSE = (
     "run model(*args, **kwargs) by itself; if it runs, write this line with operators of torch or "
     "wrap it as one, with torch.library.custom_op"
 )
-# What a line does that chooses by a tensor's value.
+# Statements that depend on a tensor's value.
 _BY_WORD = {
     "while": "run a fixed number of rounds and let torch.where stop the update, or move the loop "
     "out of forward",
@@ -56,12 +56,12 @@ _BY_VALUE = (
 
 
 def explain(error: Exception, failed: str, opaque: str) -> CaptureError:
-    """What stopped torch.export, where in the user's code, and what to do about it.
+    """Returns an error that says what stopped torch.export, on which line, and what to do.
 
     Args:
-        error: what it raised.
-        failed: the name of the function of torch that failed, "" if none did.
-        opaque: a line that may be the cause of what fails after the trace.
+        error: the error that it raised.
+        failed: the name of the torch function that failed, "" if none did.
+        opaque: a line that may cause failures after the trace.
     """
     message, where = str(error).strip(), innermost(error.__traceback__)
     if "data-dependent" in message or "DataDependent" in type(error).__name__:
@@ -82,12 +82,12 @@ def explain(error: Exception, failed: str, opaque: str) -> CaptureError:
 
 
 def _chosen(where: str, failed: str) -> CaptureError:
-    """The error of a line that goes on in Python with a tensor's value."""
+    """Returns the error of a line on which Python depends on a tensor's value."""
     word = where.partition("  ")[2].split(" ")[0]
     if failed in _NUMBERS and word not in _BY_WORD:
         return taken_out(where)
     return CaptureError(
-        "torch.export cannot trace the model: it chooses by values",
+        "torch.export cannot trace the model: it branches on values",
         where=where,
         why=_VALUES,
         todo=_BY_WORD.get(word, _BY_VALUE),
@@ -95,7 +95,7 @@ def _chosen(where: str, failed: str) -> CaptureError:
 
 
 def unsupported(name: str, where: str = "") -> CaptureError:
-    """The error of an operator over functions, by its name: "cond", "scan", "vmap"."""
+    """Returns the error of a higher-order operator, by name: "cond", "scan", "vmap"."""
     todo = {
         "cond": "compute both branches and choose with torch.where",
         "while_loop": "run a fixed number of rounds in a Python loop",

@@ -1,4 +1,4 @@
-"""A torch model -> Graph. The only file that knows torch.export."""
+"""Captures a torch model as a Graph. The only file that uses torch.export."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Captured:
 
     Attributes:
         graph: the forward.
-        buffers: leaf target -> tensor of the model's buffers and constants (not copied).
+        buffers: leaf target -> tensor, for the model's buffers and constants (not copied).
         parameter_names: every name of every parameter -> the leaf target that holds it.
         inputs: flattens a batch into values of the input leaves.
         output: rebuilds the model's output from the graph's named outputs.
@@ -57,22 +57,23 @@ def capture(
     known: Container[str] | None = None,
     precision: Precision = AS_IS,
 ) -> Captured:
-    """The model's forward on a batch like `model(*args, **kwargs)`.
+    """Captures the model's forward on a batch like `model(*args, **kwargs)`.
 
-    The loss is the scalar that is returned, `output.loss`, `output["loss"]` or a tuple's first
-    floating scalar. Where a loss_fn is given it is `loss_fn(output, ...)` with those arguments of
-    the batch that its parameters name (all, if it takes **keywords); what the model does not take
-    goes to it alone.
-    Nothing is computed: only shapes, dtypes and constants of the batch are looked at. What the
-    model returns besides tensors (caches) is left out.
-    Where it is said which operators are `known`, others are taken apart into those that torch
-    defines them by, if it does. With a `precision` the model is traced as if its parameters had the
-    dtype in which that computes; floating tensors of the batch are cast to it before the model sees
-    them, and the loss_fn sees them as they are.
+    The loss is the returned scalar, `output.loss`, `output["loss"]` or a tuple's first floating
+    scalar. With a loss_fn it is `loss_fn(output, ...)`, called with those arguments of the batch
+    that its parameters name (all, if it takes **keywords); arguments that the model does not take
+    go to it alone.
+
+    Nothing is computed: only shapes, dtypes and constants of the batch are used. Results of the
+    model other than tensors (caches) are dropped. If `known` operators are given, any other is
+    decomposed into those by which torch defines it, if it is. With a `precision` the model is
+    traced as if its parameters had the computing dtype; floating tensors of the batch are cast to
+    it for the model, but not for the loss_fn.
 
     Raises:
-        CaptureError: torch.export cannot trace the model, or an operation has no place in a Graph.
-        BatchError: model and loss_fn together do not take the batch.
+        CaptureError: torch.export cannot trace the model, or an operation cannot be part of a
+            Graph.
+        BatchError: model and loss_fn together do not accept the batch.
         PrecisionError: the model has nothing to compute in the precision.
     """
     refuse_wrapped(model)
@@ -92,7 +93,7 @@ def _captured(
 ) -> Captured:
     inputs = Inputs.of(_signature(model, loss_fn), args, kwargs)
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
-    # Tensors of their own: export would alias one tensor that is passed as two inputs.
+    # Distinct tensors, since export would alias one tensor that is passed as two inputs.
     batch = inputs.flatten(args, kwargs).values()
     examples = tuple(torch.empty_like(tensor, device=device) for tensor in batch)
     refuse_hooks(model)
@@ -102,7 +103,7 @@ def _captured(
     first: dict[int, str] = {}
     names = {k: first.setdefault(id(v), k) for k, v in _tensors(model).items()}
     buffers = _place_leaves(lowering, program, wrapper, names)
-    for name in wrapper.seen.replaced & set(buffers):  # read, and then set for the next step
+    for name in wrapper.seen.replaced & set(buffers):  # read, then set for the next step
         path, _, attribute = name.rpartition(".")
         raise changed(model.get_submodule(path), attribute)
     lowering.run(program.graph)
@@ -124,7 +125,7 @@ def _captured(
 
 
 def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
-    """The traced wrapper; CaptureError at the user's line if it cannot be traced."""
+    """Returns the traced wrapper; raises CaptureError at the user's line if it cannot be traced."""
     try:
         return torch.export.export(wrapper, examples, strict=False)
     except AutoparError:
@@ -134,13 +135,13 @@ def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
 
 
 def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspect.Signature:
-    """What a batch may hold: the model's parameters, then those that only the loss_fn has."""
+    """Returns the arguments of a batch: the model's parameters, then those of the loss_fn alone."""
     taken = inspect.signature(model.forward).parameters
     ranked = {kind: [p for p in taken.values() if p.kind is kind] for kind in _KINDS}
     place = _KINDS[3] if ranked[_KINDS[2]] else _KINDS[1]
     for parameter in _loss_parameters(loss_fn):
         if parameter.name not in taken and parameter.kind not in (_KINDS[2], _KINDS[4]):
-            # A parameter after one with a default must have one too; it is never used.
+            # A parameter after one with a default needs one too; it is never used.
             late = any(p.default is not p.empty for p in ranked[place])
             default = None if late else parameter.default
             ranked[place].append(parameter.replace(kind=place, default=default))
@@ -157,7 +158,7 @@ _KINDS = (
 
 
 def _loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Parameter]:
-    """The parameters of a loss_fn after the model's output."""
+    """Returns the parameters of a loss_fn after the model's output."""
     if loss_fn is None:
         return []
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
@@ -165,14 +166,14 @@ def _loss_parameters(loss_fn: Callable[..., Tensor] | None) -> list[inspect.Para
         return list(inspect.signature(called).parameters.values())[1:]
     except (ValueError, TypeError) as error:
         raise CaptureError(
-            "loss_fn does not say what it takes",
+            "loss_fn has no signature",
             why=str(error),
             todo="pass a function of the output and of arguments of the batch by name",
         ) from error
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every name of every parameter and buffer."""
+    """Returns parameters and buffers under each of their names."""
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return {**named, **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -180,12 +181,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _place_leaves(
     lowering: Lowering, program: ExportedProgram, wrapper: _Flat, names: dict[str, str]
 ) -> dict[str, Tensor]:
-    """Place the leaves; the tensors of buffers and constants by leaf target.
+    """Places the leaves; returns the tensors of buffers and constants by leaf target.
 
     Args:
-        lowering: where they are placed.
+        lowering: the graph being written.
         program: the exported wrapper.
-        wrapper: what was exported.
+        wrapper: the module that was exported.
         names: every name of a parameter or buffer -> the name that its leaf gets.
     """
     tensors, inputs = _tensors(wrapper.model), iter(wrapper.inputs.names)
@@ -197,7 +198,7 @@ def _place_leaves(
             if target in names:
                 raise CaptureError(
                     f"the input {target!r} has the name of a parameter or buffer",
-                    why="values of a graph are told apart by name",
+                    why="values of a graph are identified by name",
                     todo="rename the argument of forward",
                 )
             lowering.leaf(node, "input", target)
@@ -219,13 +220,12 @@ def _place_leaves(
 
 @dataclass
 class _Seen:
-    """What one traced call returned and did.
+    """Results and side effects of one traced call.
 
     Attributes:
-        output, labels, loss: the structure of what it returned, its tensors' names, which of them
-            is the loss.
-        assigned: buffers that it set, self.n = self.n + 1.
-        replaced: other tensors of modules that it set.
+        output, labels, loss: structure of the output, names of its tensors, and which is the loss.
+        assigned: buffers that were set, self.n = self.n + 1.
+        replaced: other tensors of modules that were set.
     """
 
     output: Structure
@@ -236,9 +236,9 @@ class _Seen:
 
 
 class _Flat(nn.Module):
-    """The model with tensors in and tensors out; `seen` describes what came out.
+    """The model with tensors as inputs and outputs; `seen` describes the call.
 
-    A module's own attributes would not do: torch.export restores them after tracing.
+    A module's own attributes cannot be used, since torch.export restores them after tracing.
     """
 
     def __init__(
@@ -274,20 +274,20 @@ class _Flat(nn.Module):
         return (*named.values(), *assigned.values())
 
     def _cast(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch in the dtype of the parameters."""
+        """Casts a batch to the dtype of the parameters."""
         if self.dtype is None:
             return batch
         return {k: t.to(self.dtype) if t.is_floating_point() else t for k, t in batch.items()}
 
     def _call(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What model and loss_fn return, by name."""
+        """Returns the outputs of model and loss_fn, by name."""
         args, kwargs = self.inputs.rebuild(self._cast(batch), without=self.for_loss_only)
         value = self.model(*args, **kwargs)
         root = ("loss" if value.ndim == 0 else "output") if isinstance(value, Tensor) else ""
         output = Structure.of(value, root, constants=False)
         named = output.flatten(value)
         if self.loss_fn is not None:
-            # The model's own loss, where it has one, is not the one to differentiate.
+            # A loss of the model itself is not the one to differentiate.
             if "loss" in named:
                 output = Structure.of(value, "output", constants=False)
                 named = output.flatten(value)
@@ -301,7 +301,7 @@ class _Flat(nn.Module):
 
 
 class _Buffers:
-    """A model's buffers before a call, in which some may be set: self.n = self.n + 1."""
+    """A model's buffers before a call, which may set some: self.n = self.n + 1."""
 
     def __init__(self, model: nn.Module) -> None:
         self.held: dict[str, tuple[nn.Module, str, Tensor]] = {}
@@ -311,10 +311,10 @@ class _Buffers:
                     self.held[f"{path}.{key}".lstrip(".")] = module, key, buffer
 
     def assigned(self) -> dict[str, Tensor]:
-        """What buffers were set to, by name; the modules have again the tensors that they had.
+        """Returns the new values of buffers by name, and restores the modules' own tensors.
 
         Raises:
-            CaptureError: one was set to something of another type, or is another's buffer, too.
+            CaptureError: a buffer was set to something of another type, or to another buffer.
         """
         found: dict[str, Tensor] = {}
         for name, (module, key, buffer) in self.held.items():
@@ -331,16 +331,16 @@ class _Buffers:
         return found
 
 
-# Functions that torch makes for operators of other libraries, which stay, and for branches, which
-# are refused by name elsewhere; and those that stand for the user's.
+# Functions that torch creates for operators of other libraries (kept) and for branches (refused by
+# name elsewhere), and those that represent the user's.
 _KEPT = ("GeneratedBackwardFor", "CondAutogradOp", CarriedFunction.__name__)
 _FUNCTIONS = {"BackwardHookFunction": "remove the backward hooks of modules"}
 
 
 def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
-    """CaptureError if a torch.autograd.Function that is not carried is on the way to an output.
+    """Raises CaptureError if a torch.autograd.Function that is not carried leads to an output.
 
-    A trace keeps its forward only: the gradient would be that of the forward, not its own.
+    A trace keeps only its forward, so its own backward would be lost.
     """
     waiting = [output.grad_fn for output in outputs]
     met = set()
@@ -362,7 +362,7 @@ def _refuse_own_gradients(outputs: Iterable[Tensor]) -> None:
 
 
 class _Loss(nn.Module):
-    """A function as a module, so that its operators are known to come from it."""
+    """A function as a module, so that its operators can be attributed to it."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()

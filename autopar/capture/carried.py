@@ -1,8 +1,8 @@
-"""The user's own `torch.autograd.Function` in a graph: an operator with its own backward.
+"""Carries the user's `torch.autograd.Function`s through a trace as operators with their backward.
 
 A trace sees through `MyFunction.apply(x, 2.0)`: it would keep the operators of its forward, whose
-gradient is another one. While a model is traced, `carried` puts one operator in the place of each
-call; see functions.py for what it is in a graph.
+gradient may differ from the Function's. While a model is traced, `carried` replaces each call by
+one operator; `own_functions.py` describes its form in a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.errors import CaptureError, ProgramError
 from autopar.operators.interpret import DTYPE_NAMES, TORCH_DTYPES
 from autopar.operators.own_functions import FUNCTION, find
 
-# What a trace shows of a call: its name and arguments as JSON, then its tensors.
+# A traced call: its name and arguments as JSON, then its tensors.
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("function(str call, Tensor[] tensors) -> Tensor")
 _LIBRARY.define("functions(str call, Tensor[] tensors) -> Tensor[]")
@@ -35,11 +35,12 @@ _WITHOUT = "or register it as an operator, with torch.library.custom_op and regi
 
 @contextmanager
 def carried() -> Iterator[None]:
-    """A block in which every call of the user's own Functions is one operator of the trace.
+    """Returns a context in which every call of a user's Function is one operator of the trace.
 
-    Reentrant checkpoints are their function: what is computed again is the plan's decision.
+    Reentrant checkpoints are replaced by the function they wrap, since the plan decides what is
+    recomputed.
     """
-    base: Any = function._SingleLevelFunction  # `apply` of every Function calls this one's
+    base: Any = function._SingleLevelFunction  # every Function's `apply` calls this one's
     original, thread = base.apply, threading.get_ident()
 
     def apply(cls: Any, *args: Any) -> Any:
@@ -57,18 +58,18 @@ def carried() -> Iterator[None]:
         yield
     finally:
         del base.apply
-        assert base.apply == original, "another has replaced Function.apply in between"
+        assert base.apply == original, "other code has replaced Function.apply in between"
 
 
 def _checkpointed(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """A reentrant checkpoint, which gives no gradients where none of its arguments has one."""
+    """Runs a reentrant checkpoint, which has no gradients unless one of its arguments has one."""
     flows = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
     with torch.set_grad_enabled(flows and torch.is_grad_enabled()):
         return run(*args)
 
 
 def _call(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The results of a Function in a trace: one operator, nothing of what it computes."""
+    """Returns the results of a Function in a trace, as one operator without its inner operators."""
     name, tensors = name_of(cls), list[Tensor]()
     written = [_write(arg, tensors, cls) for arg in args]
     results = _results(cls, call, args)
@@ -89,11 +90,11 @@ def _call(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 class CarriedFunction(torch.autograd.Function):
-    """The operator in the trace; gradients flow through it to what the Function gives any."""
+    """The operator in the trace; gradients flow through it where the Function has any."""
 
     @staticmethod
     def forward(ctx: Any, text: str, *tensors: Tensor) -> Any:
-        """Results without values, of which those that have no gradient are marked."""
+        """Returns results without values; those without a gradient are marked."""
         call = json.loads(text)
         if call["single"]:
             results = [torch.ops.autopar.function(text, tensors)]
@@ -105,7 +106,7 @@ class CarriedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """There is none before the program runs; CaptureError."""
+        """Raises CaptureError: there is no backward before the program runs."""
         raise CaptureError(
             "a gradient is taken through a torch.autograd.Function inside forward",
             where=current(),
@@ -127,18 +128,18 @@ torch.library.register_fake("autopar::function", lambda *given: _fake(*given)[0]
 
 
 def is_carried(op: str) -> bool:
-    """Whether a traced operator stands for a call of a Function."""
+    """Returns whether a traced operator represents a call of a Function."""
     return op in _TRACED
 
 
 def call_of(text: Any, tensors: Any) -> tuple[str, list[Any]]:
-    """The operator and the arguments of a traced call, `tensors` in their places."""
+    """Returns the operator and the arguments of a traced call, with `tensors` in their places."""
     call = json.loads(text)
     return call["name"], [_read(arg, tensors) for arg in call["args"]]
 
 
 def _write(arg: Any, tensors: list[Tensor], cls: type) -> Any:
-    """An argument as JSON; tensors are numbered."""
+    """Returns an argument as JSON, with tensors numbered."""
     if isinstance(arg, Tensor):
         tensors.append(arg)
         return {"tensor": len(tensors) - 1}
@@ -165,7 +166,7 @@ def _read(arg: Any, tensors: Sequence[Any]) -> Any:
 
 
 class _Effects(TorchDispatchMode):
-    """Sees what a Function does that one operator cannot say."""
+    """Detects effects of a Function that an operator cannot have."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,10 +181,10 @@ class _Effects(TorchDispatchMode):
 
 
 def _results(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What the Function returns for tensors like these, without values; its backward is tried.
+    """Runs the Function on tensors without values, tries its backward, and returns its results.
 
     Raises:
-        CaptureError: it cannot run without values, or does what an operator cannot.
+        CaptureError: it needs values, or has an effect that an operator cannot have.
     """
     effects = _Effects()
     with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode():
@@ -209,14 +210,14 @@ def _results(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
             where=current(),
             why="every device runs it, on a part or whole: they would not agree"
             if "place" not in effects.seen
-            else "an operator of a graph makes values and changes none",
+            else "an operator of a graph computes values and changes none",
             todo="do that outside of it, and pass it the result",
         )
     return results
 
 
 def _like(arg: Any, fakes: list[Tensor]) -> Any:
-    """A tensor without values in the place of each."""
+    """Returns the argument with tensors replaced by ones without values."""
     if isinstance(arg, (list, tuple)):
         return [_like(item, fakes) for item in arg]
     if not isinstance(arg, Tensor):
@@ -224,12 +225,12 @@ def _like(arg: Any, fakes: list[Tensor]) -> Any:
     device = "cpu" if arg.device.type == "meta" else arg.device
     made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
     fakes.append(made.requires_grad_(arg.requires_grad))
-    # A leaf may not be returned as it is, or changed.
+    # A leaf may not be returned unchanged, or modified.
     return made.alias() if hasattr(made, "alias") else torch.ops.aten.alias(made)
 
 
 def _try_backward(results: Any, fakes: Sequence[Tensor], effects: _Effects) -> None:
-    """Look at the backward as well, as far as it runs without values."""
+    """Checks the backward as well, as far as it runs without values."""
     outs = results if isinstance(results, tuple) else (results,)
     flows = [out for out in outs if isinstance(out, Tensor) and out.requires_grad]
     wanted = [fake for fake in fakes if fake.requires_grad]
@@ -237,15 +238,15 @@ def _try_backward(results: Any, fakes: Sequence[Tensor], effects: _Effects) -> N
         with effects:
             gradients = [torch.empty_like(out) for out in flows]
             torch.autograd.grad(flows, wanted, gradients, allow_unused=True)
-    except Exception:  # of the user's code; it may read values
+    except Exception:  # user code, which may read values
         return
 
 
 def name_of(cls: type) -> str:
-    """The operator "function.module:Name" of a class.
+    """Returns the operator name "function.module:Name" of a class.
 
     Raises:
-        CaptureError: the class is not found by this name.
+        CaptureError: the class cannot be found by this name.
     """
     called = f"{cls.__module__}:{cls.__qualname__}"
     parts = [*cls.__module__.split("."), *cls.__qualname__.split(".")]
@@ -256,7 +257,7 @@ def name_of(cls: type) -> str:
         except ProgramError:
             pass
     raise CaptureError(
-        f"the torch.autograd.Function {cls.__name__} is not found by its name",
+        f"the torch.autograd.Function {cls.__name__} cannot be found by its name",
         where=current(),
         why=f"a program calls it as {cls.__module__}.{cls.__qualname__}",
         todo="define it at the top of a module, not inside a function",

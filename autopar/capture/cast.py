@@ -1,4 +1,4 @@
-"""A model as if its parameters had another dtype, while it is traced."""
+"""Traces a model as if its parameters had another dtype."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autopar.operators.interpret import TORCH_DTYPES
 
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Inside, the floating parameters of a model have the dtype in which it is to compute.
+    """Returns a context in which a model's floating parameters have the computing dtype.
 
-    They have no values there; afterwards the model is as it was. Buffers stay as they are.
+    They have no values there; the context restores the model. Buffers are unchanged.
 
     Raises:
         PrecisionError: the model has no floating parameter.
@@ -33,7 +33,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
             if parameter.is_floating_point():
                 places.append((module, name, parameter))
                 if id(parameter) not in made:
-                    # On the CPU memory that is not written takes no room.
+                    # On the CPU, memory that is never written is not allocated.
                     empty = torch.empty_like(parameter, dtype=dtype)
                     made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     if not places:
@@ -43,7 +43,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
         )
     try:
         for module, name, parameter in places:
-            setattr(module, name, made[id(parameter)])  # modules may follow what is set (nn.LSTM)
+            setattr(module, name, made[id(parameter)])  # modules may react to assignment (nn.LSTM)
         yield
     finally:
         for module, name, parameter in places:

@@ -1,8 +1,7 @@
-"""Operators that torch defines by other operators, taken apart into these.
+"""Decomposes composite operators, which torch defines by other operators.
 
-torch.export keeps such operators whole, which is right for a linear or an attention. An operator
-that nobody knows is better seen as what it is made of, which is known: `kron`, `vstack`, the cell
-of an LSTM, a loss of triplets.
+torch.export keeps such operators whole, which is right for linear or attention. An unknown operator
+is better replaced by its known parts: `kron`, `vstack`, the cell of an LSTM, a triplet loss.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-# The only way to trace at the level of torch.export, above autograd: the public one traces below,
-# where autograd has nothing left to differentiate.
+# The only way to trace at the level of torch.export, above autograd; the public function traces
+# below it, where nothing is left to differentiate.
 from torch.fx.experimental.proxy_tensor import make_fx
 
 _IMPLICIT = "CompositeImplicitAutograd"
 
 
 def is_composite(node: fx.Node, known: Container[str]) -> bool:
-    """Whether a traced operator is unknown, and made of others for autograd and for all devices."""
+    """Returns whether a traced operator is unknown and composite for autograd and all devices."""
     target = node.target
     if not isinstance(target, OpOverload) or str(target).removesuffix(".default") in known:
         return False
@@ -30,14 +29,14 @@ def is_composite(node: fx.Node, known: Container[str]) -> bool:
 
 
 def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:
-    """What a composite operator is made of: a graph of `node.all_input_nodes`.
+    """Returns the parts of a composite operator, as a graph of `node.all_input_nodes`.
 
-    Its operators bear the source of `node`.
+    The parts have the source of `node`.
 
     Args:
         node: the traced operator.
-        flows: for each of these inputs whether a gradient flows through it; some operators are made
-            of others where none does.
+        flows: for each of these inputs, whether a gradient flows through it; some operators have
+            other parts without gradients.
     """
     target: Any = node.target
     inputs = node.all_input_nodes
@@ -47,7 +46,7 @@ def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return target(*args, **kwargs)
 
-    # Named in the table, it alone is taken apart, and what it is made of stays whole.
+    # The table names only this operator, so that its parts stay whole.
     trace = make_fx(call, decomposition_table={target: target.decompose}, pre_dispatch=True)
     values = (item.meta["val"].detach() for item in inputs)
     graph = trace(*(v.requires_grad_(f) for v, f in zip(values, flows, strict=True))).graph

@@ -1,8 +1,8 @@
-"""Operators that nobody knows -> what torch's table of definitions makes them of.
+"""Decomposes unknown operators by torch's table of decompositions.
 
-torch defines many operators by others, for backends that lack a kernel. Where all of these others
-are known, they take the operator's place and can be split, which the operator itself could not be.
-Beside `capture`, the only file that traces with private parts of torch.
+torch defines many operators by others, for backends that lack a kernel. If all of those are known,
+they replace the operator and can be split, which the operator itself could not be. Besides
+`capture`, the only file that traces with private functions of torch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Table = dict[Any, Callable[..., Any]]
 
 
 def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
-    """`graph` with unknown operators replaced by their definitions, where these are known.
+    """Returns `graph` with unknown operators decomposed where their parts are known.
 
     Args:
         graph: as captured.
-        known: names of operators that stay as they are.
+        known: names of operators that stay.
 
     Returns:
         A graph of the same outputs, up to rounding. An operator stays whole if torch has no
-        definition of it, if that holds an operator that is not known either, or if it draws random
-        numbers. The parts have the operator's source.
+        decomposition of it, if that has an unknown operator, or if it draws random numbers. The
+        parts have the operator's source.
     """
     unknown = [node for node in graph.nodes if _asks(node, known)]
     if not unknown:
@@ -59,7 +59,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
         if parts is None:
             return None
         results[node.name] = list(_place(node, editor, *parts))
-        # One with several results has no readers left but those above, and goes.
+        # An operator with several results now has no readers and is dropped.
         return results[node.name][0] if len(node.types) == 1 else None
 
     return rewrite(graph, lower)
@@ -67,7 +67,7 @@ def decompose_unknown(graph: Graph, known: Container[str]) -> Graph:
 
 def _asks(node: Node, known: Container[str]) -> bool:
     if node.is_leaf or node.op in known or node.op in SPLITS or node.op == "aten.unbind.int":
-        return False  # what takes tensors to pieces is lowered by a pass of its own
+        return False  # splits are lowered by a pass of their own
     return node.op.startswith("aten.")
 
 
@@ -78,7 +78,7 @@ def _name(op: Any) -> str:
 def _definition(
     node: Node, editor: Editor, table: Table, known: Container[str]
 ) -> tuple[list[str], Lowering, list[str]] | None:
-    """(the values it reads, its parts with a leaf for each, the names of its results)."""
+    """Returns the values it reads, its parts with a leaf for each, and the names of its results."""
     inputs = list(dict.fromkeys(node.inputs))
     graph = _trace(node, [editor[name].type for name in inputs], inputs, table)
     if graph is None:
@@ -92,7 +92,7 @@ def _definition(
         found: Any = graph.output_node().args[0]
         read = [found] if isinstance(found, fx.Node) else list(found)
         if not all(isinstance(item, fx.Node) for item in read):
-            return None  # a result that is a list of tensors
+            return None  # one result is a list of tensors
         results = [lowering.read(item).name for item in read]
     except CaptureError:
         return None
@@ -105,7 +105,7 @@ def _definition(
 
 
 def _trace(node: Node, types: list[TensorType], inputs: list[str], table: Table) -> fx.Graph | None:
-    """The definition as operators on tensors of these types, above autograd; None without one."""
+    """Returns the decomposition for these types, traced above autograd; None without one."""
 
     def call(*tensors: Tensor) -> Any:
         return execute(node, dict(zip(inputs, tensors, strict=True)), torch.device("cpu"))
@@ -119,7 +119,7 @@ def _trace(node: Node, types: list[TensorType], inputs: list[str], table: Table)
         fakes = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in types]
         try:
             traced = make_fx(call, decomposition_table=table, pre_dispatch=True)(*fakes)
-        except Exception:  # definitions are Python, and may refuse in any way
+        except Exception:  # decompositions are Python code, and may raise anything
             return None
     return traced.graph
 
@@ -135,7 +135,7 @@ def _overload(op: str) -> OpOverload | None:
 def _place(
     node: Node, editor: Editor, inputs: list[str], lowering: Lowering, results: list[str]
 ) -> Iterator[Ref]:
-    """Append the parts in the place of `node`; references to its results."""
+    """Appends the parts in place of `node`; yields references to its results."""
     leaves = [item.name for item in lowering.nodes if item.is_leaf]
     names = dict(zip(leaves, inputs, strict=True))
 

@@ -1,8 +1,8 @@
-"""In-place writes of a traced program: what they leave, as values, and back through views.
+"""Undoes in-place writes of a traced program: their new values, put back through views.
 
-Of torch's operators that write, nearly all have a functional twin: one that takes the same and
-returns what the other leaves in what it writes. It is found by the schemas of both, so that an
-operator needs no line here to be understood; one without a twin is refused.
+Nearly all of torch's writing operators have a functional twin, which takes the same arguments and
+returns the written value. It is found by comparing schemas, so that an operator needs no line here;
+one without a twin is refused.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from autopar.capture.traced import tensors_of
 from autopar.errors import CaptureError
 from autopar.ir.graph import Arg, Ref
 
-# Views whose elements stand in the order of the elements they look at.
+# Views that keep the order of elements.
 _RESHAPES = re.compile(
     r"aten\.(_unsafe_view|view|view_as|reshape|reshape_as|flatten|unflatten|squeeze|unsqueeze)_?\b"
 )
 _PIECES = re.compile(r"aten\.(unsafe_)?(split|split_with_sizes|chunk|tensor_split|unbind)\b")
 _TRANSPOSES = re.compile(r"aten\.(transpose|t|swapaxes|swapdims|mT|numpy_T)_?\b")
-# These write into running figures, which their schemas keep to themselves.
+# These write into running statistics without saying so in their schemas.
 _NORMS = ("aten.batch_norm.default", "aten.native_batch_norm.default")
 NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-_RUNNING = (3, 4)  # among the arguments of a norm, and among the results of its twin
+_RUNNING = (3, 4)  # indices of a norm's arguments, and of its twin's results
 
 
 @dataclass(frozen=True)
 class Functional:
-    """An operator that returns what a traced one leaves in the tensors that it writes.
+    """An operator that returns the values that a traced one writes.
 
     Attributes:
         target: the operator.
-        args, kwargs: what it is called with, as traced.
-        value: a fake value like what it returns.
-        written: the traced tensors, each with the number of the result that is left in it.
-        returned: for every result of the traced operator the tensor that is written, or the number
-            of a result.
+        args, kwargs: its arguments, as traced.
+        value: a fake value like its result.
+        written: each written tensor with the index of the result that holds its new value.
+        returned: for each result of the traced operator, the written tensor or the index of a
+            result.
     """
 
     target: Any
@@ -54,13 +54,13 @@ class Functional:
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a traced operator changes elements of a tensor.
+    """Returns whether a traced operator changes elements of a tensor.
 
-    Operators that change shapes and strides only (`unsqueeze_`) are views.
+    Operators that change only shapes and strides (`unsqueeze_`) are views.
     """
     if str(node.target) in _NORMS:
         return node.args[5] is True and all(node.args[at] is not None for at in _RUNNING)
-    # Private but old; only a schema tells what an operator of another library writes.
+    # Private but old; only the schema says what an operator of another library writes.
     schema = getattr(node.target, "_schema", None)
     return (
         schema is not None and schema.is_mutable and torch.Tag.inplace_view not in node.target.tags  # type: ignore[union-attr]
@@ -68,17 +68,17 @@ def is_write(node: fx.Node) -> bool:
 
 
 def is_composed(node: fx.Node) -> bool:
-    """Whether a traced operator writes by others that torch makes it of."""
+    """Returns whether a traced operator writes through the operators that torch composes it of."""
     tracks = str(node.target) == "aten.instance_norm.default" and node.args[5] is True
     return tracks and any(node.args[at] is not None for at in _RUNNING)
 
 
 def functional(node: fx.Node) -> Functional:
-    """What stands for a traced operator that writes.
+    """Returns the functional twin of a traced operator that writes.
 
     Raises:
-        CaptureError: torch has no operator that returns what it writes, or it would give a tensor
-            another shape.
+        CaptureError: torch has no operator that returns the written value, or it would give a
+            tensor another shape.
     """
     if str(node.target) in _NORMS:
         return _norm(node)
@@ -88,8 +88,8 @@ def functional(node: fx.Node) -> Functional:
     found = _twin(target)
     if found is None:
         raise CaptureError(
-            f"nothing stands for {target}, which writes into a tensor",
-            why="torch has no operator that returns what it leaves there",
+            f"{target} writes into a tensor and has no functional twin",
+            why="torch has no operator that returns the written value",
             todo="write it with other operators of torch",
         )
     twin, names = found
@@ -121,7 +121,7 @@ def functional(node: fx.Node) -> Functional:
 
 
 def _norm(node: fx.Node) -> Functional:
-    """Of a batch norm in training: what it returns, and its running figures."""
+    """Returns the twin of a batch norm in training: its result and its running statistics."""
     args = (*node.args[:5], True, *node.args[6:8])
     operands = fx.node.map_arg(args, lambda item: item.meta["val"])
     written = tuple((node.args[at], at) for at in _RUNNING)
@@ -138,7 +138,7 @@ def _is_alias(result: Any) -> bool:
 
 
 def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
-    """The functional twin, and for each of its arguments the name of the other's."""
+    """Returns the functional twin, and the mapping of its argument names to the other's."""
     schema = target._schema
     own = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     results = sum(not _is_alias(r) for r in schema.returns)
@@ -155,7 +155,7 @@ def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
 
 
 def _candidates(target: Any) -> Iterator[Any]:
-    """Operators that may do what `target` does: those of its name, first of its own overload."""
+    """Yields operators that may be the twin: those with its name, its own overload first."""
     packet = target.overloadpacket
     name, library = packet.__name__, getattr(torch.ops, target.namespace)
     plain = re.sub(r"^__i(\w+)__$", r"__\1__", name)  # __iand__
@@ -171,7 +171,7 @@ def _candidates(target: Any) -> Iterator[Any]:
 def _arguments(
     target: Any, twin: Any, names: dict[str, str], given: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the twin is called with: what is given, and defaults that it does not have itself."""
+    """Returns the arguments of the twin: those given, and defaults that it lacks."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -189,11 +189,11 @@ def _arguments(
 
 
 def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
-    """Tell whether torch can differentiate a twin; a few are for values only.
+    """Returns whether torch can differentiate a twin; a few have no derivative.
 
     Args:
-        call: of the twin.
-        flows: tells of an operand whether a gradient flows through it.
+        call: the twin.
+        flows: returns whether a gradient flows through an operand.
     """
 
     def flowing(item: fx.Node) -> Any:
@@ -207,7 +207,7 @@ def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
 
 
 def is_idle(node: fx.Node | None) -> bool:
-    """Whether a traced operator gave the model the very tensor back: a cast to the same dtype."""
+    """Returns whether a traced operator returned the very same tensor: a cast to the same dtype."""
     if node is None or not re.match(r"aten\.(to|type_as|contiguous)\b", str(node.target)):
         return False
     before: Any = node.args[0]
@@ -216,7 +216,7 @@ def is_idle(node: fx.Node | None) -> bool:
 
 
 def view_name(node: fx.Node, leaf: str) -> str:
-    """The view that an operator takes which changes a tensor's shape: of `unsqueeze_`, `unsqueeze`.
+    """Returns the view that is equivalent to a change of shape: `unsqueeze` for `unsqueeze_`.
 
     Raises:
         CaptureError: it does more than that, or the tensor is the `leaf` and outlives the forward.
@@ -238,20 +238,20 @@ def view_name(node: fx.Node, leaf: str) -> str:
 
 
 def functional_name(op: str) -> str:
-    """ "aten.unsqueeze_" -> "aten.unsqueeze"."""
+    """Removes the underscore: "aten.unsqueeze_" -> "aten.unsqueeze"."""
     return re.sub(r"_(?=\.|$)", "", op, count=1)
 
 
 def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
-    """The operator and its arguments that give a tensor's value once a view of it is overwritten.
+    """Returns the operator and arguments of a tensor's value after a view of it is overwritten.
 
     Args:
         view: the traced operator that made the view.
-        parent: a fake tensor like the one that is looked at.
-        old, new: the value that was looked at, and the view's new value.
+        parent: a fake tensor like the viewed one.
+        old, new: the viewed value, and the view's new value.
 
     Raises:
-        CaptureError: the view is of a kind that cannot be put back.
+        CaptureError: a view of this kind cannot be put back.
     """
     op = str(view.target)
     rest: tuple[Any, ...]
@@ -280,7 +280,7 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
 
 
 def _put_back_piece(view: fx.Node, old: Ref, new: Ref) -> tuple[str, tuple[Arg, ...]]:
-    """The same for one of the pieces that a tensor is cut into."""
+    """Does the same for one of the pieces of a split tensor."""
     whole, index = view.args
     assert isinstance(whole, fx.Node)
     assert isinstance(index, int)

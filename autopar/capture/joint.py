@@ -1,4 +1,4 @@
-"""An operator and its backward as one graph of operators of torch, to look at what it computes."""
+"""Traces an operator and its backward as one graph of torch operators."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autopar.operators.own_functions import Joint
 def joint(
     node: Node, types: tuple[TensorType, ...], wants: tuple[bool, ...], known: Container[str]
 ) -> Joint | None:
-    """The operators that `node` runs, both ways; None if it cannot run without values.
+    """Returns the operators that `node` runs in both directions; None if it needs values.
 
     Args:
         node: an operator that torch differentiates.
-        types: of what it reads.
-        wants: for each operand whether it takes a gradient.
-        known: operators that stay as they are, others are taken apart where torch defines them.
+        types: types of its operands.
+        wants: for each operand, whether it takes a gradient.
+        known: operators that stay; others are decomposed where torch defines them.
     """
     numbers = dict(enumerate(node.inputs))
     flows: list[bool] = []
@@ -57,7 +57,7 @@ def joint(
         fakes = [torch.empty(t.shape, dtype=TORCH_DTYPES[t.dtype]) for t in (*types, *node.types)]
         try:
             traced = make_fx(call, decomposition_table=table)(*fakes).graph
-        except Exception:  # the user's code, which may read values
+        except Exception:  # user code, which may read values
             return None
     lowering = Lowering(known)
     leaves = [item for item in traced.nodes if item.op == "placeholder"]

@@ -1,11 +1,11 @@
-"""The operators of a traced torch.fx graph -> nodes of a Graph, with in-place writes undone.
+"""Lowers the operators of a traced torch.fx graph to nodes of a Graph, undoing in-place writes.
 
-A traced program may write into tensors that other tensors are views of. A Graph has values only: a
-write makes a new value, which is put back into the tensors that the written one is a view of
-(`y[0].fill_(1)` is select, fill, select_scatter), and whatever else shares their storage is
-computed again when it is next read. So is a write into a buffer, which outlives the step: reads
-before it have the buffer, reads behind it the new value, and one `autopar.write` says what the
-buffer is to be when the step is over. To read a buffer is to read what it was before the forward.
+A traced program may write into tensors that other tensors are views of. A Graph has values only, so
+a write creates a new value, which is put back into the tensors that the written one is a view of
+(`y[0].fill_(1)` is select, fill, select_scatter); every other tensor that shares their storage is
+recomputed when it is next read. The same holds for a write into a buffer, which outlives the step:
+reads before it get the buffer, reads after it the new value, and one `autopar.write` gives the
+buffer's value at the end of the step. A node that reads a buffer gets its value before the forward.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from autopar.operators.interpret import DTYPE_NAMES
 _CHECKS = re.compile(
     r"aten\.(_assert_|_functional_assert|sym_constrain_range|_linalg_check_errors)"
 )
-# Where a tensor is placed is decided by the plan.
+# The plan decides where a tensor is placed.
 _PLACEMENT = ("device", "layout", "pin_memory")
 
 
 class Lowering(Draft):
-    """Writes nodes, leaves first, in the order in which their traced nodes are given.
+    """Writes nodes, leaves first, in the order of their traced nodes.
 
     Args:
-        known: operators that stay as they are. Of others, those that torch defines by other
-            operators are taken apart into these; with None, nothing is.
+        known: operators that stay. Others are decomposed if torch defines them by other operators;
+            None decomposes nothing.
     """
 
     def __init__(self, known: Container[str] | None = None) -> None:
@@ -52,21 +52,21 @@ class Lowering(Draft):
         self.known = known
         self._by_target: dict[str, Node] = {}
         self._leaves: dict[fx.Node, Node] = {}
-        # The value that a traced node has now, and whether it is computed with gradients on.
+        # The current value of a traced node, and whether it is computed with gradients enabled.
         self._values: dict[fx.Node, Ref] = {}
         self._with_grad: dict[fx.Node, bool] = {}
         # A traced node that is the very same tensor as another; the results of a region.
         self._same: dict[fx.Node, fx.Node] = {}
         self._regions: dict[fx.Node, Sequence[fx.Node | Ref]] = {}
-        # Leaves that are written, each with its traced tensor and the last operator that wrote it.
+        # Written leaves, each with its traced tensor and the last operator that wrote it.
         self._dirty: dict[str, tuple[fx.Node, fx.Node]] = {}
-        # Tensors that were written where gradients do not see it, with what wrote them.
+        # Tensors that were written without gradients, with the writing operator.
         self._lost: dict[fx.Node, fx.Node] = {}
         # The fake tensors of the trace share storage exactly where the model's own tensors do.
         self._sharing: dict[UntypedStorage, dict[fx.Node, None]] = {}
 
     def leaf(self, node: fx.Node, kind: str, target: str, requires_grad: bool = False) -> None:
-        """Place an input, parameter or buffer; two placeholders of one target are one leaf."""
+        """Places an input, parameter or buffer; two placeholders with one target are one leaf."""
         if target not in self._by_target:
             made = self.add(node, target, kind, (target,))
             leaf = replace(self.nodes.pop(), requires_grad=requires_grad)
@@ -76,10 +76,10 @@ class Lowering(Draft):
         self._set(node, Ref(self._leaves[node].name))
 
     def run(self, graph: fx.Graph, grad: bool = True) -> None:
-        """Lower every operator of a traced graph; `grad`: whether gradients are on.
+        """Lowers every operator of a traced graph; `grad` says whether gradients are enabled.
 
         Raises:
-            CaptureError: an operator has no place in a Graph.
+            CaptureError: an operator cannot be part of a Graph.
         """
         for node in graph.nodes:
             if node.op == "call_function":
@@ -90,7 +90,7 @@ class Lowering(Draft):
                     raise
 
     def read(self, node: fx.Node) -> Ref:
-        """The value that a traced tensor has at this point.
+        """Returns the current value of a traced tensor.
 
         Raises:
             CaptureError: it is a number that depends on values.
@@ -108,7 +108,7 @@ class Lowering(Draft):
         value: Any = node.meta.get("val")
         op, first = str(node.target), self._first(node)
         if any(item.op == "get_attr" for item in node.all_input_nodes):
-            self._region(node, op, grad)  # an operator over a graph of its own
+            self._region(node, op, grad)  # an operator with a subgraph
         elif node.target is operator.getitem and first in self._regions:
             self._return(node, [self._regions[first][node.args[1]]])  # type: ignore[index]
         elif not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
@@ -119,13 +119,13 @@ class Lowering(Draft):
         elif value is None and not _CHECKS.match(op):
             raise _no_place(op)
         elif not tensors_of(value):
-            return  # A check, or a number, which `read` refuses if anything depends on it.
+            return  # A check, or a number; `read` refuses it if anything depends on it.
         elif op == "aten.lift_fresh_copy.default" and first is not None:
             self._set(node, self.read(first))
-            # The trace shares the constant's storage, the model has a copy at every call.
+            # The trace shares the constant's storage; the model has a copy in every call.
             self._sharing[first.meta["val"].untyped_storage()].pop(first)
         elif op == "aten.dropout.default" and first is not None and not all(node.args[1:3]):
-            # With p = 0 or training off, the model gets the very tensor back, the trace a copy.
+            # With p = 0 or training off, the model gets the same tensor back; the trace has a copy.
             self._same[node] = first
             shared = self._sharing[first.meta["val"].untyped_storage()]
             self._sharing[value.untyped_storage()] = shared
@@ -141,7 +141,7 @@ class Lowering(Draft):
             self._compute(node, grad)
 
     def _region(self, node: fx.Node, op: str, grad: bool) -> None:
-        """Inline a region that runs with gradients on or off, or with autocast off."""
+        """Inlines a region that runs with gradients on or off, or with autocast off."""
         args: Any = node.args
         autocast = False
         if "wrap_with_set_grad_enabled" in op:
@@ -163,7 +163,7 @@ class Lowering(Draft):
     def _inline(
         self, node: fx.Node, inner: fx.Graph, operands: Iterable[fx.Node], grad: bool
     ) -> None:
-        """Lower a graph of its own in the place of `node`."""
+        """Lowers a subgraph in place of `node`."""
         placeholders = (item for item in inner.nodes if item.op == "placeholder")
         for item, operand in zip(placeholders, operands, strict=True):
             self._same[item] = self._same.get(operand, operand)
@@ -172,7 +172,7 @@ class Lowering(Draft):
         if isinstance(results, fx.Node):
             self._same[node] = self._same.get(results, results)
         elif not all(isinstance(result, fx.Node) for result in results):
-            raise _no_place(str(node.target))  # a list among its results
+            raise _no_place(str(node.target))  # one of its results is a list
         else:
             self._regions[node] = [self._same.get(result, result) for result in results]
 
@@ -187,11 +187,11 @@ class Lowering(Draft):
         self._set(node, self.result(node, node.name, (op, args, kwargs), grad, node.meta["val"]))
 
     def _annotate(self, node: fx.Node, grad: bool) -> None:
-        """An annotation stays whole; AnnotationError if nobody reads its result."""
+        """Keeps an annotation whole; raises AnnotationError if its result is never read."""
         if not node.users:
             raise AnnotationError(
                 "the result of autopar.shard is not used",
-                why="an annotation is obeyed where its result is read",
+                why="an annotation takes effect where its result is read",
                 todo="write x = autopar.shard(x, ...)",
             )
         self._compute(node, grad)
@@ -202,12 +202,12 @@ class Lowering(Draft):
             self._sharing.setdefault(tensor.untyped_storage(), {})[node] = None
 
     def _first(self, node: fx.Node | None) -> fx.Node | None:
-        """The traced tensor that is the operator's first argument."""
+        """Returns the traced tensor that is the operator's first argument."""
         first = node.args[0] if node is not None and node.args else None
         return self._same.get(first, first) if isinstance(first, fx.Node) else None
 
     def _write(self, node: fx.Node, grad: bool) -> None:
-        """An operator that writes: what it leaves takes the place of what it writes."""
+        """Lowers an operator that writes: its new values replace the written ones."""
         first = self._first(node)
         if first is not None and str(node.target) == "aten.copy_.default":
             made = {first: self.copy(node, self._arg(node.args[1], grad), grad)}
@@ -225,7 +225,7 @@ class Lowering(Draft):
             self._overwrite(node, written, value, grad)
 
     def _functional(self, node: fx.Node, call: writes.Functional, grad: bool) -> dict[fx.Node, Ref]:
-        """Write the twin of an operator that writes; the traced tensors with their new values."""
+        """Writes an operator's functional twin; returns the new values of the written tensors."""
         op, args, kwargs = self._called(call.target, call.args, call.kwargs, grad)
         name, values = writes.functional_name(node.name), tensors_of(call.value)
         single = isinstance(call.value, Tensor)
@@ -240,7 +240,7 @@ class Lowering(Draft):
         made: dict[fx.Node, Ref] = {}
         returned = [result(r, name, grad) if isinstance(r, int) else r for r in call.returned]
         for item, at in call.written:
-            # To autograd, running figures are no function of the batch.
+            # For autograd, running statistics do not depend on the batch.
             new = result(at, f"{name}_{at}", grad and call.target is not writes.NORM)
             old = item.meta["val"]
             if values[at].dtype != old.dtype:  # `x += y` keeps the dtype of x
@@ -251,7 +251,7 @@ class Lowering(Draft):
         return made
 
     def _return(self, node: fx.Node, results: Sequence[fx.Node | Ref]) -> None:
-        """Say what a traced operator returns."""
+        """Records the results of a traced operator."""
         if not isinstance(node.meta.get("val"), Tensor):
             self._regions[node] = results
             return
@@ -262,7 +262,7 @@ class Lowering(Draft):
             self._same[node] = self._same.get(result, result)
 
     def _overwrite(self, node: fx.Node, written: fx.Node, value: Ref, grad: bool) -> None:
-        """Give a tensor a new value, and with it all that shares its storage."""
+        """Gives a tensor a new value, and updates everything that shares its storage."""
         chain = self._owners(node, written)
         leaf = self._leaves.get(chain[-1])
         trained = leaf is not None and leaf.op == "param" and leaf.requires_grad
@@ -272,7 +272,7 @@ class Lowering(Draft):
         new = {written}
         for view, owner in pairwise(chain):
             if str(view.target) == "aten.detach.default" or not self._with_grad.get(view, True):
-                if self._flows(owner):  # its value changes, and its gradient does not
+                if self._flows(owner):  # its value changes, but its gradient does not
                     self._lost.update(dict.fromkeys(chain[chain.index(owner) :], node))
                     break
                 self._values[view] = self.detach(node, self._values[view])
@@ -295,11 +295,11 @@ class Lowering(Draft):
                 self._values.pop(other, None)
 
     def _flows(self, node: fx.Node) -> bool:
-        """Whether a gradient flows into the value that a traced tensor has now."""
+        """Returns whether a gradient flows into the current value of a traced tensor."""
         return self.by_name[self.read(node).name].requires_grad
 
     def _owners(self, node: fx.Node, written: fx.Node) -> list[fx.Node]:
-        """What `node` writes into, then what that is a view of, up to the owner of the storage."""
+        """Returns the tensor that `node` writes and those it is a view of, up to the owner."""
         sharing = self._sharing[written.meta["val"].untyped_storage()]
         chain, first = [written], written
         while first not in self._leaves:
@@ -307,7 +307,7 @@ class Lowering(Draft):
             if before is None or before not in sharing:
                 break
             first = before
-            if isinstance(first.meta["val"], Tensor):  # else an operator with several results
+            if isinstance(first.meta["val"], Tensor):  # otherwise an operator with several results
                 chain.append(first)
         owner = next(member for member in sharing if isinstance(member.meta["val"], Tensor))
         if chain[-1] is not owner:
@@ -318,13 +318,13 @@ class Lowering(Draft):
         return chain
 
     def finish(self, assigned: Mapping[str, fx.Node]) -> None:
-        """Write what buffers are at the end of the forward, each once, behind its value.
+        """Writes the final values of buffers, each once, directly after its value.
 
         Args:
             assigned: buffers that are set to another tensor, `self.n = self.n + 1`.
 
         Raises:
-            CaptureError: such a tensor is another buffer or a parameter, too.
+            CaptureError: such a tensor is also another buffer or a parameter.
         """
         last = {name: tensor for name, (tensor, _) in self._dirty.items()}
         for target, tensor in assigned.items():
@@ -335,12 +335,12 @@ class Lowering(Draft):
             source = self._dirty[name][1] if name in self._dirty else tensor
             new = self.detach(source, self.read(tensor))
             self.add(source, f"{name}_write", WRITE, (Ref(name), new), value=tensor.meta["val"])
-            # A parameter that only forwards change is a buffer to a program.
+            # A parameter that only forwards change is a buffer for the program.
             self.by_name[name] = replace(self.by_name[name], op="buffer")
         self.move_forward(size)
 
     def _refuse_aliases(self, target: str, tensor: fx.Node) -> None:
-        """CaptureError if a buffer is set to what is another buffer, or a parameter, too."""
+        """Raises CaptureError if a buffer is set to another buffer or a parameter."""
         own = self._by_target[target]
         for other in self._sharing.get(tensor.meta["val"].untyped_storage(), ()):
             leaf = self._leaves.get(other, own)
@@ -353,7 +353,7 @@ class Lowering(Draft):
                 )
 
     def _call(self, node: fx.Node, grad: bool) -> Call:
-        """The operator's name in a Graph, its arguments and keywords."""
+        """Returns the operator's name in a Graph, its arguments and keywords."""
         return self._called(node.target, node.args, node.kwargs, grad)
 
     def _called(
@@ -395,5 +395,5 @@ def _ungraded(node: fx.Node) -> CaptureError:
 def _no_place(op: str) -> CaptureError:
     return CaptureError(
         f"the operator {op} has no place in a graph",
-        todo="choose by torch.where between branches, or write it with other operators of torch",
+        todo="select between branches with torch.where, or write it with other operators of torch",
     )

@@ -1,4 +1,4 @@
-"""The nodes that a lowering has written so far, each named, typed and with its gradient's flow."""
+"""The nodes that a lowering has written so far, with names, types and gradient flow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.capture.traced import drawn_along, source_of, tensors_of, type_of
 from autopar.ir.graph import Arg, Name, Node, Ref
 from autopar.operators.interpret import DTYPE_NAMES
 
-# These look at the type of their second operand alone, and no gradient flows into it; or of every
-# operand.
+# These use only the type of their second operand, into which no gradient flows; or, with one
+# operand, of that.
 _LIKE = {"aten.type_as", "aten.to.other", "aten.view_as", "aten.reshape_as", "aten.expand_as"}
 _MADE = re.compile(
     r"aten\.(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?\b|aten\.(zero|fill\.Scalar)$"
@@ -29,7 +29,7 @@ class Draft:
     """Nodes in execution order.
 
     Attributes:
-        nodes: what is written so far.
+        nodes: the nodes written so far.
         by_name: the same by name.
     """
 
@@ -39,7 +39,7 @@ class Draft:
         self._detached: dict[str, Ref] = {}
 
     def detach(self, node: fx.Node, ref: Ref) -> Ref:
-        """The value without its gradient, for operators that run with gradients off."""
+        """Returns the value without its gradient, for operators that run without gradients."""
         if not self.by_name[ref.name].requires_grad:
             return ref
         if ref.name not in self._detached:
@@ -58,7 +58,7 @@ class Draft:
         grad: bool = False,
         value: Any = None,
     ) -> Ref:
-        """A node with the source of the traced `node`, typed like it or like `value`."""
+        """Adds a node with the source of the traced `node`, typed like it or like `value`."""
         name = re.sub(r"\W", "_", name, flags=re.ASCII)
         stem = f"v_{name}" if keyword.iskeyword(name) or not name.isidentifier() else name
         name, count = stem, 0
@@ -76,9 +76,9 @@ class Draft:
         return Ref(name)
 
     def result(self, node: fx.Node, name: str, call: Call, grad: bool, value: Any) -> Ref:
-        """The result of an operator; numbers are drawn along dimensions, not along memory.
+        """Adds the result of an operator; random numbers follow dimension order, not memory.
 
-        How a part lies in memory depends on what was sent before.
+        The memory order of a shard depends on earlier communication.
         """
         add, (op, args, kwargs) = partial(self.add, node, grad=grad), call
         if not (order := drawn_along(node, op)):
@@ -90,7 +90,7 @@ class Draft:
         return add(f"{name}_back", "aten.permute", back, value=value)
 
     def copy(self, node: fx.Node, source: Arg, grad: bool) -> Ref:
-        """What `copy_` leaves: the source in the dtype and the shape of what it is written into."""
+        """Returns the value written by `copy_`: the source in the dtype and shape of the target."""
         assert isinstance(source, Ref)
         target, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
         if value.dtype != target.dtype:
@@ -105,7 +105,7 @@ class Draft:
         return source
 
     def move_forward(self, start: int) -> None:
-        """Put every node from the place `start` on right behind the last value that it reads."""
+        """Moves every node from `start` on to directly after the last value that it reads."""
         ordered = self.nodes[:start]
         behind: dict[str, list[str]] = {}
         for node in self.nodes[start:]:

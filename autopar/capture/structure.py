@@ -1,4 +1,4 @@
-"""Structure: nested containers of tensors, flattened to dotted names and put together again."""
+"""Structure of nested containers of tensors: flattened to dotted names, and rebuilt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Structure:
         kind: the container's class, Tensor for a tensor; None for a constant.
         name: a tensor's dotted name, such as "batch.x" or "hidden_states.0".
         children: the container's (key, structure), in order.
-        constant: the value of a leaf that is no tensor.
+        constant: the value of a leaf that is not a tensor.
         fixed: whether such a leaf must have that value in every batch.
     """
 
@@ -34,13 +34,13 @@ class Structure:
 
     @classmethod
     def of(cls, value: Any, name: str, *, constants: bool) -> Structure:
-        """The structure of `value`.
+        """Returns the structure of `value`.
 
         Args:
             value: a tensor, a constant, or a mapping, sequence or dataclass of such values.
-            name: what its tensors' names begin with.
-            constants: whether leaves that are no tensors are part of the structure; otherwise
-                they are left out, and None stands in their places.
+            name: prefix of its tensors' names.
+            constants: whether leaves other than tensors are part of the structure; otherwise None
+                takes their places.
         """
         if isinstance(value, Tensor):
             return cls(Tensor, name)
@@ -54,10 +54,10 @@ class Structure:
         return cls(type(value), name, children)
 
     def flatten(self, value: Any) -> dict[str, Any]:
-        """Name -> tensor of every tensor in `value`.
+        """Returns every tensor in `value` by name.
 
         Raises:
-            BatchError: `value` is built differently, or a constant differs.
+            BatchError: `value` has another structure, or a constant differs.
         """
         if self.kind is Tensor:
             if not isinstance(value, Tensor):
@@ -69,7 +69,7 @@ class Structure:
             if value.is_nested:
                 raise BatchError(
                     f"{self.name} is a nested tensor",
-                    why="its rows have sizes of their own, a program is for one size",
+                    why="its rows differ in size, but a program is compiled for one size",
                     todo="pass torch.nested.to_padded_tensor(...) and a mask",
                 )
             return {self.name: value}
@@ -78,7 +78,7 @@ class Structure:
                 shown = "a tensor" if isinstance(value, Tensor) else repr(value)
                 raise BatchError(
                     f"{self.name} is {shown}",
-                    why=f"captured with {self.constant!r}, which the program holds as a constant",
+                    why=f"captured with {self.constant!r}, which is a constant of the program",
                     todo="compile again for the other value",
                 )
             return {}
@@ -95,7 +95,7 @@ class Structure:
         return found
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
-        """The container, with `values` by name in the places of its tensors."""
+        """Returns the container with `values`, by name, in the places of its tensors."""
         if self.kind is Tensor:
             return values[self.name]
         if self.kind is None:
@@ -121,12 +121,12 @@ class Structure:
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a call of the model maps to named tensors.
+    """Maps the arguments of a model call to named tensors.
 
     Attributes:
-        signature: of the model's forward.
-        structure: the arguments by name, those in `**keywords` among them.
-        positional: how many of them were given without a name.
+        signature: signature of the model's forward.
+        structure: the arguments by name, including those in `**keywords`.
+        positional: number of arguments that were passed by position.
     """
 
     signature: inspect.Signature
@@ -137,7 +137,7 @@ class Inputs:
     def of(
         cls, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Inputs:
-        """The inputs of one call; BatchError if the signature does not take it."""
+        """Returns the inputs of one call; raises BatchError if the signature does not accept it."""
         structure = Structure.of(_bind(signature, args, kwargs), "", constants=True)
         names = structure.names
         if len(set(names)) != len(names):
@@ -151,15 +151,15 @@ class Inputs:
         return self.structure.names
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Name -> tensor of a batch; BatchError if it is not built like the captured one."""
+        """Returns the tensors of a batch by name; raises BatchError if its structure differs."""
         return self.structure.flatten(_bind(self.signature, args, kwargs))
 
     def rebuild(
         self, values: Mapping[str, Any], without: Collection[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments as first spelled, `values` in place of the tensors.
+        """Returns positional and keyword arguments as first passed, with `values` as tensors.
 
-        Arguments whose names are in `without` are left out.
+        Arguments named in `without` are left out.
         """
         keywords = {k: v for k, v in self.structure.rebuild(values).items() if k not in without}
         args: list[Any] = []
@@ -179,7 +179,7 @@ def _bind(
         raise BatchError(
             "the model does not take this batch",
             why=str(error),
-            todo=f"pass what its forward takes, {signature}",
+            todo=f"pass the arguments of its forward, {signature}",
         ) from None
     arguments = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
@@ -189,7 +189,7 @@ def _bind(
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """The (key, item) of a container, None for anything else."""
+    """Returns the (key, item) pairs of a container, None for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list)):
@@ -202,7 +202,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _equal(value: Any, constant: Any) -> bool:
-    """Whether two leaves are the same constant; what cannot be compared is not."""
+    """Returns whether two leaves are the same constant; incomparable ones are not."""
     if value is constant:
         return True
     if isinstance(value, Tensor) or type(value) is not type(constant):

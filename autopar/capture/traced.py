@@ -1,4 +1,4 @@
-"""What torch.export tells of a traced node: the user's line, its tensors and their types."""
+"""Information about nodes traced by torch.export: the user's line, tensors and types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ir.graph import Source
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import DTYPE_NAMES, tensor_type
 
-# These draw random numbers in the order of their operand's memory, others in that of dimensions.
+# These draw random numbers in the memory order of their operand, others in order of dimensions.
 _DRAWN = re.compile(
     r"aten\.((alpha_)?dropout|rand(int)?_like|uniform|exponential|geometric|cauchy|log_normal)_?\b"
 )
@@ -22,7 +22,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 def source_of(node: fx.Node) -> Source:
-    """The module and the line of the user's code that a traced node comes from."""
+    """Returns the module and the line of the user's code that a traced node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     module = "" if path == "model" else path.removeprefix("model.")
@@ -37,7 +37,7 @@ def source_of(node: fx.Node) -> Source:
 
 
 def drawn_along(node: fx.Node, op: str) -> tuple[int, ...]:
-    """Dimensions, outermost first, in whose order an operator draws; () where that is theirs."""
+    """Returns dimensions in the order in which an operator draws, outermost first; () if usual."""
     if not _DRAWN.match(op):
         return ()
     value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -49,23 +49,23 @@ def drawn_along(node: fx.Node, op: str) -> tuple[int, ...]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among the results of a node."""
+    """Returns the tensors among the results of a node."""
     values = value if isinstance(value, (tuple, list)) else [value]
     return [item for item in values if isinstance(item, Tensor)]
 
 
 def type_of(value: Tensor) -> TensorType:
-    """The type of a traced tensor; CaptureError if a graph has none like it."""
+    """Returns the type of a traced tensor; raises CaptureError if a graph has no such type."""
     if not all(isinstance(size, int) for size in value.shape):
         raise CaptureError(
             f"a tensor of sizes {tuple(value.shape)}",
             why="its sizes depend on values, which are not known when a model is captured",
-            todo="choose by torch.where or a mask, which keeps the size",
+            todo="select with torch.where or a mask, which keeps the size",
         )
     if value.layout is not torch.strided:
         raise CaptureError(
             f"a tensor of layout {value.layout}",
-            why="a graph holds dense tensors only",
+            why="a graph has dense tensors only",
             todo="convert it with to_dense() before it enters the model",
         )
     dtype_of(value.dtype)
@@ -73,7 +73,7 @@ def type_of(value: Tensor) -> TensorType:
 
 
 def dtype_of(dtype: torch.dtype) -> str:
-    """The name of a dtype; CaptureError if a graph has none like it."""
+    """Returns the name of a dtype; raises CaptureError if a graph has no such dtype."""
     if dtype not in DTYPE_NAMES:
         raise CaptureError(f"a tensor of {dtype}", todo="convert it to another dtype")
     return DTYPE_NAMES[dtype]

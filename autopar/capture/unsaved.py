@@ -1,8 +1,8 @@
-"""Buffers that no state_dict holds, of models on the meta device: computed as the model would.
+"""Computes buffers that no state_dict has, for models on the meta device.
 
-`register_buffer(..., persistent=False)` is for what follows from the configuration: the frequencies
-of a rotary embedding, a causal mask. A model on the meta device has no values of them, and loading
-weights brings none. Those that a method of the model sets anew are computed by it here.
+`register_buffer(..., persistent=False)` is used for values derived from the configuration: the
+frequencies of a rotary embedding, a causal mask. A model on the meta device has no such values, and
+loading weights brings none. Those that a method of the model initialises are computed by it here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 
 def computed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`buffers` with values of those that lie on the meta device and are in no state_dict.
+    """Returns `buffers` with values for those on the meta device that are in no state_dict.
 
-    A module is asked by its `reset_buffers` or `reset_parameters`, the model by its
-    `_init_weights(module)`, on a copy. What they leave as it was, or set to random numbers, stays
-    without values.
+    Calls a module's `reset_buffers` or `reset_parameters`, or the model's `_init_weights(module)`,
+    on a copy. Buffers that these leave unchanged, or set to random numbers, stay without values.
     """
     saved = set(model.state_dict())
     found = dict(buffers)
@@ -34,7 +33,7 @@ def computed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _methods(model: nn.Module, module: nn.Module) -> Iterator[Callable[[nn.Module], object]]:
-    """What may set a module's buffers."""
+    """Yields the methods that may set a module's buffers."""
     for name in ("reset_buffers", "reset_parameters"):
         if callable(getattr(type(module), name, None)):
             yield lambda made, name=name: getattr(made, name)()  # type: ignore[misc]
@@ -44,7 +43,7 @@ def _methods(model: nn.Module, module: nn.Module) -> Iterator[Callable[[nn.Modul
 
 
 def _value(module: nn.Module, key: str, method: Callable[[nn.Module], object]) -> Tensor | None:
-    """The buffer as a method sets it, whatever it was before; None if the method does not."""
+    """Returns the buffer as a method sets it, None if the result depends on its old value."""
     values = []
     for filled in (0, 1):
         made = copy.deepcopy(module).to_empty(device="cpu")
@@ -54,7 +53,7 @@ def _value(module: nn.Module, key: str, method: Callable[[nn.Module], object]) -
                 tensor.fill_(filled)
             try:
                 method(made)
-            except Exception:  # the user's code, on a module that was not made for it
+            except Exception:  # user code, on a module that it may not support
                 return None
         values.append(made.get_buffer(key).detach())
     same = values[0].device.type == "cpu" and torch.equal(*values)

@@ -1,8 +1,8 @@
-"""What a model does beside computing values, which a trace of it would lose: refused at its line.
+"""Refuses, at the user's line, side effects of a model that a trace would lose.
 
-A trace has the operators of one call. A hook, a print, a gradient taken inside, an attribute that
-counts calls or a number of Python's `random` leave nothing in it, or a constant. Nothing here
-knows torch.export; `capture` watches the model while it traces it.
+A trace has the operators of one call. A hook, a print, a gradient computed inside, an attribute
+that counts calls or a number of Python's `random` leave no trace, or only a constant. This file
+does not know torch.export; `capture` uses it while it traces the model.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _LIBRARY = sysconfig.get_path("stdlib")
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is code of the user or of a library of models."""
+    """Returns whether a file belongs to the user or to a library of models."""
     if file.startswith((_TORCH, _OURS, "<")):
         return False
     return "site-packages" in file or not file.startswith(_LIBRARY)
 
 
 def place(file: str, line: int) -> str:
-    """A line of code as messages show it: "model.py:41  x = self.norm(x)"."""
+    """Returns a line of code as messages show it: "model.py:41  x = self.norm(x)"."""
     return f"{os.path.basename(file)}:{line}  {linecache.getline(file, line).strip()}"
 
 
 def innermost(trace: TracebackType | None) -> str:
-    """The innermost line of the user's code in a traceback, "" if there is none."""
+    """Returns the innermost line of the user's code in a traceback, "" if there is none."""
     found = ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -56,7 +56,7 @@ def innermost(trace: TracebackType | None) -> str:
 
 
 def current() -> str:
-    """The innermost line of the user's code that is running."""
+    """Returns the innermost running line of the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -67,7 +67,7 @@ def current() -> str:
 
 @dataclass(frozen=True)
 class _Lost:
-    """Why a call has no place in a model that is captured."""
+    """A reason why a call cannot be part of a captured model."""
 
     what: str
     why: str
@@ -77,11 +77,11 @@ class _Lost:
 _PRINTED = _Lost(
     "a tensor is printed",
     "a model is captured once, without values; in training nothing would be printed",
-    "leave it out of forward, or return the value with the model's outputs",
+    "remove it from forward, or return the value with the model's outputs",
 )
 _HOOKED = _Lost(
     "a hook is put on a tensor",
-    "a captured model has no hooks: the gradient would be another one",
+    "a captured model has no hooks: the gradient would differ",
     "write what the hook does with operators, or as a torch.library.custom_op with "
     "register_autograd",
 )
@@ -103,27 +103,27 @@ _UNCREATED = _Lost(
 )
 _FROZEN = _Lost(
     "forward switches a parameter's gradient on or off",
-    "a plan is for parameters that always learn or never",
-    "set requires_grad before compile, or use weight.detach() in this place",
+    "in a plan each parameter is either trained or frozen",
+    "set requires_grad before compile, or use weight.detach() here",
 )
 _INFERENCE = _Lost(
     "torch.inference_mode is on",
-    "a trace does not show it",
+    "a trace does not record it",
     "write `with torch.no_grad():`",
 )
 _SWITCHED = _Lost(
-    "gradients are switched off or on inside of an autocast block",
-    "torch.export leaves that out of its trace",
-    "put the autocast block inside of torch.no_grad(), or write .detach()",
+    "gradients are switched off or on inside an autocast block",
+    "torch.export does not record it",
+    "put the autocast block inside torch.no_grad(), or write .detach()",
 )
 _HIDDEN = _Lost(
     "an operator switches gradients off by itself",
-    "a trace does not show it",
+    "a trace does not record it",
     "write `with torch.no_grad():` around the operator without _no_grad_ in its name",
 )
 _GENERATOR = _Lost(
     "random numbers are drawn from a generator of the model's own",
-    "its state is no tensor that a program could hold",
+    "its state is not a tensor that a program could hold",
     "leave generator= out; seed with torch.manual_seed",
 )
 _BY_SIZE = {
@@ -137,17 +137,17 @@ _BY_SIZE = {
     ),
     **dict.fromkeys(
         ("arange", "zeros", "ones", "full", "empty", "rand", "randn", "linspace", "narrow"),
-        "take the size from a shape or a constant, and mask what is too much",
+        "take the size from a shape or a constant, and mask the excess",
     ),
 }
 
 
 class Watch(TorchFunctionMode):
-    """Sees every call of torch's functions, and refuses those that a trace would lose.
+    """Observes every call of torch's functions, and refuses those that a trace would lose.
 
     Attributes:
         failed: the name of the function that raised the last error.
-        opaque: the user's last line with something that may not be traced, such as `x.data`.
+        opaque: the user's last line with something that may not be traceable, such as `x.data`.
     """
 
     def __init__(self) -> None:
@@ -161,14 +161,14 @@ class Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `func`; CaptureError if the call or its result has no place in a graph."""
+        """Calls `func`; raises CaptureError if the call or its result cannot be part of a graph."""
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", func))
         lost = _lost(func, name, args, kwargs)
         if lost is not None:
             raise CaptureError(lost.what, where=current(), why=lost.why, todo=lost.todo)
         if name == "__get__" and _accessed(func) == "data":
-            func = Tensor.detach  # which is the same to values, and can be traced
+            func = Tensor.detach  # equal in values, and traceable
         if name in ("requires_grad_", "__get__") and _accessed(func) in ("", "data"):
             self.opaque = current()
         truth = assumed(name, args, sys._getframe(1), current())
@@ -188,7 +188,7 @@ class Watch(TorchFunctionMode):
 
 
 def taken_out(where: str = "") -> CaptureError:
-    """The error of a model that takes a number out of a tensor."""
+    """Returns the error of a model that converts a tensor to a Python number."""
     return CaptureError(
         "a number is taken out of a tensor",
         where=where,
@@ -198,7 +198,7 @@ def taken_out(where: str = "") -> CaptureError:
 
 
 def _accessed(func: Any) -> str:
-    """The attribute that a getter or setter is for, "" if `func` is neither."""
+    """Returns the attribute of a getter or setter, "" if `func` is neither."""
     return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
@@ -223,14 +223,14 @@ def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _in_autocast() -> bool:
-    """Whether a block of autocast is open, one that switches it off included."""
-    depth = torch.autocast_increment_nesting() - 1  # nothing tells without counting
+    """Returns whether an autocast block is open, even one that switches autocast off."""
+    depth = torch.autocast_increment_nesting() - 1  # there is no query without counting
     torch.autocast_decrement_nesting()
     return depth > 0
 
 
 def _within_torch() -> bool:
-    """Whether it is torch that formats a tensor, for a message of its own."""
+    """Returns whether torch itself formats a tensor, for one of its messages."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.endswith(("overrides.py", "_tensor.py")):
         frame = frame.f_back
@@ -244,19 +244,19 @@ def _refuse_unknown_sizes(tensor: Tensor, name: str) -> None:
             f"a tensor of sizes [{sizes}]",
             where=current(),
             why="its sizes depend on values, which are not known when a model is captured",
-            todo=_BY_SIZE.get(name, "choose by torch.where or a mask, which keeps the size"),
+            todo=_BY_SIZE.get(name, "select with torch.where or a mask, which keeps the size"),
         )
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """CaptureError if a parameter has a hook on its gradient."""
+    """Raises CaptureError if a parameter has a hook on its gradient."""
     for name, parameter in model.named_parameters():
-        # There is no public way to ask for hooks.
+        # There is no public query for hooks.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
                 f"the parameter {name!r} has a hook on its gradient",
-                why="a program has parameters of its own, in parts, without hooks",
-                todo="remove it, and do in forward what it does",
+                why="a program has its own parameters, in shards, without hooks",
+                todo="remove it, and do its work in forward",
             )
 
 
@@ -265,9 +265,9 @@ class _Held:
     """An attribute of a module before the call.
 
     Attributes:
-        value: what it was.
-        items: what was in it, if it is a container.
-        mark: what would show a change.
+        value: its value.
+        items: its contents, if it is a container.
+        mark: a value that differs after a change.
     """
 
     value: Any
@@ -276,12 +276,12 @@ class _Held:
 
     @classmethod
     def of(cls, value: Any) -> _Held:
-        """An attribute's value as it is now."""
+        """Records an attribute's current value."""
         container = isinstance(value, (dict, list, set, deque))
         return cls(value, copy(value) if container else None, _mark(value))
 
     def again(self) -> Any:
-        """The value as it was, the very object."""
+        """Restores the value: the same object with its former contents."""
         if isinstance(self.value, (list, deque)):
             self.value.clear()
             self.value.extend(self.items)
@@ -292,13 +292,13 @@ class _Held:
 
 
 class State:
-    """What a model holds beside parameters and buffers, as it was before a call."""
+    """A model's state other than parameters and buffers, before a call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {
             path: module
             for path, module in model.named_modules()
-            # What torch's own modules keep is no state.
+            # Attributes of torch's own modules are not state.
             if not type(module).__module__.startswith("torch.")
         }
         self._held = {key: _Held.of(value) for key, value in self._attributes()}
@@ -311,11 +311,11 @@ class State:
                     yield (path, name), value
 
     def replaced(self) -> frozenset[str]:
-        """Names of the tensors, no buffers, that the call has replaced.
+        """Returns the names of tensors, other than buffers, that the call has replaced.
 
         Raises:
-            CaptureError: the call has changed a number or a container, or drawn random numbers
-                that are not torch's.
+            CaptureError: the call has changed a number or a container, or drawn random numbers that
+                are not torch's.
         """
         found = set()
         for (path, name), value in self._attributes():
@@ -335,7 +335,7 @@ class State:
         return frozenset(found)
 
     def restore(self) -> None:
-        """Give back to the modules what they held, so that no tensor of the trace is left."""
+        """Restores the modules' attributes, so that no tensor of the trace remains."""
         for (path, name), value in list(self._attributes()):
             held = self._held.get((path, name))
             if held is None:
@@ -345,13 +345,13 @@ class State:
 
 
 def changed(module: nn.Module, name: str) -> CaptureError:
-    """The error of a model that keeps a state of its own in an attribute."""
+    """Returns the error of a model that keeps state in an attribute."""
     return CaptureError(
         f"forward changes self.{name} of {type(module).__name__}",
         where=_search([module], rf"self\.{name}\b\s*(?:\[.*\])?\s*(?:[-+*/|&@%]?=(?!=)|\.\w+\()"),
         why="its value at capture would be a constant of the program",
         todo=f'keep it in a buffer, register_buffer("{name}", torch.tensor(...)); if every call '
-        "sets it anew, let it begin as None",
+        "sets it again, initialise it to None",
     )
 
 
@@ -359,7 +359,7 @@ _COMMON = frozenset(vars(nn.Module()))
 
 
 def _mark(value: object) -> object:
-    """What shows that an attribute was changed; None for what is not looked at."""
+    """Returns a value that differs if an attribute was changed; None if it is not checked."""
     if isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, Tensor):
@@ -378,7 +378,7 @@ def _same_state(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
 
 
 def _search(modules: Iterable[nn.Module], pattern: str) -> str:
-    """The first line in the methods of modules, but for __init__, on which a pattern is found."""
+    """Returns the first line in the methods of modules, except __init__, that matches a pattern."""
     kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
     methods = (m for kind in kinds for m in vars(kind).values() if inspect.isfunction(m))
     for method in methods:

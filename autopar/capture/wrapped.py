@@ -1,4 +1,4 @@
-"""Models that something has wrapped already, refused with what to pass in their place."""
+"""Refuses models that are already wrapped, and says what to pass instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.errors import CaptureError
 
 _PARALLEL = "autopar splits the model and its batches itself"
 _INSIDE = "pass the model inside, .module"
-# A kind of module: why it is not captured, and what to pass.
+# Kind of module: why it is not captured, and what to pass.
 _WRAPPERS: tuple[tuple[type, str, str], ...] = (
     (DistributedDataParallel, _PARALLEL, _INSIDE),
     (DataParallel, _PARALLEL, _INSIDE),
@@ -20,17 +20,17 @@ _WRAPPERS: tuple[tuple[type, str, str], ...] = (
     (FSDPModule, _PARALLEL, "pass the model as it was before fully_shard"),
     (
         torch.jit.ScriptModule,
-        "TorchScript is no Python that could be traced",
+        "TorchScript is not Python code that could be traced",
         "pass the nn.Module that it was made of",
     ),
 )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """CaptureError if a part of a model is parallel, compiled or scripted already.
+    """Refuses a model with a part that is already parallel, compiled or scripted.
 
     Raises:
-        CaptureError: names the part and what to pass in its place.
+        CaptureError: names the part and what to pass instead.
     """
     for path, module in model.named_modules():
         name, place = type(module).__name__, f"the module {path!r}" if path else "the model"
@@ -41,7 +41,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise CaptureError(
                 f"{place} is a {name}, made by torch.compile",
-                why="it runs code that was made for one device",
+                why="it runs code that was compiled for one device",
                 todo='pass the model inside, ._orig_mod, and backend="inductor" to autopar.compile',
             )
     for path, parameter in model.named_parameters():

@@ -1,1 +1,1 @@
-"""What a plan costs: seconds of operators and collectives on a device that need not be here."""
+"""Cost models: the time and memory that a plan takes on a device that need not be present."""

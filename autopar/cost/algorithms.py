@@ -1,14 +1,15 @@
-"""How collectives run: the seconds of each algorithm, in closed form over the network's levels.
+"""Closed-form times of collective algorithms over the levels of a network.
 
-With n devices, latency a and bandwidth b, a message of m bytes takes a + m / b, the model of
-Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH"
-(IJHPCA 19(1), 2005), without the time of the additions. Levels are given outermost first:
-`[Level(16, ...), Level(8, ...)]` are sixteen nodes of eight devices.
+A message of m bytes takes a + m / b, with latency a and bandwidth b: the model of Thakur,
+Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 19(1),
+2005), without the time of the additions. n is the number of devices. Levels are listed outermost
+first: `[Level(16, ...), Level(8, ...)]` is sixteen nodes of eight devices.
 
-`GATHERS` holds one function (levels, shard) -> seconds a way to all_gather, where `shard` is what
-each device brings; a reduce_scatter is the same run backwards, and `ALL_REDUCES` holds what is not
-simply one after the other. On a single level the hierarchical algorithms are their part of it.
-Which of them a library would run by itself is told in collective.py.
+`GATHERS` maps each all_gather algorithm to a function (levels, shard) -> seconds, where `shard` is
+the number of bytes that each device contributes; a reduce_scatter is the same run backwards.
+`ALL_REDUCES` holds the all_reduce algorithms that are not a reduce_scatter followed by an
+all_gather. On a single level a hierarchical algorithm reduces to its part for that level.
+`collective_seconds.py` says which of them a library runs by default.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ INTRA, INTER = "intra", "inter"
 
 
 class Level(NamedTuple):
-    """One level of the network as a group of devices sees it.
+    """One level of the network, as seen by a group of devices.
 
     Attributes:
-        size: how many parts of the next level (devices, on the innermost) it joins.
-        bandwidth: bytes/s in one direction that each device gets while all of them talk.
-        latency: seconds a message.
-        alone: bytes/s of one device while its neighbours inside are silent, a whole network card;
+        size: number of parts of the next level (devices, on the innermost) that it joins.
+        bandwidth: bytes/s per device in one direction while all devices communicate.
+        latency: seconds per message.
+        alone: bytes/s of one device while the others of its node are silent (a whole network card);
             0 if that is no more than `bandwidth`.
-        switch: bytes/s of payload at which the switches themselves all_reduce; 0 if they cannot.
-        resource: the links behind it, INTRA or INTER a node; levels of one name share them.
-        library: the ways in which data is moved on it.
+        switch: payload bytes/s at which the switches themselves all_reduce; 0 if they cannot.
+        resource: name of the links, INTRA or INTER a node; levels with the same name share them.
+        library: the protocols of the communication library on these links.
     """
 
     size: int
@@ -49,15 +50,16 @@ Levels = Sequence[Level]
 
 
 def group_size(levels: Levels) -> int:
-    """Number of devices in the group."""
+    """Returns the number of devices in the group."""
     return math.prod(level.size for level in levels)
 
 
 def ring_bandwidth(levels: Levels) -> float:
-    """Bytes/s around a ring through all devices; the slowest level decides.
+    """Returns the bytes/s around a ring through all devices; the slowest level decides.
 
-    There are as many rings as ways out of a node, each leaving it at another device, so that a
-    level carries as much as it gives to all devices inside one part. Infinite for a lone device.
+    There are as many rings as devices in a node, and each leaves the node at a different device. A
+    level therefore carries the bandwidth of all devices in one of its parts. Infinite for a single
+    device.
     """
     slowest, inside = math.inf, 1
     for level in reversed(levels):
@@ -68,21 +70,21 @@ def ring_bandwidth(levels: Levels) -> float:
 
 
 def ring(levels: Levels, shard: float) -> float:
-    """Ring, (n-1) (a + shard / b): rounds in step, each as slow as the slowest link.
+    """Returns the seconds of a ring, (n-1) (a + shard / b), paced by the slowest link.
 
-    Thakur et al., "Allgather" and "Reduce-Scatter". Twice that, an all_reduce, sends the least
-    possible bytes, 2 (n-1)/n of the tensor: Patarasuk & Yuan, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations" (JPDC 69(2), 2009).
+    See "Allgather" and "Reduce-Scatter" in Thakur et al. Twice this time is an all_reduce that
+    sends the fewest possible bytes, 2 (n-1)/n of the tensor: Patarasuk & Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations" (JPDC 69(2), 2009).
     """
     latency = max((level.latency for level in levels if level.size > 1), default=0.0)
     return (group_size(levels) - 1) * (latency + shard / ring_bandwidth(levels))
 
 
 def channels(levels: Levels, shard: float) -> float:
-    """NCCL's ring: chunks follow one another, so each waits once for every link on its way.
+    """Returns the seconds of NCCL's ring, where pipelined chunks pay each link's latency once.
 
-    Of the n - 1 links as many as there are nodes but one lead out of a node, the others stay in it:
-    the latencies of NCCL's src/graph/tuning.cc, ncclTopoTuneModel. One level: the same as `ring`.
+    With g nodes, g - 1 of the n - 1 links lead out of a node and the others stay inside: the
+    latencies of ncclTopoTuneModel in NCCL's src/graph/tuning.cc. On one level it equals `ring`.
     """
     seconds, parts = 0.0, 1
     for level in levels:
@@ -92,11 +94,11 @@ def channels(levels: Levels, shard: float) -> float:
 
 
 def torus(levels: Levels, shard: float) -> float:
-    """2D torus: a ring on each level, the outermost first, as the shards are still small there.
+    """Returns the seconds of a 2D torus: rings on each level, outermost first (small shards).
 
     Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash"
-    (arXiv:1811.05233), whose all_reduce is a reduce_scatter inside, an all_reduce by all devices
-    between, and an all_gather inside.
+    (arXiv:1811.05233): its all_reduce is a reduce_scatter inside the node, an all_reduce by all
+    devices between nodes, and an all_gather inside the node.
     """
     seconds = 0.0
     for level in levels:
@@ -106,15 +108,16 @@ def torus(levels: Levels, shard: float) -> float:
 
 
 def _leaders(levels: Levels) -> Levels:
-    """The outer levels for one device a node, which has a network card to itself."""
+    """Returns the outer levels for one device per node, which has a network card to itself."""
     return [level._replace(bandwidth=level.alone or level.bandwidth) for level in levels]
 
 
 def h_ring(levels: Levels, shard: float) -> float:
-    """Hierarchical ring: gather in the node, a ring of one device a node, broadcast in the node.
+    """Returns the seconds of a hierarchical ring: gather in a node, ring of nodes, broadcast.
 
-    Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision" (arXiv:
-    1807.11205, sec. 3.3); the H-Ring of PaRO (arXiv:2310.06003), there with reductions.
+    One device of each node takes part in the ring between nodes. Jia et al., "Highly Scalable Deep
+    Learning Training System with Mixed-Precision" (arXiv:1807.11205, sec. 3.3); the H-Ring of PaRO
+    (arXiv:2310.06003), there with reductions.
     """
     *outer, inner = levels
     gathered = ring((inner,), shard)
@@ -125,12 +128,13 @@ def h_ring(levels: Levels, shard: float) -> float:
 
 
 def ho_ring(levels: Levels, shard: float) -> float:
-    """Hierarchical overlapping ring: the rings inside and between the nodes run at once.
+    """Returns the seconds of overlapping rings: those inside and between nodes run at once.
 
     PaRO (arXiv:2310.06003, HO-Ring): every device sends its shard around the nodes while the ring
-    in the node passes on what has arrived, and then finishes. With g nodes of m devices, p seconds
-    a message inside and q between, the k-th shard arrives at k q and the (g - k) (m - 1) messages
-    from then on take p each; the first or the last shard decides.
+    inside the node passes on the shards that have arrived; then the inner ring finishes. With g
+    nodes of m devices, p seconds per message inside and q between, the k-th shard arrives at k q,
+    and the remaining (g - k) (m - 1) messages take p each; either the first or the last shard
+    decides.
     """
     *outer, inner = levels
     inside, nodes = ring((inner,), shard), group_size(outer)
@@ -138,7 +142,7 @@ def ho_ring(levels: Levels, shard: float) -> float:
 
 
 def h_ring_all_reduce(levels: Levels, nbytes: float) -> float:
-    """H-Ring: reduce in the node, all_reduce by one device a node, broadcast in the node (PaRO)."""
+    """Returns the seconds of PaRO's H-Ring: reduce in the node, all_reduce between, broadcast."""
     *outer, inner = levels
     nodes = group_size(outer)
     if nodes == 1:
@@ -147,11 +151,11 @@ def h_ring_all_reduce(levels: Levels, nbytes: float) -> float:
 
 
 def tree(levels: Levels, nbytes: float) -> float:
-    """Double binary tree: each of two trees reduces and broadcasts a half, 2 nbytes / b.
+    """Returns the seconds of a double binary tree: each handles a half, 2 nbytes / b.
 
     Sanders, Speck & Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
-    (Parallel Computing 35(12), 2009). As in NCCL since 2.4, the trees join nodes and the devices of
-    a node are a chain; twice the depth in latencies (src/graph/tuning.cc, ncclTopoTuneModel).
+    (Parallel Computing 35(12), 2009). As in NCCL since 2.4, trees join nodes, and the devices of a
+    node form a chain; latency is twice the depth (src/graph/tuning.cc, ncclTopoTuneModel).
     """
     depth = sum(
         level.latency * (level.size - 1 if level.resource == INTRA else level.size.bit_length() - 1)
@@ -161,9 +165,9 @@ def tree(levels: Levels, nbytes: float) -> float:
 
 
 def switch(levels: Levels, nbytes: float) -> float:
-    """Reduction inside the switches (NVLink SHARP): each device sends and receives once.
+    """Returns the seconds of a reduction in the switches (NVLink SHARP): one send, one receive.
 
-    Infinite where the switches cannot, or where the group spans levels.
+    Infinite if the switches cannot reduce or the group spans several levels.
     """
     busy = [level for level in levels if level.size > 1]
     if len(busy) != 1 or not busy[0].switch:
@@ -172,10 +176,10 @@ def switch(levels: Levels, nbytes: float) -> float:
 
 
 def pairwise(levels: Levels, nbytes: float) -> float:
-    """all_to_all by pairwise exchange, (n-1) a + (n-1)/n nbytes / b.
+    """Returns the seconds of an all_to_all by pairwise exchange, (n-1) a + (n-1)/n nbytes / b.
 
-    Thakur et al., "Alltoall", long messages. What leaves a part crosses the bisection of its level,
-    at each device's own bandwidth there; links of different kinds are busy at the same time.
+    Thakur et al., "Alltoall", long messages. Data that leaves a part crosses the bisection of its
+    level at each device's bandwidth on that level; links of different kinds work at the same time.
     """
     n, inside, waits = group_size(levels), 1, 0.0
     busy: dict[str, float] = {}
@@ -189,9 +193,10 @@ def pairwise(levels: Levels, nbytes: float) -> float:
 
 
 def scatter_gather(levels: Levels, nbytes: float) -> float:
-    """Broadcast, (ceil(log2 n) + n-1) a + 2 (n-1)/n nbytes / b: a scatter and a ring all_gather.
+    """Returns the seconds of a broadcast by scatter and ring all_gather.
 
-    Thakur et al., "Broadcast", long messages (van de Geijn).
+    (ceil(log2 n) + n-1) a + 2 (n-1)/n nbytes / b: Thakur et al., "Broadcast", long messages (van de
+    Geijn).
     """
     n, latency = group_size(levels), max((level.latency for level in levels), default=0.0)
     rounds = math.ceil(math.log2(n)) + n - 1
@@ -199,9 +204,9 @@ def scatter_gather(levels: Levels, nbytes: float) -> float:
 
 
 def chain(levels: Levels, nbytes: float) -> float:
-    """Broadcast or reduce along a chain in small chunks: each link's latency once, nbytes / b.
+    """Returns the seconds of a chained broadcast or reduce: all latencies, plus nbytes / b.
 
-    NCCL's ring broadcast (src/graph/tuning.cc).
+    NCCL's ring broadcast in small chunks (src/graph/tuning.cc).
     """
     if group_size(levels) == 1:
         return 0.0
@@ -209,7 +214,7 @@ def chain(levels: Levels, nbytes: float) -> float:
 
 
 def message(levels: Levels, nbytes: float) -> float:
-    """One message, a + nbytes / b; over several levels that of the slowest one."""
+    """Returns the seconds of one message, a + nbytes / b, over the slowest of the levels."""
     return max(
         (level.latency + nbytes / level.bandwidth for level in levels if level.size > 1),
         default=0.0,

@@ -1,6 +1,6 @@
-"""Calibration: what a machine was measured to take, as a value and as a TOML file.
+"""Calibration: times measured on one machine, as a value and as a TOML file.
 
-The file holds one line a measurement, so that it reads like a table:
+The file reads like a table, one measurement per line:
 
     [matmul.f32]                   # batch x m x n x k = seconds, relative spread
     "1 x 64 x 64 x 64" = [1.1e-05, 0.04]
@@ -11,10 +11,9 @@ The file holds one line a measurement, so that it reads like a table:
     [collective.all_reduce]        # axes: bytes of payload, seconds, relative spread
     "data, tensor" = [[4096, 1.0e-04, 0.1]]
 
-Seconds are medians over runs and over the processes' slowest; the spread is half the distance
-between the quartiles, as a share of the median. What makes no sense is refused by name: numbers
-that are not finite and positive, unknown dtypes and collectives, and a larger problem that is
-faster beyond noise.
+Seconds are medians over runs, each run as slow as its slowest process. The spread is half the
+interquartile range divided by the median. A file is refused if it has a number that is not finite
+and positive, an unknown dtype or collective, or a larger problem that is faster beyond noise.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from autopar.outside import Kind
 VERSION = 1
 FILE = Kind("the calibration", CalibrationError, "run `autopar calibrate -o FILE` first")
 NOISE = 1.0
-"""A larger problem may be measured this much faster, besides its spread, before it is refused."""
+"""A larger problem may be faster than a smaller one by this share, plus both spreads."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time: the median in seconds, and its spread as a share of it."""
+    """A measured time: the median in seconds, and the spread as a share of the median."""
 
     seconds: float
     spread: float
@@ -66,9 +65,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A measured operator of so many FLOPs and bytes; "aten.gelu backward" is its gradient.
+    """A measured operator with its FLOPs and bytes; "aten.gelu backward" is the gradient of gelu.
 
-    `by` says what its time follows: "nbytes", or "flops" for what matrix units do.
+    `by` names the quantity that the time depends on: "nbytes", or "flops" on matrix units.
     """
 
     op: str
@@ -80,12 +79,12 @@ class Kernel:
 
     @property
     def size(self) -> float:
-        """What its time follows."""
+        """FLOPs or bytes, whichever the time depends on."""
         return self.flops if self.by == "flops" else self.nbytes
 
     @property
     def curve(self) -> tuple[str, ...]:
-        """What it is one point of."""
+        """Key of the curve that this point belongs to."""
         return self.op, self.dtype
 
     def __str__(self) -> str:
@@ -94,7 +93,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A measured collective of `nbytes` bytes a device over `axes`, in the mesh's order."""
+    """A measured collective with `nbytes` payload bytes per device over `axes`, in mesh order."""
 
     kind: str
     axes: tuple[str, ...]
@@ -103,12 +102,12 @@ class Exchange:
 
     @property
     def size(self) -> float:
-        """What its time follows."""
+        """Payload in bytes, which the time depends on."""
         return self.nbytes
 
     @property
     def curve(self) -> tuple[str, ...]:
-        """What it is one point of."""
+        """Key of the curve that this point belongs to."""
         return self.kind, *self.axes
 
     def __str__(self) -> str:
@@ -120,16 +119,16 @@ Point = Product | Kernel | Exchange
 
 @dataclass(frozen=True)
 class Calibration:
-    """All that was measured on one mesh.
+    """All measurements of one mesh.
 
     Attributes:
-        mesh: device, axes and sizes for which it holds.
-        torch, date: version and day of the measurement.
-        products: over a full grid of m, n and k for each dtype.
-        kernels, exchanges: of several sizes each; all three are kept in a fixed order.
+        mesh: device, axes and sizes that were measured.
+        torch, date: torch version and day of the measurement.
+        products: a full grid of m, n and k for each dtype.
+        kernels, exchanges: several sizes of each; all three are sorted.
 
     Raises:
-        CalibrationError: a figure that is nonsense, or a grid with holes; names it.
+        CalibrationError: an impossible figure, or a grid with holes.
     """
 
     mesh: Mesh
@@ -161,7 +160,7 @@ class Calibration:
             _check_grid(dtype, [p for p in self.products if p.dtype == dtype])
         for small, large in disorder(points):
             raise CalibrationError(
-                f"the larger one of two is faster: {large.time.seconds:.3g} after "
+                f"the larger of two problems is faster: {large.time.seconds:.3g} after "
                 f"{small.time.seconds:.3g} s",
                 where=f"{small}, {large}",
                 why=f"their spreads are {small.time.spread:.0%} and {large.time.spread:.0%}",
@@ -169,13 +168,13 @@ class Calibration:
             )
 
     def check(self, mesh: Mesh) -> None:
-        """CalibrationError, saying what differs, unless it was measured for this mesh."""
+        """Raises a CalibrationError that names the difference unless `mesh` is the measured one."""
         if self.mesh.device != mesh.device:
             raise CalibrationError(
                 f"the calibration is of the device {self.mesh.device!r}",
                 where=str(mesh),
-                why=f"the mesh has {mesh.device!r}, which takes other times",
-                todo="calibrate on a machine of that kind",
+                why=f"the mesh has {mesh.device!r}, whose times differ",
+                todo="calibrate on a machine with that device",
             )
         if (self.mesh.names, self.mesh.shape) != (mesh.names, mesh.shape):
             raise CalibrationError(
@@ -187,11 +186,11 @@ class Calibration:
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits that all calibrations of the same figures share."""
+        """Twelve hexadecimal digits that identify the measured figures."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:12]
 
     def to_toml(self) -> str:
-        """The file's text; `from_toml` reads it back to an equal value."""
+        """Returns the text of the file; `from_toml` reads it back to an equal value."""
         document = tomlkit.document()
         document.add(tomlkit.comment("autopar calibration: medians in seconds, relative spreads."))
         document["version"] = VERSION
@@ -217,17 +216,17 @@ class Calibration:
 
     @classmethod
     def from_toml(cls, text: str, where: str = "") -> Calibration:
-        """Read a calibration.
+        """Reads a calibration from TOML.
 
         Raises:
-            CalibrationError: it is not TOML, has a damaged entry, or a figure that is nonsense.
+            CalibrationError: the text is not TOML, or has a damaged entry or an impossible figure.
         """
         table = FILE.toml(text, where)
         if table.get("version") != VERSION:
             raise CalibrationError(
                 f"the calibration has version {shown(table.get('version'))}",
                 where=where,
-                why=f"{VERSION} is read",
+                why=f"this version of autopar reads {VERSION}",
                 todo="calibrate again",
             )
         try:
@@ -240,7 +239,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration file; CalibrationError if it is missing or not one."""
+        """Reads a calibration file; raises CalibrationError if it is missing or damaged."""
         return cls.from_toml(FILE.text(path), where=str(path))
 
 
@@ -277,7 +276,7 @@ def _read(table: dict[str, Any], where: str) -> Calibration:
 
 
 def _point(count: int) -> Callable[[Any], tuple[float, ...]]:
-    """The check of so many numbers; what they may be is judged by `_check_point`."""
+    """Returns a check for rows of `count` numbers; `_check_point` judges their ranges."""
 
     def check(value: Any) -> tuple[float, ...]:
         numbers = tuple(map(Number(-math.inf, math.inf), Row(lambda each: each)(value)))
@@ -315,14 +314,14 @@ def _numbers(time: Timing) -> list[float]:
 
 
 def _place(point: Point) -> tuple[object, ...]:
-    """Where it stands among points of its type."""
+    """Returns the sort key of a point among those of its type."""
     if isinstance(point, Product):
         return point.dtype, point.gemm.m, point.gemm.n, point.gemm.k
     return point.curve, point.size
 
 
 def disorder(points: Iterable[Point]) -> Iterator[tuple[Point, Point]]:
-    """Pairs (smaller, larger) of one curve or grid of which the larger is faster beyond noise."""
+    """Yields neighbours (smaller, larger) of which the larger is faster beyond noise."""
     curves: dict[tuple[str, ...], list[Kernel | Exchange]] = {}
     grids: dict[str, dict[tuple[int, int, int], Product]] = {}
     for point in points:
@@ -344,7 +343,7 @@ def disorder(points: Iterable[Point]) -> Iterator[tuple[Point, Point]]:
 
 
 def _neighbours(grid: dict[tuple[int, int, int], Product]) -> Iterator[tuple[Product, Product]]:
-    """Products and those that are one step longer in m, n or k."""
+    """Yields pairs of products that differ by one grid step in m, n or k."""
     for i in range(3):
         lines: dict[tuple[int, ...], list[tuple[int, Product]]] = {}
         for shape, product in grid.items():
@@ -355,7 +354,7 @@ def _neighbours(grid: dict[tuple[int, int, int], Product]) -> Iterator[tuple[Pro
 
 
 def _check_point(point: Point) -> None:
-    """CalibrationError unless its time and size can be, and its dtype or collective is known."""
+    """Raises CalibrationError for an impossible time or size, or an unknown dtype or collective."""
     time = point.time
     good = math.isfinite(time.seconds) and time.seconds > 0
     if not (good and math.isfinite(time.spread) and time.spread >= 0):
@@ -368,7 +367,7 @@ def _check_point(point: Point) -> None:
     word, known = (point.kind, KINDS) if isinstance(point, Exchange) else (point.dtype, DTYPE_BYTES)
     if word not in known:
         raise CalibrationError(
-            f"nothing is known of {word!r}",
+            f"unknown dtype or collective {word!r}",
             where=str(point),
             why=f"the known ones are {', '.join(known)}",
             todo="calibrate again",
@@ -377,19 +376,21 @@ def _check_point(point: Point) -> None:
         good = point.gemm.batch == 1 and min(point.gemm.m, point.gemm.n, point.gemm.k) >= 1
         if not good:
             raise CalibrationError(
-                f"{point}: single products of positive lengths are measured", todo="calibrate again"
+                f"{point}: expected one product with positive m, n and k", todo="calibrate again"
             )
     elif not (math.isfinite(point.size) and point.size >= 0):
-        raise CalibrationError(f"{point}: no such size", todo="calibrate again")
+        raise CalibrationError(
+            f"{point}: sizes are finite and not negative", todo="calibrate again"
+        )
 
 
 def _check_grid(dtype: str, products: Sequence[Product]) -> None:
-    """CalibrationError unless products fill a grid."""
+    """Raises CalibrationError unless the products fill a grid of m, n and k."""
     shapes = {(p.gemm.m, p.gemm.n, p.gemm.k) for p in products}
     sides = [len({shape[i] for shape in shapes}) for i in range(3)]
     if not math.prod(sides) == len(shapes) == len(products):
         raise CalibrationError(
             f"the measured products in {dtype} do not fill a grid",
-            why=f"there are {len(products)} of {' x '.join(map(str, sides))}",
+            why=f"{len(products)} were measured of {' x '.join(map(str, sides))}",
             todo="calibrate again",
         )

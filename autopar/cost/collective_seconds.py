@@ -1,9 +1,9 @@
-"""Seconds of one collective: the algorithm and the protocol that the library would choose.
+"""Seconds of one collective, by the algorithm and protocol that the library would choose.
 
-NCCL predicts the time of each of its algorithms with each of its protocols and takes the least
-(src/graph/tuning.cc); so does `collective_seconds`. Of a library without protocols nothing is known
-but that it may use the levels one after another or all at once. An algorithm that no library runs
-by itself (H-Ring, HO-Ring, 2D torus under NCCL) is priced when it is asked for by name.
+NCCL predicts the time of each algorithm with each protocol and takes the fastest
+(src/graph/tuning.cc); so does `collective_seconds`. A library without known protocols is assumed to
+use the levels either one after another or all at once. Algorithms that no library chooses by itself
+(H-Ring, HO-Ring, 2D torus under NCCL) are priced on request, by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GATHERING = ("all_gather", "reduce_scatter", "all_reduce")
 KINDS = (*_GATHERING, *OTHERS)
 _TREES = frozenset({"tree"})
 
-# What a library runs unasked: with the three protocols of NCCL, and one of which nothing is known.
+# Algorithms that a library chooses from by itself: NCCL, and a library without known protocols.
 _NCCL = {
     "all_gather": ("channels",),
     "reduce_scatter": ("channels",),
@@ -49,7 +49,9 @@ _PLAIN = {
 
 
 def algorithms(kind: str) -> dict[str, Form]:
-    """Every algorithm for the collective `kind` by name: (levels, payload per device) -> seconds.
+    """Returns the algorithms for the collective `kind`: name -> (levels, payload) -> seconds.
+
+    The payload is in bytes per device.
 
     Raises:
         CostError: no such collective.
@@ -58,7 +60,7 @@ def algorithms(kind: str) -> dict[str, Form]:
         return OTHERS[kind]
     if kind not in KINDS:
         raise CostError(
-            f"no price is known for the collective {kind!r}",
+            f"unknown collective {kind!r}",
             why=f"the collectives are {', '.join(KINDS)}",
         )
     if kind == "all_gather":
@@ -69,7 +71,7 @@ def algorithms(kind: str) -> dict[str, Form]:
 
 
 def _backwards(gather: Form, times: int) -> Form:
-    """A reduce_scatter, which is an all_gather run backwards, or one and then the other."""
+    """Returns a reduce_scatter (an all_gather run backwards), or with `times` 2 an all_reduce."""
     return lambda levels, nbytes: times * gather(levels, nbytes / group_size(levels))
 
 
@@ -78,7 +80,7 @@ _FORMS = {kind: algorithms(kind) for kind in KINDS}
 
 @lru_cache(maxsize=4096)
 def _views(levels: tuple[Level, ...], trees: bool) -> tuple[tuple[float, tuple[Level, ...]], ...]:
-    """For each protocol its seconds before the first byte and the levels as it finds them."""
+    """Returns each protocol's seconds before the first byte and its view of the levels."""
     rows = zip(*((lv.library.tree if trees else lv.library.ring) for lv in levels), strict=True)
     return tuple((row[-1].base, tuple(map(_through, levels, row))) for row in rows)
 
@@ -94,13 +96,13 @@ def _through(level: Level, protocol: Protocol) -> Level:
 def collective_seconds(
     kind: str, levels: Sequence[Level], nbytes: float, algorithm: str | None = None
 ) -> float:
-    """Seconds of the collective called `kind`; a group of one device is free.
+    """Returns the seconds of the collective `kind`; 0 for a group of one device.
 
     Args:
         kind: one of `KINDS`.
-        levels: the levels of the network that it spans, outermost first.
-        nbytes: the payload of each device before the call.
-        algorithm: the name of one; None for the cheapest of those that the library runs by itself.
+        levels: levels of the network that the group spans, outermost first.
+        nbytes: payload in bytes per device before the call.
+        algorithm: name of an algorithm; None for the fastest that the library chooses from.
 
     Raises:
         CostError: no such collective, or no such algorithm for it.
@@ -108,7 +110,7 @@ def collective_seconds(
     forms = _FORMS.get(kind) or algorithms(kind)
     if algorithm is not None and algorithm not in forms:
         raise CostError(
-            f"no price is known for {kind} by the algorithm {algorithm!r}",
+            f"{kind} has no algorithm {algorithm!r}",
             why=f"its algorithms are {', '.join(forms)}",
         )
     span: Levels = tuple(level for level in levels if level.size > 1)

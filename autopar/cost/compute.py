@@ -1,18 +1,18 @@
-"""Seconds of one kernel: the roofline, with tiles and waves where matrices are multiplied.
+"""Seconds of one kernel: the roofline model, with tiles and waves for matrix products.
 
-A kernel takes as long as the slower of computing and moving bytes, and its launch: Williams,
-Waterman & Patterson, "Roofline", CACM 52(4), 2009. How fast it computes depends on the shape of the
+A kernel takes the longer of its computing time and its memory time, plus its launch: Williams,
+Waterman & Patterson, "Roofline", CACM 52(4), 2009. The computing rate depends on the shape of the
 matrices, as NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.2 and 3) explains:
 
-    tile quantisation   the result is cut into tiles; a tile that is partly empty takes as long
-    wave quantisation   as many tiles as there are processors run at once; so does a last wave
-                        with a single tile
-    small tiles         waste less but load more for each product: they are less efficient
-    short k             filling and emptying the pipeline takes as long as `k_half` more products
+    tile quantisation   the result is cut into tiles; a partly filled tile takes full time
+    wave quantisation   processors run one tile each at a time; a last wave with a single tile takes
+                        as long as a full wave
+    small tiles         waste less, but load more per product, so they are less efficient
+    short k             filling and draining the pipeline takes as long as `k_half` more products
                         in 16 bits
-    split k             of few tiles, several processors share each; their parts are then added
+    split k             if tiles are few, several processors share one and their parts are added
 
-A library tries several tiles and splits: the least time counts. It grows with each of m, n and k.
+A library tries several tiles and splits; the fastest counts. Time grows with each of m, n and k.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from autopar.cost.device import Device
 from autopar.cost.work import Gemm
 
 _SPLITS = (1, 2, 4, 8, 16, 32)
-_NARROW = 8  # rows or columns under which vector units may be faster
+_NARROW = 8  # vector units may be faster with fewer rows or columns than this
 _ATTENTION = ("aten.scaled_dot_product_attention", "aten.scaled_dot_product_attention backward")
 
 
 def kernel_seconds(
     device: Device, op: str, flops: float, nbytes: float, dtype: str, gemm: Gemm | None = None
 ) -> float:
-    """Seconds of one kernel; what neither computes nor moves anything is no kernel, and free.
+    """Returns the seconds of one kernel; 0 if it neither computes nor moves anything.
 
     Args:
-        device: where it runs.
-        op: its name; fused attention has an efficiency of its own.
-        flops: floating-point operations, for vector units where `gemm` is None.
+        device: the device that runs it.
+        op: name of the operator; fused attention has its own efficiency.
+        flops: floating-point operations; on vector units if `gemm` is None.
         nbytes: bytes read and written.
-        dtype: of the operands, as in the IR, or "tf32".
-        gemm: the shape of what it multiplies.
+        dtype: dtype of the operands, as in the IR, or "tf32".
+        gemm: shape of the matrix product, if it is one.
 
     Raises:
-        CostError: a dtype that the device has no peak for.
+        CostError: the device has no peak for the dtype.
     """
     if not flops and not nbytes:
         return 0.0
@@ -58,10 +58,10 @@ def kernel_seconds(
 
 
 def _attention_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
-    """A processor takes one block of queries after another through all keys.
+    """Returns the seconds of fused attention.
 
-    Blocks of queries, heads and samples are what runs in parallel (Dao, "FlashAttention-2", arXiv
-    2307.08691, section 3.2).
+    A processor runs one block of queries after another through all keys. Blocks of queries, heads
+    and samples run in parallel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.2).
     """
     rows = min(device.tiles[0][:2])
     blocks = gemm.batch * -(-gemm.m // rows)
@@ -71,10 +71,10 @@ def _attention_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
 
 
 def memory_seconds(device: Device, nbytes: float) -> float:
-    """Seconds to move `nbytes` bytes between memory and processor.
+    """Returns the seconds to move `nbytes` bytes between memory and processor.
 
-    So much must be under way to fill the pipeline that it takes as long as `memory_ramp` bytes
-    (Little's law: bandwidth times latency).
+    Filling the memory pipeline takes as long as moving `memory_ramp` more bytes (Little's law:
+    bandwidth times latency).
     """
     if not nbytes:
         return 0.0
@@ -82,12 +82,12 @@ def memory_seconds(device: Device, nbytes: float) -> float:
 
 
 def gemm_seconds(device: Device, gemm: Gemm, dtype: str) -> float:
-    """Seconds of computing matrix products, as long as memory keeps up."""
+    """Returns the computing seconds of matrix products, assuming that memory keeps up."""
     if not gemm.flops:
         return 0.0
     rate = device.rate(dtype, matmul=True)
     peak = rate * device.matmul_efficiency / device.processors
-    # Loading the first operands takes as long for a dtype that is computed slowly.
+    # The ramp-up takes proportionally longer in a slower dtype.
     start = device.k_half * rate / device.rate("f16", matmul=True)
     best = math.inf
     for tile_m, tile_n, efficiency in device.tiles:

@@ -1,4 +1,4 @@
-"""Device: the figures of one accelerator and of the links between several."""
+"""Figures of one accelerator and of the links between several."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _VECTOR = frozenset({"bool", "u8", "i8", "i16", "i32", "i64", "c64"})
 class Device:
     """One device; rates in FLOP/s and bytes/s, memory in bytes, times in seconds.
 
-    `processors` run a tile of a matrix product each: rows, columns, share of `matmul_efficiency`.
-    `peak` holds a dense matmul rate for each of `DTYPES`; the efficiencies are the attainable
-    shares of the peaks. See the head of devices.toml for each figure.
+    Each of the `processors` computes one tile of a matrix product at a time; a tile is (rows,
+    columns, share of `matmul_efficiency`). `peak` holds a dense matmul rate for each of `DTYPES`;
+    efficiencies are the attainable shares of the peaks. The head of devices.toml explains each
+    figure.
 
     Raises:
-        CostError: a figure that is not finite, not positive (latencies, what kernels start with
-            and the reduction in switches may be 0), an efficiency above 1, or a kind of link or a
-            library that cost/protocol.py does not know.
+        CostError: a figure that is not finite or not positive (latencies, start-up costs and the
+            reduction in switches may be 0), an efficiency above 1, or a kind of link or a library
+            that cost/protocol.py does not know.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Device:
                 raise CostError(
                     f"device {self.name!r} has {name} = {word!r}",
                     why=f"the known ones are {', '.join(known)}",
-                    todo="correct that word of the device",
+                    todo="correct that entry of the device",
                 )
         if {dtype for dtype, _ in self.peak} != set(DTYPES):
             raise CostError(
@@ -101,14 +102,14 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors may take: the memory less what an allocator keeps and cannot use."""
+        """Bytes that tensors may occupy: the memory less the share lost to fragmentation."""
         return self.memory * (1 - self.fragmentation)
 
     def rate(self, dtype: str, matmul: bool) -> float:
-        """Peak FLOP/s for operands of `dtype`, a dtype of the IR or "tf32".
+        """Returns the peak FLOP/s for operands of `dtype`, a dtype of the IR or "tf32".
 
-        Matmuls run on matrix units at `peak`; everything else runs on vector units, in f32 or at
-        half that rate in f64, whatever the peak of its dtype.
+        Matmuls run on matrix units at `peak`. Everything else runs on vector units: in f32, or at
+        half that rate in f64, whatever the matmul peak of its dtype.
 
         Raises:
             CostError: the dtype is not known.
@@ -117,7 +118,7 @@ class Device:
         name = "f32" if dtype in _VECTOR else _FORMAT.get(dtype, dtype)
         if name not in peak:
             raise CostError(
-                f"no peak is known for dtype {dtype!r}", why=f"peaks: {', '.join(peak)}"
+                f"the device has no peak for dtype {dtype!r}", why=f"peaks: {', '.join(peak)}"
             )
         if matmul:
             return peak[name]
@@ -126,7 +127,7 @@ class Device:
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """The devices of devices.toml, in its order."""
+    """Returns the devices of devices.toml, in file order."""
     text = resources.files("autopar.cost").joinpath("devices.toml").read_text(encoding="utf-8")
     return tuple(_from_table(name, table) for name, table in tomllib.loads(text).items())
 
@@ -143,11 +144,11 @@ def _from_table(name: str, table: dict[str, Any]) -> Device:
 
 
 def device(mesh: Mesh) -> Device:
-    """The device of `mesh`: as described in its text, else from devices.toml.
+    """Returns the device of `mesh`: described in the mesh text, or found in devices.toml.
 
     Raises:
-        UnknownDeviceError: neither described nor in the table.
-        CostError: the description's figures are not finite and positive.
+        UnknownDeviceError: the device is neither described nor in devices.toml.
+        CostError: a figure of the description is not finite and positive.
     """
     if mesh.description is not None:
         return _described(mesh.device, mesh.description)
@@ -168,15 +169,14 @@ def device(mesh: Mesh) -> Device:
 
 
 def _described(name: str, given: Description) -> Device:
-    """A device of three figures; the rest are conservative defaults.
+    """Returns a device made from three figures; the others are conservative defaults.
 
-    The compute figure is taken as the dense 16-bit matmul peak; f8 gains nothing over it, tf32 has
-    a half, f32 a sixteenth and f64 a thirty-second of it (the A100's ratios, but for f64). How it
-    cuts matrices is not known, so that no shape is slow. Links: 8
-    devices a node on PCIe 4.0 x16 (25 GB/s, 10 us) that share one 100 Gb/s port (20 us), all of
-    which is attained, by a library of which nothing is known. Nothing is gained by running
-    collectives beside kernels. Its memory is taken to be what tensors may fill; the host has as
-    much for it, behind such a link.
+    The compute figure is the dense 16-bit matmul peak. f8 runs at the same rate, tf32 at half, f32
+    at a sixteenth and f64 at a thirty-second of it (the A100's ratios, except for f64). Its tiles
+    are unknown, so that no shape is slow. Links: nodes of 8 devices on PCIe 4.0 x16 (25 GB/s, 10
+    us) that share one 100 Gb/s port (20 us), at full efficiency, with a library whose protocols are
+    unknown. Collectives gain nothing by running beside kernels. Tensors may fill all the memory;
+    the host has as much again, behind a link of the same speed.
     """
     share = {"f64": 1 / 32, "f32": 1 / 16, "tf32": 1 / 2, "bf16": 1.0, "f16": 1.0, "f8": 1.0}
     return Device(

@@ -1,4 +1,4 @@
-"""What a copy between a device and its host takes, and what of the host's memory is a device's."""
+"""Time of copies between a device and the memory of its host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autopar.cost.device import Device
 
 @dataclass(frozen=True)
 class HostCopy:
-    """One copy of `nbytes` bytes, to host memory or back.
+    """One copy of `nbytes` bytes between a device and host memory.
 
     Attributes:
-        nbytes: how much.
-        back: whether it comes back to the device.
+        nbytes: size in bytes.
+        back: whether it goes from the host to the device.
     """
 
     nbytes: float
@@ -21,12 +21,12 @@ class HostCopy:
 
 
 def host_seconds(device: Device, nbytes: float, copies: int = 1) -> float:
-    """Seconds of copies one way; the link carries both ways at once.
+    """Returns the seconds of copies in one direction; the link carries both directions at once.
 
     Args:
-        device: whose link to its host it is.
-        nbytes: of all of them.
-        copies: how many there are, each of which is launched.
+        device: the device, with the figures of its host link.
+        nbytes: total bytes.
+        copies: number of copies, each of which pays a launch.
     """
     rate = device.host_bandwidth * device.host_efficiency
     return copies * device.launch + nbytes / rate if nbytes else 0.0

@@ -1,11 +1,11 @@
-"""MeasuredModel: measured times where there are any, closed forms scaled to them elsewhere.
+"""A cost model that uses measured times, and scaled closed forms where nothing was measured.
 
-Between two measured sizes a time is read off a straight line in logarithms; over matrix products,
-which have three sizes, the line is a plane (trilinear in the logarithms of m, n and k). Both pass
-through every point and rise where the points do. A larger problem measured as faster, within noise,
-first takes the mean of its neighbours ("pool adjacent violators", Ayer et al., Annals of
-Mathematical Statistics 26(4), 1955), or the larger time where it is one of a grid. Beyond
-the largest size times are proportional to it; below the smallest they stay as they are.
+Times between two measured sizes are interpolated linearly in logarithms; for matrix products the
+interpolation is trilinear in the logarithms of m, n and k. Interpolation passes through every
+point, and rises where the points do. If a larger problem was measured as faster, within noise, the
+points are first smoothed: a curve by the mean of the neighbours ("pool adjacent violators", Ayer et
+al., Annals of Mathematical Statistics 26(4), 1955), a grid by the larger time. Beyond the largest
+size, time is proportional to size; below the smallest it is constant.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
 Key = TypeVar("Key")
-# What stands for operators that were not measured: they move bytes.
+# Operators that were not measured are priced like these, which move bytes.
 _GENERIC = ("aten.add.Tensor", "aten.mul.Tensor backward")
 
 
 class MeasuredModel:
-    """Prices on a mesh that was calibrated, or on a part of one.
+    """Prices of work on a mesh that was calibrated, or on a part of one.
 
-    An axis of a part is taken as measured where it has the name and the links of an axis of the
-    whole mesh; over other axes closed forms are scaled.
+    An axis of the part counts as measured if it has the name and the links of an axis of the whole
+    mesh; collectives over other axes use scaled closed forms.
 
     Args:
         mesh: the devices.
-        calibration: measured on `whole`.
-        whole: the mesh of which `mesh` is a part, by default itself.
+        calibration: measurements on `whole`.
+        whole: the mesh of which `mesh` is a part; by default `mesh` itself.
 
     Raises:
-        CalibrationError: it was measured on another device or other mesh axes.
+        CalibrationError: measured on another device or other mesh axes.
         UnknownDeviceError, CostError: see `AnalyticModel`.
     """
 
@@ -65,15 +65,15 @@ class MeasuredModel:
         self._known: dict[Work, float] = {}
 
     def compute(self, work: Work) -> float:
-        """Seconds of one kernel; what moves and computes nothing is free."""
+        """Returns the seconds of one kernel; 0 if it neither moves nor computes anything."""
         if work not in self._known:
             self._known[work] = self._compute(work)
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of one collective; one over a group of one device is free.
+        """Returns the seconds of one collective; 0 over a group of one device.
 
-        One that is quantised takes what its bytes and its kernels take.
+        A quantised collective takes the time of its bytes plus that of its kernels.
 
         Raises:
             MeshError, CostError: see `AnalyticModel.collective`.
@@ -88,15 +88,15 @@ class MeasuredModel:
         return curve(call.nbytes)
 
     def host(self, copy: HostCopy) -> float:
-        """Seconds of a copy to host memory or back, by the device's figures; none is measured."""
+        """Returns the seconds of a copy to or from host memory, by the device's figures."""
         return self.analytic.host(copy)
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:
-        """The links that `call` keeps busy; see `AnalyticModel.resources`."""
+        """Returns the names of the links that `call` uses; see `AnalyticModel.resources`."""
         return self.analytic.resources(call)
 
     def measured(self, item: Work | Collective) -> bool:
-        """Whether the price of `item` comes from measurements of its own kind, not scaled."""
+        """Returns whether the price of `item` comes from measurements of its own kind, unscaled."""
         if isinstance(item, Collective):
             return (item.kind, self._ordered(item.axes)) in self._calls
         if (item.op, item.dtype) in self._kernels:
@@ -123,12 +123,12 @@ class MeasuredModel:
         )
 
     def _ordered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes in the mesh's order, those of one device left out."""
+        """Returns the axes in mesh order, without axes of size 1."""
         mesh = self.analytic.mesh
         return tuple(axis.name for axis in mesh.axes if axis.name in axes and axis.size > 1)
 
     def _scales(self) -> dict[str, float]:
-        """By what the closed forms are off, the median over what was measured of each kind."""
+        """Returns for each kind the median ratio of measured times to closed forms."""
         ratios: dict[str, list[float]] = {"matmul": [], "kernel": [], "collective": []}
         for product in self.calibration.products:
             work = Work("aten.mm", product.gemm.flops, 0.0, product.dtype, product.gemm)
@@ -145,10 +145,10 @@ class MeasuredModel:
 
 
 class Curve:
-    """Seconds by size, rising, straight in logarithms between its points.
+    """Seconds by size, rising, interpolated linearly in logarithms.
 
     Args:
-        points: (size, seconds), sizes all different; in any order.
+        points: (size, seconds) with distinct sizes, in any order.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -157,7 +157,7 @@ class Curve:
         self._times = pooled([math.log(seconds) for _, seconds in rising])
 
     def __call__(self, size: float) -> float:
-        """Seconds at `size`."""
+        """Returns the seconds at `size`."""
         last = self._sizes[-1]
         if size >= last:
             return math.exp(self._times[-1]) * size / last
@@ -176,7 +176,7 @@ class Grid:
         times = {(p.gemm.m, p.gemm.n, p.gemm.k): p.time.seconds for p in products}
         self._sides = [sorted({shape[i] for shape in times}) for i in range(3)]
         self._logs = [[math.log(size) for size in side] for side in self._sides]
-        # What is smaller in all lengths takes no longer.
+        # A product takes at least as long as any that is smaller in all three lengths.
         self._times: dict[tuple[int, ...], float] = {}
         for place in itertools.product(*(range(len(side)) for side in self._sides)):
             shape = tuple(side[i] for side, i in zip(self._sides, place, strict=True))
@@ -189,7 +189,7 @@ class Grid:
             self._times[place] = max((own, *before))
 
     def __call__(self, gemm: Gemm) -> float:
-        """Seconds of `gemm`."""
+        """Returns the seconds of `gemm`."""
         beyond = 1.0
         corners: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
         for length, side, logs in zip(
@@ -211,7 +211,7 @@ class Grid:
 
 
 def pooled(values: Sequence[float]) -> list[float]:
-    """The rising sequence that is nearest in squares: falling runs become their means."""
+    """Returns the rising sequence nearest in least squares: falling runs become their means."""
     runs: list[tuple[float, int]] = []
     for value in values:
         runs.append((value, 1))

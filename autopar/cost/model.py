@@ -1,4 +1,4 @@
-"""CostModel: what the planner asks of any cost model, and the analytic one."""
+"""The interface of cost models, and the analytic cost model."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ __all__ = ["AnalyticModel", "Checked", "CostModel", "Gemm", "NodeWork", "Work"]
 
 
 class CostModel(Protocol):
-    """Prices in seconds, finite and not negative; anything else is a CostError."""
+    """Prices of kernels and collectives: finite, non-negative seconds; others raise CostError."""
 
     def compute(self, work: Work) -> float:
-        """Seconds of one operator on one device."""
+        """Returns the seconds of one operator on one device."""
         ...
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of one collective."""
+        """Returns the seconds of one collective."""
         ...
 
 
 class Checked:
-    """A cost model whose prices are looked at one by one; CostError for one that is no price."""
+    """Wraps a cost model and raises CostError for any price that is not finite and non-negative."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
 
     def compute(self, work: Work) -> float:
-        """What the model says of `work`."""
+        """Returns the model's seconds for `work`, checked."""
         return _price(self.model.compute(work), work)
 
     def collective(self, call: Collective, /) -> float:
-        """What the model says of `call`."""
+        """Returns the model's seconds for `call`, checked."""
         return _price(self.model.collective(call), call)
 
 
 class AnalyticModel:
-    """Closed forms over the figures of a mesh's device and links; nothing is measured.
+    """Closed forms over the figures of a mesh's device and links, without measurements.
 
     Raises:
         UnknownDeviceError: the device is neither described nor in devices.toml.
-        CostError: figures of the device or of an axis that make no sense.
+        CostError: impossible figures of the device or of an axis.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -62,7 +62,7 @@ class AnalyticModel:
         self._sent: dict[Collective, float] = {}
 
     def compute(self, work: Work) -> float:
-        """Seconds of `work` by the roofline (see cost/compute.py)."""
+        """Returns the seconds of `work` by the roofline model (see cost/compute.py)."""
         if work not in self._known:
             seconds = kernel_seconds(
                 self.device, work.op, work.flops, work.nbytes, work.dtype, work.gemm
@@ -71,11 +71,10 @@ class AnalyticModel:
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of a call over the levels of its axes (see `collective_seconds.py`),
-        and of the kernels of one that is quantised.
+        """Returns the seconds of a collective, with the kernels that quantise its payload if any.
 
         Raises:
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
         if call not in self._sent:
@@ -85,22 +84,22 @@ class AnalyticModel:
         return self._sent[call]
 
     def host(self, copy: HostCopy) -> float:
-        """Seconds of a copy to host memory or back (see cost/host_copies.py)."""
+        """Returns the seconds of a copy to or from host memory (see cost/host_copies.py)."""
         return host_seconds(self.device, copy.nbytes)
 
     def resources(self, call: Collective, /) -> tuple[str, ...]:
-        """Names of the links that `call` keeps busy, outermost first; none for a lone device.
+        """Returns the names of the links that `call` uses, outermost first; empty for one device.
 
-        Calls with a name in common slow each other down (see `simulate/engine.py`).
+        Calls that share a link slow each other down (see `simulate/engine.py`).
 
         Raises:
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
         """
         return self.network.resources(call.axes)
 
 
 def _price(seconds: float, item: Work | Collective, *amounts: float) -> float:
-    """`seconds`, if it and the amounts that it was made from are finite and not negative."""
+    """Returns `seconds` if it and the `amounts` behind it are finite and not negative."""
     if not all(math.isfinite(value) and value >= 0 for value in (seconds, *amounts)):
         raise CostError(
             f"the price of {item} is {seconds} seconds",

@@ -1,9 +1,10 @@
-"""Network: the levels of links that lie under the axes of a mesh.
+"""The levels of network links under the axes of a mesh.
 
-Ranks are numbered row-major and fill one node after another, so the inner axes lie within a node as
-long as their product fits into it. The axis that no longer does is split into the largest part that
-does and the rest, which goes from node to node: `gpu=16` on nodes of eight is two nodes of eight,
-priced exactly as `node=2, gpu=8`. An axis whose own figures the mesh text gives is not split.
+Ranks are numbered in row-major order and fill one node after another, so the inner axes lie within
+a node as long as their product fits into it. The first axis that does not fit is split into the
+largest divisor that does and a remainder that crosses nodes: `gpu=16` on nodes of eight is two
+nodes of eight, priced exactly as `node=2, gpu=8`. An axis with figures of its own in the mesh text
+is not split.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from autopar.ir.mesh import Axis, Mesh
 
 
 class Network:
-    """The levels under every axis of a mesh of devices.
+    """The network levels under every axis of a mesh.
 
     Raises:
-        CostError: an axis with a bandwidth that is not finite and positive, or a latency that is
-            not finite or negative.
+        CostError: an axis whose bandwidth is not finite and positive, or whose latency is negative
+            or not finite.
     """
 
     def __init__(self, mesh: Mesh, device: Device) -> None:
@@ -43,17 +44,17 @@ class Network:
                 _given(axis, inter, far, device),
                 _given(axis, intra, near, device),
             )
-            # What leaves the node once does not come back into it.
+            # Once an axis leaves the node, all outer axes lie outside it.
             inside = inside * near if far == 1 else device.devices_per_node + 1
 
     def levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
-        """The levels that a group over `axes` spans, outermost first, without those of one part.
+        """Returns the levels of size over 1 that a group over `axes` spans, outermost first.
 
-        Neighbours with the same figures are one level: how axes divide the same links is nothing
-        that a library sees.
+        Adjacent levels with the same figures are merged: a library does not see how axes divide the
+            same links.
 
         Raises:
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
         """
         if axes not in self._levels:
             for name in axes:
@@ -68,19 +69,19 @@ class Network:
         return self._levels[axes]
 
     def resources(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of the links that a group over `axes` keeps busy, outermost first, each once.
+        """Returns the distinct names of the links that a group over `axes` uses, outermost first.
 
-        Two groups with a name in common slow each other down while both run (see
-        `simulate/engine.py`), whatever axes they are over.
+        Two groups that share a link slow each other down while both run, whatever their axes (see
+        `simulate/engine.py`).
 
         Raises:
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
         """
         return tuple(dict.fromkeys(level.resource for level in self.levels(axes)))
 
 
 def near(mesh: Mesh, device: Device) -> frozenset[str]:
-    """The axes whose devices read one another's memory: on NVLink, within a node."""
+    """Returns the axes whose devices can read one another's memory: NVLink within a node."""
     network = Network(mesh, device)
     levels = {name: network.levels((name,)) for name in mesh.names}
     return frozenset(
@@ -91,7 +92,7 @@ def near(mesh: Mesh, device: Device) -> frozenset[str]:
 
 
 def _links(device: Device) -> tuple[Level, Level]:
-    """One device's links inside a node and to others, as levels without a size."""
+    """Returns a device's links inside its node and to other nodes, as levels without a size."""
     return (
         Level(
             1,
@@ -113,10 +114,10 @@ def _links(device: Device) -> tuple[Level, Level]:
 
 
 def _given(axis: Axis, link: Level, size: int, device: Device) -> Level:
-    """`link` for `size` parts, with the figures that the mesh text gives for the axis.
+    """Returns `link` for `size` parts, with the figures that the mesh text gives for the axis.
 
-    A bandwidth in the mesh text is that of the link, as in devices.toml, of which the device's
-    efficiency is attained.
+    A bandwidth in the mesh text is that of the link, as in devices.toml; the device's efficiency
+    applies to it.
     """
     level = link._replace(size=size)
     if axis.latency is not None:

@@ -1,9 +1,9 @@
-"""What one operator and one layout change allocate, forwards and backwards, on one device.
+"""Memory that one operator or one layout change allocates on a device, forwards and backwards.
 
-The results come from the layouts, what is kept for the backward from autograd itself (`Node.saved`
-and `Node.saved_types`). What a backward makes follows from its derivative: a new tensor for each
-operand, but for those whose gradient is the result's own. Where a derivative is computed in
-several steps its temporaries are counted here, after torch's tools/autograd/derivatives.yaml.
+Layouts give the size of results; autograd itself says what is saved for the backward (`Node.saved`
+and `Node.saved_types`). A backward allocates a new tensor for each operand, unless the operand's
+gradient is the result's own. Temporaries of derivatives that take several steps are counted here,
+after torch's tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.operators.across import CHUNK
 from autopar.operators.exchange import across
 from autopar.operators.mixture import rows_near
 
-# The gradient of these operands is that of the result, where the shapes are equal.
+# Operands whose gradient is the result's gradient if the shapes are equal.
 _PASSED_ON = {
     "aten.add.Tensor": (0, 1),
     "aten.sub.Tensor": (0,),
@@ -32,17 +32,18 @@ _PASSED_ON = {
     "aten.contiguous": (0,),
     "aten.reshape": (0,),
     "aten.view": (0,),
-    # The gradient of both terms is one tensor.
+    # Both terms share one gradient tensor.
     "kernels.add_rms_norm": (1,),
     "kernels.add_layer_norm": (1,),
 }
-# The gradient of every operand is a view of that of the result.
+# Every operand's gradient is a view of the result's gradient.
 _VIEWED = ("aten.cat", "aten.sum", "aten.sum.dim_IntList", "autopar.detach", "aten.flatten")
-# Views whose gradient is a tensor of its own: zeros around a part, a sum over repetitions.
+# Views whose gradient is a new tensor: zeros around a part, or a sum over repetitions.
 _OWN_GRADIENT = ("aten.slice.Tensor", "aten.select.int", "aten.expand", "aten.narrow", "getitem")
-# Across parts of a dimension these need a temporary like the result, others one like the operand.
+# Across the parts of a split dimension these need a temporary of the result's size, others one of
+# the operand's size.
 _LOOK_UPS = ("aten.embedding", "aten.gather", "aten.index_select")
-# Temporaries of the backward, in results.
+# Temporaries of the backward, as multiples of the result.
 _BACKWARD_STEPS = {
     "aten.pow.Tensor_Scalar": 2,
     "aten.rsqrt": 2,
@@ -51,9 +52,9 @@ _BACKWARD_STEPS = {
     "aten.cos": 2,
     "aten.div.Tensor": 3,
 }
-# What kernels of accelerators keep instead of what torch's CPU code keeps, which `Node.saved_types`
-# tells: operands (-1: the result), float32 numbers a row, and bytes an element of the result.
-# Attention: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1.2: the log-sum-exp of a row.
+# Tensors that accelerator kernels save in place of those in `Node.saved_types`, which are torch's
+# on a CPU: operands (-1: the result), float32 values per row, bytes per element of the result.
+# Attention: Dao, "FlashAttention-2" (arXiv 2307.08691), section 3.1.2: log-sum-exp of each row.
 _KERNELS = {
     "aten.scaled_dot_product_attention": ((0, 1, 2, -1), 1, 0),
     "aten.rms_norm": ((0, 1), 1, 0),
@@ -64,16 +65,16 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One operator on one device, in bytes.
+    """Memory of one operator on one device, in bytes.
 
     Attributes:
-        results: of each result.
-        alias: the operand whose storage the results share, -1 for none.
-        saved: operands kept for the backward, -1 for the result.
-        extra: tensors kept that are no value of the graph.
-        scratch, backward_scratch: what lives only while it runs.
-        gradients: for each operand the bytes of a gradient of its own, 0 if it is the result's, -1
-            if it has none.
+        results: bytes of each result.
+        alias: index of the operand whose storage the results share, -1 if none.
+        saved: indices of operands saved for the backward, -1 for the result.
+        extra: bytes of saved tensors that are not values of the graph.
+        scratch, backward_scratch: bytes that live only while it runs.
+        gradients: for each operand, bytes of its gradient; 0 if it is the result's gradient, -1 if
+            there is none.
     """
 
     results: tuple[float, ...]
@@ -86,9 +87,12 @@ class Recipe:
 
 
 def kept(node: Node, accelerator: bool = False) -> tuple[int, ...]:
-    """The operands that `node` keeps for its backward, -1 for its result.
+    """Returns the indices of operands that `node` saves for its backward, -1 for its result.
 
-    `accelerator` says whether its kernels keep what those of accelerators do, not those of CPUs.
+    Args:
+        node: the operator.
+        accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
+            CPU's.
     """
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         return tuple(place for place in _KERNELS[node.op][0] if place < len(node.inputs))
@@ -100,9 +104,9 @@ def kept(node: Node, accelerator: bool = False) -> tuple[int, ...]:
 
 
 def hands_on(node: Node, place: int, operand: Node) -> Literal["new", "same", "none"]:
-    """Whether a backward makes a new tensor for an operand's gradient, or hands on its own.
+    """Returns whether an operand's gradient is a new tensor, the result's gradient, or absent.
 
-    That is for layouts that do not change the shapes' relation; `recipe` knows the bytes.
+    Valid for layouts that keep the relation of the shapes; `recipe` gives the bytes.
     """
     size = _gradient(node, place, operand, operand.type.nbytes, node.type.nbytes)
     return "none" if size < 0 else "new" if size else "same"
@@ -116,14 +120,15 @@ def recipe(
     mesh: Mesh,
     accelerator: bool = False,
 ) -> Recipe:
-    """What `node` allocates under its layouts.
+    """Returns the memory that `node` allocates under the given layouts.
 
     Args:
         node: an operator.
         operands: the nodes that it reads.
         into, out: layouts of operands and results.
         mesh: the devices.
-        accelerator: whether its kernels keep what those of accelerators do, not those of CPUs.
+        accelerator: whether it runs on an accelerator, whose kernels save other tensors than a
+            CPU's.
     """
     types = tuple(operand.type for operand in operands)
     given = tuple(
@@ -149,7 +154,7 @@ def recipe(
         width = out[0].local_shape(node.type.shape, mesh)[-1] if node.type.shape else 1
         extra: tuple[float, ...] = (4.0 * numbers * elements / max(width, 1) + each * elements,)
         if node.op == "aten.scaled_dot_product_attention":
-            backward += 4.0 * elements  # the gradient of the queries is added up in float32
+            backward += 4.0 * elements  # the gradient of the queries accumulates in float32
     else:
         near = [
             *rows,
@@ -159,9 +164,9 @@ def recipe(
         extra = tuple(_like(tensor, near, mesh, share) for tensor in node.saved_types)
     if rows:
         scratch, backward = _mixture_scratch(types, rows, gradients, mesh)
-        scratch = 0.0 if node.keyword("kernels") else scratch  # added up as they are read
+        scratch = 0.0 if node.keyword("kernels") else scratch  # rows are added as they are read
     if node.op == "aten.dropout" and not accelerator:
-        # A CPU draws the mask of the whole tensor first: ones, noise and what comes of them.
+        # A CPU first draws the mask of the whole tensor: ones, noise and their comparison.
         scratch = max(3.0 * node.type.nbytes - given[0] - sum(extra), 0.0)
     alias = node.inputs.index(node.alias) if node.alias in node.inputs else -1
     return Recipe(given, alias, saved, extra, scratch, gradients, backward)
@@ -170,10 +175,11 @@ def recipe(
 def _chunk_of_logits(
     node: Node, types: tuple[TensorType, ...], into: tuple[Layout, ...], mesh: Mesh
 ) -> float:
-    """What lives while the loss is made a chunk at a time, beside the gradients that are kept.
+    """Returns the temporary bytes of a loss computed in chunks, beside the gradients that it keeps.
 
-    The logits of a chunk, and the weight's gradient in at least f32, so far and of the chunk; what
-    is kept of it comes when these go, or is the former.
+    These are the logits of a chunk and two gradients of the weight in at least f32: accumulated,
+    and of the chunk. The gradient that is kept is the accumulated one, or is allocated after it is
+    freed.
     """
     (*rows, _), (words, features) = (
         layout.local_shape(tensor.shape, mesh)
@@ -190,9 +196,10 @@ def _mixture_scratch(
     gradients: tuple[float, ...],
     mesh: Mesh,
 ) -> tuple[float, float]:
-    """What every row adds to its token, in the dtype of the weights; backwards gradients of rows.
+    """Returns the temporary bytes forwards and backwards of a mixture of experts.
 
-    Those are gone by the time when the last of the operands' gradients is there.
+    Forwards: each row's contribution to its token, in the dtype of the weights. Backwards: the
+    gradients of rows, which are freed before the last operand's gradient is allocated.
     """
     wide, narrow = (
         float(layout.local_bytes(TensorType(types[3].dtype, shape), mesh)) for shape, layout in rows
@@ -205,11 +212,11 @@ def _mixture_scratch(
 def _backward_scratch(
     node: Node, operands: tuple[float, ...], result: float, gradients: tuple[float, ...]
 ) -> float:
-    """Bytes of temporaries of the backward."""
+    """Returns the bytes of the backward's temporaries."""
     if not node.requires_grad:
         return 0.0
     if node.op == "aten.cross_entropy_loss":
-        return operands[0]  # the gradient of the log-softmax before that of the logits
+        return operands[0]  # gradient of the log-softmax, before that of the logits
     steps = _BACKWARD_STEPS.get(node.op, 0)
     if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
         steps += any(0 < size < result for size in gradients)  # before it is summed
@@ -217,7 +224,7 @@ def _backward_scratch(
 
 
 def _gradient(node: Node, place: int, operand: Node, size: float, result: float) -> float:
-    """Bytes of the gradient of an operand: 0 if it needs none of its own, -1 if there is none."""
+    """Returns the bytes of an operand's gradient: 0 if shared with the result's, -1 if none."""
     if not (node.requires_grad and operand.requires_grad):
         return -1.0
     if node.op in _VIEWED or (place in _PASSED_ON.get(node.op, ()) and size == result):
@@ -233,9 +240,9 @@ def _like(
     mesh: Mesh,
     share: float,
 ) -> float:
-    """Local bytes of a tensor that an operator keeps, split as the dimensions it has in common.
+    """Returns the local bytes of a saved tensor, split like the dimensions that it has in common.
 
-    One that has none, whose dimensions are merged, is split as the result is.
+    A tensor with merged dimensions, which has none in common, is split like the result.
     """
     best: tuple[int, float] = (0, tensor.nbytes * share)
     for shape, layout in near:
@@ -258,7 +265,7 @@ def _like(
 
 @dataclass(frozen=True)
 class Transfer:
-    """One direction of a layout change in bytes: its result, None if it is a view, and staging."""
+    """Bytes of one direction of a layout change: its result (None if a view) and staging."""
 
     result: float | None
     staging: float = 0.0
@@ -267,10 +274,10 @@ class Transfer:
 def transfers(
     step: Step, tensor: TensorType, mesh: Mesh, widened: Mapping[str, str] | None = None
 ) -> tuple[Transfer, Transfer]:
-    """What a step allocates forwards and backwards, as the runtime's functions do.
+    """Returns the bytes that a step allocates forwards and backwards in the runtime's functions.
 
-    Blocks that are not in a row in memory are copied before they are sent or after they arrive.
-    Where sums are made in another dtype (`widened`), they are sent in a copy of it.
+    Blocks that are not contiguous are copied before sending or after receiving. Sums in another
+    dtype (`widened`) are sent as a copy in that dtype.
     """
     wide = (widened or {}).get(tensor.dtype)
     factor = 0.0 if wide is None else DTYPE_BYTES[wide] / DTYPE_BYTES[tensor.dtype]
@@ -286,7 +293,7 @@ def transfers(
 def _summed(
     step: Step, transfer: Transfer, tensor: TensorType, mesh: Mesh, factor: float
 ) -> Transfer:
-    """A sum that is made in a copy, of so many times as many bytes: what is sent and what comes."""
+    """Returns the bytes of a sum computed in a copy `factor` times as large."""
     before, after = (float(layout.local_bytes(tensor, mesh)) for layout in (step.src, step.dst))
     sent = 0.0 if before == after else before  # an all_reduce overwrites what it sends
     return replace(transfer, staging=factor * (transfer.staging + sent + after))
@@ -320,17 +327,17 @@ def _transfers(step: Step, tensor: TensorType, mesh: Mesh) -> tuple[Transfer, Tr
 def reduction_staging(
     hop: Hop, whole: float, part: float, mesh: Mesh, accelerator: bool, together: bool = False
 ) -> float:
-    """What reducing a gradient needs beside what is sent and what comes of it, in bytes.
+    """Returns the staging bytes of a gradient reduction, beside its input and output.
 
-    Blocks of a row are put side by side, and several tensors into one buffer, which is sent in
-    their place; gloo sums in a copy of that. An all_reduce sums in the buffer that comes of it.
+    Blocks of a row are packed, and several tensors are packed into one buffer that is sent instead;
+    gloo sums in a copy of that. An all_reduce sums in its output buffer.
 
     Args:
-        hop: the collective, of one gradient.
+        hop: the collective of one gradient.
         whole, part: bytes of the gradient before and after it.
         mesh: the devices.
-        accelerator: whether they are no CPUs.
-        together: whether it goes with other gradients.
+        accelerator: whether the devices are accelerators rather than CPUs.
+        together: whether other gradients are sent in the same call.
     """
     if hop.call.kind == "all_reduce":
         return 0.0

@@ -1,10 +1,10 @@
-"""Protocols: the ways in which a library moves data over a link, traded latency against bandwidth.
+"""Protocols of communication libraries, which trade latency against bandwidth.
 
-NCCL has three. LL sends four bytes of flag with every four of data, so that nobody waits for a
-separate signal; LL128 eight of flag with 120 of data; Simple sends data alone and signals after
-each chunk. The figures are those with which NCCL 2.2x predicts its own times to choose by size
-(src/graph/tuning.cc: baseLat, hwLat and the shares of bandwidth in ncclTopoTuneModel, in
-microseconds there); its caps for some processors and channels are left out.
+NCCL has three. LL sends four bytes of flag with every four bytes of data, so that nobody waits for
+a separate signal; LL128 sends eight bytes of flag with 120 of data; Simple sends data alone and
+signals after each chunk. The figures are those by which NCCL 2.2x predicts its times (baseLat,
+hwLat and the bandwidth factors of ncclTopoTuneModel in src/graph/tuning.cc, in microseconds); its
+limits for particular processors and channel counts are left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ US = 1e-6
 
 
 class Protocol(NamedTuple):
-    """How one protocol changes a level's figures.
+    """How one protocol changes the figures of a level.
 
     Attributes:
-        name: as the library calls it.
-        base: seconds of a call before its first byte.
-        latency: what a message takes, as a share of the level's latency (that of Simple).
-        bandwidth: the share of the level's bandwidth that is left to the payload.
+        name: NCCL's name.
+        base: seconds before the first byte of a call.
+        latency: latency per message, relative to the level's latency (that of Simple).
+        bandwidth: share of the level's bandwidth left for the payload.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """The protocols of a library on one kind of link, for rings and for trees (none: no trees)."""
+    """A library's protocols on one kind of link, for rings and for trees (empty without trees)."""
 
     ring: tuple[Protocol, ...]
     tree: tuple[Protocol, ...]
 
 
-# A library of which nothing is known, and gloo: the figures of the link as they are.
+# gloo and unknown libraries: the figures of the link, unchanged.
 PLAIN = Library((Protocol("plain", 0.0, 1.0, 1.0),), ())
 
 _NAMES = ("LL", "LL128", "Simple")
@@ -47,13 +47,13 @@ _RING_BASE, _TREE_BASE = (6.6, 14.0, 8.4), (6.8, 14.0, 8.4)
 _RING_SHARE = (1 / 2, 0.92, 1.0)
 # Trees reach 0.92 of a ring's bandwidth; LL128 of that 7/9 within a node, 120/128 between nodes.
 _TREE_SHARE = {True: (0.92 / 3.8, 0.92 * 7 / 9, 0.92), False: (0.92 / 3.8, 0.92 * 120 / 128, 0.92)}
-# Microseconds a message, by kind of link: rings, trees.
+# Microseconds per message, by kind of link: rings, trees.
 _HOPS = {
     "NVLink": ((0.6, 1.9, 3.4), (0.6, 1.25, 4.0)),
     "PCIe": ((1.0, 2.5, 5.7), (1.0, 1.9, 4.0)),
     "network": ((2.7, 4.0, 14.0), (5.0, 8.5, 14.0)),
 }
-# The kinds of link that devices.toml may name; NCCL prices all networks alike.
+# Kinds of link in devices.toml; NCCL prices all networks alike.
 KINDS = {
     "NVLink": "NVLink",
     "PCIe": "PCIe",
@@ -63,7 +63,7 @@ KINDS = {
     "Ethernet": "network",
 }
 LIBRARIES = ("NCCL", "gloo", "unknown")
-# Seconds of an all_reduce inside the switches (NVLS) besides its bytes: 25 us in that table, less
+# Seconds of an all_reduce in the switches (NVLS) apart from its bytes: 25 us in that table, minus
 # the base that every call has here.
 SWITCH_LATENCY = (25 - min(_RING_BASE)) * US
 
@@ -87,5 +87,5 @@ _NCCL = {kind: _nccl(priced_as) for kind, priced_as in KINDS.items()}
 
 
 def library(name: str, kind: str) -> Library:
-    """The protocols of a library, one of LIBRARIES, on a link of one of KINDS."""
+    """Returns the protocols of a library (one of LIBRARIES) on a link (one of KINDS)."""
     return _NCCL[kind] if name == "NCCL" else PLAIN

@@ -1,4 +1,4 @@
-"""Work: what one device computes, as a cost model sees it."""
+"""Descriptions of the work of one device, the input of cost models."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition for each of batch x m x n x k."""
+        """Two operations, a multiplication and an addition, per element of batch x m x n x k."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel on one device: its share of FLOPs and of bytes moved.
+    """One kernel on one device, with its FLOPs and bytes moved.
 
-    `dtype` is that of the operands. `gemm` is the shape of what matrix units can do, None for what
-    runs on vector units.
+    `dtype` is that of the operands. `gemm` is the shape for matrix units, None on vector units.
     """
 
     op: str
@@ -40,23 +39,23 @@ class Work:
 
 @dataclass(frozen=True)
 class NodeWork:
-    """The kernels of one operator, run once: forwards, and backwards where it has a gradient."""
+    """The kernels of one operator run once: forwards, and backwards if it has a gradient."""
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()
 
 
 def quantising(call: Collective) -> tuple[Work, ...]:
-    """The kernels of a collective of int8 blocks: before it and after it, bound by memory."""
+    """Returns the kernels before and after a collective of int8 blocks, both bound by memory."""
     kernel = Work("quantize", 0.0, call.quantised / 2, "f32")
     return (kernel, kernel) if call.quantised else ()
 
 
 def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
-    """The update of parameters of `nbytes` bytes in one pass.
+    """Returns the work of updating `nbytes` bytes of parameters in one pass.
 
-    Parameter and gradient are read and the parameter written; the state, `state_bytes` times as
-    large (AdamW: 2), is read and written. Some four operations for each of the values.
+    Reads the gradient, and reads and writes the parameter and its state, which is `state_bytes`
+    times as large (2 for AdamW). Takes about four operations per value.
     """
     values = nbytes / DTYPE_BYTES[dtype]
     moved = nbytes * (3 + 2 * state_bytes)
@@ -64,14 +63,14 @@ def optimizer_work(nbytes: float, state_bytes: float, dtype: str) -> Work:
 
 
 def adamw_work(nbytes: float, rounded: float, dtype: str) -> Work:
-    """The update of parameters of `nbytes` bytes by the kernel that also writes what is held.
+    """Returns the work of the AdamW kernel that also writes lower-precision copies of parameters.
 
-    Parameter and both moments are read and written, gradients read, and `rounded` bytes of what is
-    held in a lower precision written. 15 operations for each of the values.
+    Reads and writes `nbytes` bytes of parameters and both moments, reads gradients, and writes
+    `rounded` bytes in lower precision. Takes 15 operations per value.
     """
     return Work("adamw_", 15 * nbytes / DTYPE_BYTES[dtype], 7 * nbytes + rounded, dtype)
 
 
 def rounding_work(nbytes: float, rounded: float, dtype: str) -> Work:
-    """What is held made of `nbytes` bytes of masters: `rounded` bytes in a lower precision."""
+    """Returns the work of rounding `nbytes` bytes of masters to `rounded` bytes of parameters."""
     return Work("rounding", nbytes / DTYPE_BYTES[dtype], nbytes + rounded, dtype)

@@ -1,8 +1,8 @@
-"""What edges of a problem take less where linears run beside their resharding.
+"""Time that edges of a problem save where linears run beside their resharding.
 
-An all_gather of what one linear reads, or a reduce_scatter of what it gives, and the linear's
-kernels are known from both ends of an edge. Where several linears read a share, they are taken to
-be the quickest that read its layout, so that never more is saved than they can hide.
+The all_gather of a linear's input, or the reduce_scatter of its output, overlaps with the linear's
+kernels; both ends of an edge determine them. Where several linears read a share, each counts as its
+fastest choice that reads the share's layout, so that the saving is never overestimated.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _NOTHING = (0.0, 0.0)
 
 
 class Hidden:
-    """Seconds less of the edges of one problem.
+    """Seconds saved on the edges of one problem.
 
     Args:
-        beside: which linears may run beside collectives.
-        near: axes whose devices read one another's memory.
-        prices: of kernels and collectives.
-        resharder: of the problem.
+        beside: the linears that may run beside collectives.
+        near: axes whose devices can read one another's memory.
+        prices: prices of kernels and collectives.
+        resharder: the problem's resharder.
         table: rules by operator.
-        slowdown: of what runs side by side.
-        options: node -> its choices.
+        slowdown: slowdown of kernels and collectives that run side by side.
+        options: maps a node to its choices.
 
     Attributes:
-        found: edge, by number -> seconds less of each pair of choices; those with any.
+        found: edge number -> seconds saved by each pair of choices, shape (choices of the source,
+            choices of the reader); only edges that save something.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class Hidden:
         index: int,
         times: Sequence[int],
     ) -> Edge:
-        """An edge with its costs under these conditions.
+        """Returns the edge with its saving subtracted from its costs, and records the saving.
 
         Args:
-            number: of the edge.
-            edge: resharding alone.
-            source, reader: of the folded graph.
-            index: of the operand.
-            times: how often a step does it forwards and backwards.
+            number: number of the edge.
+            edge: the edge with the cost of resharding alone.
+            source, reader: nodes of the folded graph.
+            index: index of the operand.
+            times: number of runs in a step, forwards and backwards.
         """
         linears = self.beside.readers(reader) if self.near and index == 0 else ()
         op = "all_gather" if linears else "reduce_scatter"
@@ -121,7 +122,7 @@ class Hidden:
         return found if found.any() else None
 
     def _steps(self, op: str, value: Node, sources: list[Layout]) -> Iterator[Step]:
-        """The steps from these layouts that linears run beside, where they are the cheapest way."""
+        """Yields the cheapest steps from these layouts that linears can run beside."""
         tensor, grad = value.type, value.requires_grad
         for layout in dict.fromkeys(sources):
             for step in moves(layout, tensor, self.prices.mesh, grad):
@@ -133,12 +134,12 @@ class Hidden:
 
     @staticmethod
     def _same(one: Layout, other: Layout) -> bool:
-        """Whether nothing is done between two layouts."""
+        """Returns whether two layouts are equal but for the order of axes."""
         alike = one.dims == other.dims and set(one.partial) == set(other.partial)
         return alike and set(one.varying) == set(other.varying)
 
     def _least(self, linears: tuple[Node, ...], layout: Layout) -> Seconds:
-        """Of linears that read a layout, each as quick as it may be."""
+        """Returns the kernel seconds of linears that read a layout, each at its fastest."""
         total = _NOTHING
         for linear in linears:
             fitting = [
@@ -153,7 +154,7 @@ class Hidden:
         return total
 
     def _products(self, linear: Node, option: Option) -> Seconds:
-        """Seconds of the kernels that run beside a collective."""
+        """Returns the forward and backward seconds of the kernels that run beside a collective."""
         key = linear.name, option
         if key not in self._known:
             graph, mesh = self.beside.graph, self.prices.mesh

@@ -1,4 +1,4 @@
-"""The strategy problem of a graph, built node by node; see `builder.py` for what is in it."""
+"""Builds the strategy problem of a graph node by node; `builder.py` describes its contents."""
 
 from __future__ import annotations
 
@@ -45,37 +45,38 @@ def build(
     prices: Prices | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Built:
-    """The strategy problem of a graph in which every parameter is read by one share.
+    """Returns the strategy problem of a graph in which each parameter is read by one share.
 
     Args:
         graph: normalised, annotated, with its repeats.
         mesh: the devices.
         model: prices, in seconds.
         table: rules by operator.
-        memory_limit: bytes per device, infinite for one that is set later. With None, memory does
-            not matter, and parameters may be gathered where it is not counted.
-        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
+        memory_limit: bytes per device, or infinity if a limit is set later. None ignores memory,
+            and allows parameters to be gathered where their copies are not counted.
+        state_bytes: optimizer state relative to the bytes of what it updates (2 for AdamW).
         unknown_ops: "replicate" or "error".
-        pins: layouts that are fixed; see pins.py.
-        slowdown: how many times as long kernels and collectives take side by side; 2, as if they
-            took turns, leaves nothing to gain from not waiting for gradients.
-        recompute: runs of blocks that compute their activations again in the backward; their
-            layouts change again as cheaply as can be without a gradient.
-        microbatches: in a step; costs are those of one, with its part of what a step does once.
-        lies: where the states of a parameter may lie, by default everywhere that makes sense.
-        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
-        precision: in which dtypes parameters are updated and gradients sent.
-        offload: what lies in host memory.
-        fused_update: whether the optimizer's step is AdamW's kernel.
+        pins: layouts fixed by the user; see `pins/layout_pins.py`.
+        slowdown: slowdown of kernels and collectives that run side by side; at 2, as if they took
+            turns, overlap gains nothing.
+        recompute: runs of blocks that recompute activations in the backward; the resharding of
+            their recomputed forward is priced without a gradient.
+        microbatches: number in a step; costs are those of one, with its part of once-a-step costs.
+        lies: storages that a parameter may choose; by default all that make sense.
+        bucket: bytes of gradients or parameters sent together; 1 sends each by itself.
+        precision: dtypes in which parameters are updated and gradients are sent.
+        offload: what is kept in host memory.
+        fused_update: whether the optimizer step is the AdamW kernel.
         overlapped: whether collectives run beside the linears around them.
-        prices: what earlier problems on this mesh and of this model have found out.
-        progress: told of each stage as it begins.
+        prices: cached prices of earlier problems of this model on this mesh.
+        progress: called with the name of each stage as it begins.
 
     Raises:
-        UnknownOperatorError: an operator has no rule and `unknown_ops` is "error", or is neither.
+        UnknownOperatorError: an operator has no rule and `unknown_ops` is "error"; or `unknown_ops`
+            is neither "replicate" nor "error".
         PlanError: a pin names nothing or fits no choice.
-        CostError: a price of the model is negative or not finite.
-        InfeasibleError: no plan at all can meet the memory limit.
+        CostError: the model returns a price that is negative or not finite.
+        InfeasibleError: no plan can meet the memory limit.
     """
     if unknown_ops not in ("replicate", "error"):
         raise UnknownOperatorError(
@@ -91,7 +92,7 @@ def build(
     )  # fmt: skip
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
-            continue  # with its share
+            continue  # added with its share
         if node.op == "autopar.share" and graph[node.inputs[0]].op == "param":
             builder.add_parameter(graph[graph.template[node.inputs[0]]], node)
         else:

@@ -1,10 +1,10 @@
-"""Graph x strategies x prices -> Problem; Solution -> the layouts of a plan.
+"""Builds a Problem from a graph, its strategies and prices.
 
 One problem node stands for one node of the folded graph, priced forwards and backwards and times
-the number of blocks it stands for; a parameter and its share are one node, "stored => used", whose
-cost is the resharding between the two (data parallelism's all_reduce, ZeRO-3's all_gather and
-reduce_scatter) and whose memory is exact. Edges are reshardings. Times are points of a step at
-which its memory can be at its most, and a node holds at each of them what `lifetimes` says.
+the number of blocks it represents. A parameter and its share are one problem node, "stored =>
+used": its cost is the resharding between the two (data parallelism's all_reduce, ZeRO-3's
+all_gather and reduce_scatter), and its memory is exact. Edges are reshardings. Time points are the
+moments of a step at which memory can peak; `lifetimes` says which tensors are alive at each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their 
 
 
 class Builder:
-    """Collects the nodes and edges of one Problem; `build` is its only use."""
+    """Collects the nodes and edges of one Problem, on behalf of `build`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Builder:
         self.fused_update = fused_update and self.accelerator and not offload.optimizer
         self.away = away_of(graph, self.chip, bucket, self.waits) if offload.optimizer else None
         runs = offloaded_runs(graph, offload, recompute or {})
-        self.stows = {  # node -> how many of its blocks are offloaded
+        self.stows = {  # node -> number of its offloaded blocks
             name: end - first
             for repeat, (first, end) in zip(graph.repeats, runs, strict=True)
             for name in repeat.iterations[0]
@@ -104,13 +104,13 @@ class Builder:
             near(self.mesh, self.chip) if overlapped else (),
             prices, self.resharder, table, slowdown, lambda name: self.options[self.position[name]],
         )  # fmt: skip
-        self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run held as in it
+        self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run in its layout
         self.held_as = self._held_after_blocks()
         for value, share in self.held_as.items():
             self.left_by.setdefault(share, []).append(value)
 
     def add(self, node: Node) -> None:
-        """One operator, input or buffer."""
+        """Adds one operator, input or buffer."""
         every, signature, *prices = self.prices.operator(self.graph, node, self.table)
         if signature is None and not node.is_leaf:
             if self.unknown_ops == "error":
@@ -150,7 +150,7 @@ class Builder:
         self._append(node.name, options, cost, rows)
 
     def add_parameter(self, node: Node, share: Node) -> None:
-        """A parameter and its share as one problem node."""
+        """Adds a parameter and its share as one problem node."""
         options, costs = self._stored(node, share)
         count = self.graph.multiplicity[node.name]
         rows: Rows = {(role, -1): [c.nbytes[role] for c in costs] for role in costs[0].nbytes}
@@ -166,7 +166,7 @@ class Builder:
             self.host[share.name] = tuple(count * cost.host for cost in costs)
         again = self.again.get(share.name, 0)
         self.sums[share.name] = tuple(
-            # A block that is computed again does not keep the gathered copy.
+            # A recomputed block does not keep the gathered copy.
             count * cost.held(node.requires_grad) - again * cost.nbytes["gathered"]
             for cost in costs
         )
@@ -174,7 +174,7 @@ class Builder:
         self.position[node.name] = self.position[share.name]
 
     def _stored(self, node: Node, share: Node) -> Stored:
-        """The choices of a parameter that are left; the same for parameters alike without pins."""
+        """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         lies = self.lies or (accumulating if self.microbatches > 1 else storages)
         every, traffic = self.prices.stored(
             node.type, node.requires_grad, lies, self.bucket, self.precision
@@ -206,7 +206,7 @@ class Builder:
         )
 
     def _again(self, share: Node) -> float:
-        """Which part of a parameter's blocks is computed again."""
+        """Returns the fraction of a parameter's blocks that are recomputed."""
         return self.again.get(share.name, 0) / self.graph.multiplicity[share.name]
 
     def _append(
@@ -225,7 +225,7 @@ class Builder:
         self.names.append(name)
 
     def beside_seconds(self, share: Node, plan: StagePlan) -> tuple[float, float]:
-        """What a plan sends of a parameter beside forward and backward, in all blocks."""
+        """Returns the seconds of a parameter's collectives beside forward and backward."""
         if share.op != "autopar.share" or self.graph[share.inputs[0]].op != "param":
             return 0.0, 0.0
         leaf = self.graph[share.inputs[0]]
@@ -239,7 +239,7 @@ class Builder:
         return count * cost.fetched, count * (cost.beside + cost.refetched)
 
     def _sum_seconds(self, share: Node, option: Option) -> float:
-        """Adding up the gradients of a value that leaves a run of blocks, held as in `share`."""
+        """Returns the seconds of adding the gradients of a value that leaves a run of blocks."""
         given = option.results[0].local_bytes(share.type, self.mesh)
         seconds = 0.0
         for value in self.left_by.get(share.name, ()):
@@ -251,26 +251,26 @@ class Builder:
         return seconds
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
-        """The loss ends whole on every device, so that all report the same."""
+        """Returns the seconds of making the loss whole on every device, as all ranks report it."""
         if node.name != self.graph.loss:
             return 0.0
         whole = Layout.replicated(len(node.type.shape))
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)
 
     def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
-        """Bytes of one copy of everything that an operator allocates, under each choice."""
+        """Returns the bytes of each tensor that an operator allocates, for each choice."""
         found = self.prices.allocated(self.graph, node, options, self._options_of, self.accelerator)
         if not node.is_leaf:
             self._sums(node, found)
         return found
 
     def _options_of(self, value: str) -> tuple[Option, ...]:
-        """The choices of what makes a value; none of what comes later."""
+        """Returns the choices of the node that produces a value; empty if it is not yet added."""
         at = self.position.get(self.graph.template[value])
         return () if at is None else self.options[at]
 
     def _sums(self, node: Node, found: Rows) -> None:
-        """What all blocks of an operator keep for the backward, and what of it is stowed."""
+        """Records the bytes that all blocks of an operator save, on the device and offloaded."""
         stows = self.stows.get(node.name, 0)
         count = self.graph.multiplicity[node.name] - self.again.get(node.name, 0) - stows
         extra = np.array(found["extra", -1], dtype=np.float64)
@@ -288,11 +288,11 @@ class Builder:
         self.sums[node.name] = tuple(saved.tolist())
 
     def edges(self) -> tuple[Edge, ...]:
-        """One resharding matrix per use of a value.
+        """Returns one resharding matrix per use of a value.
 
-        A block's function takes a carried value in the layout in which its share reads it, and
-        returns it in that layout from every block. So the value enters once, is resharded at the
-        end of each block, and whoever reads it after the last one finds it in that layout.
+        The function of a block takes a carried value in the layout that its share reads, and every
+        block returns it in that layout. The value is thus resharded once on entry and once at the
+        end of each block; readers after the last block receive it in that layout.
         """
         leaving = {
             (entry, name): (leaves, repeat.count)
@@ -323,13 +323,13 @@ class Builder:
         return tuple(found)
 
     def _source(self, value: str) -> str:
-        """The node of the folded graph in whose layout a value is held."""
+        """Returns the node of the folded graph whose layout a value has."""
         return self.held_as.get(value, self.graph.template[value])
 
     def _held_after_blocks(self) -> dict[str, str]:
-        """Value that leaves the last block of a run -> the share in whose layout it is held.
+        """Maps each value that leaves the last block of a run to the share whose layout it has.
 
-        A share's layouts on both sides are one.
+        Both sides of a share have the same layout.
         """
         found: dict[str, str] = {}
         for repeat in self.graph.repeats:
@@ -340,9 +340,9 @@ class Builder:
         return found
 
     def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
-        """`count` reshardings of an operand of `node`, from what `source` gives.
+        """Returns the edge for `count` reshardings from `source` to an operand of `node`.
 
-        `again` is how often only the forward is repeated.
+        `again` is the number of further runs of the forward alone.
         """
         a, b = self.position[source], self.position[node.name]
         tensor, grad = self.graph[source].type, self.graph[source].requires_grad
@@ -356,15 +356,16 @@ class Builder:
         if again:
             price += again * self.resharder.costs(tensor, *sides, False)
         matrix = price[np.ix_([sources[row] for row in rows], [targets[c] for c in columns])]
-        # An operator that reads a value twice in one layout has it sent once.
+        # If an operator reads a value twice in one layout, it is sent once.
         twice = [i for i in range(index) if node.inputs[i] == node.inputs[index]]
         sent = [any(o.operands[i] == o.operands[index] for i in twice) for o in self.options[b]]
         matrix = np.where(sent, 0.0, matrix)
         return Edge(a, b, self._gathered_once(source, node, index, matrix))
 
     def _gathered_once(self, source: str, node: Node, index: int, cost: Matrix) -> Matrix:
-        """Forbids to gather a parameter behind its share, or behind a transpose of that, where its
-        share can do so at no higher price: there the copy's memory is counted.
+        """Forbids gathering a parameter after its share, or after a transpose of the share.
+
+        The share can do so at no higher price, and there the memory of the copy is counted.
         """
         a, b = self.position[source], self.position[node.name]
         root = self.graph[source]
@@ -372,7 +373,7 @@ class Builder:
             root = self.graph[self._source(root.inputs[0])]
         has_gradient = self.lies is not None and root.requires_grad
         if has_gradient and self.options[self.position[root.name]][0].storage is not None:
-            # Where a gradient is reduced is said; so it is not reduced behind the share.
+            # The plan states where a gradient is reduced, so it is not reduced after the share.
             given = [set(option.results[0].varying) for option in self.options[a]]
             asked = [set(option.operands[index].varying) for option in self.options[b]]
             aside = np.array([[not more <= less for more in asked] for less in given])
@@ -386,7 +387,7 @@ class Builder:
         total, group = cost, np.zeros(len(rows), dtype=np.int64)
         if root.name == source:
             total = cost + np.array(self.choices[a].cost)[:, None]
-            # Of several that hold as much one stands for all.
+            # Among layouts with equal bytes, one stands for all.
             held = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
             group = np.unique(held, return_inverse=True)[1]
         least = np.full((group.max() + 1, len(columns)), np.inf)

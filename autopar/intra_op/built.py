@@ -1,4 +1,4 @@
-"""A strategy problem with what its choices mean: figures, and the layouts of a plan."""
+"""A strategy problem together with the layouts and figures that its choices stand for."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ Figures = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Built:
-    """A Problem and what its choices mean.
+    """A Problem, with the layouts and figures of each choice.
 
     Attributes:
         problem: the strategy problem.
-        names: IR node of each problem node (a parameter's share stands for both).
-        options: the meaning of each choice.
-        replicated: operators that run whole for want of a rule.
-        exchanged: node -> seconds of each choice that it takes to ask other devices.
-        backward: node -> seconds of each choice for the kernels of the backward.
-        beside: parameter's share -> seconds of each choice for synchronising the gradient next to
-            the parameter, for which the backward does not wait.
-        sums: node -> bytes of each choice: of a parameter with gradient, optimizer state and the
-            gathered copy, of an operator what it keeps for the backward, in all blocks.
-        points: what each time of the problem is to a person.
-        once: parameter's share -> for each choice the seconds that a step takes once for reducing
-            the gradient, and for gathering the parameter when it is updated.
-        again: node -> how many of its blocks compute it again in the backward.
-        slowdown: how many times as long kernels and collectives take side by side.
-        forward: node -> seconds of each choice for the kernels of the forward.
-        fetched, refetched: parameter's share -> seconds of each choice for gathering it in the
-            forward and in the backward, while the block before computes.
-        stowed: node -> seconds of each choice for taking what it keeps to host memory, and again
-            for bringing it back, while other blocks compute.
-        host: node -> bytes of each choice in host memory.
-        coming: seconds that a byte of optimizer state takes to come from there and go back, for
-            one microbatch.
-        overlapped: edge, by number -> seconds that each pair of choices takes less because linears
-            run meanwhile; the edge's cost is without them.
+        names: IR node of each problem node (the share, for a parameter and its share).
+        options: the layouts of each choice.
+        replicated: operators that run whole because they have no rule.
+        exchanged: node -> for each choice, seconds of communication inside the operator.
+        backward: node -> for each choice, seconds of its backward kernels.
+        beside: parameter's share -> for each choice, seconds of synchronising its gradient, which
+            the backward does not wait for.
+        sums: node -> bytes of each choice: for a parameter those of the parameter, its gradient,
+            optimizer state and gathered copy; for an operator those saved for the backward in all
+            blocks.
+        points: a description of each time point of the problem.
+        once: parameter's share -> for each choice, seconds that a step spends once on reducing the
+            gradient and on gathering the updated parameter.
+        again: node -> number of its blocks that recompute it in the backward.
+        slowdown: slowdown of kernels and collectives that run side by side.
+        forward: node -> for each choice, seconds of its forward kernels.
+        fetched, refetched: parameter's share -> for each choice, seconds of gathering it in the
+            forward and in the backward, while the previous block computes.
+        stowed: node -> for each choice, seconds of copying its saved tensors to host memory, and
+            again of copying them back, while other blocks compute.
+        host: node -> for each choice, bytes in host memory.
+        coming: seconds per byte of optimizer state for the round trip to host memory, for one
+            microbatch.
+        overlapped: edge number -> seconds that each pair of choices saves by running linears beside
+            the collective; already subtracted from the cost of the edge.
     """
 
     problem: Problem
@@ -69,7 +70,7 @@ class Built:
 
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
-        """Kernels, and what is sent beside them: of the forward, of the backward."""
+        """Kernels and the collectives beside them: (forward, backward)."""
         found = (
             (self.forward, (self.fetched, self.stowed)),
             (self.backward, (self.beside, self.refetched, self.stowed)),
@@ -77,7 +78,7 @@ class Built:
         return tuple(side for side in found if any(side[1]))
 
     def side_by_side(self, choice: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
-        """Of each of `sides` the seconds of its kernels and of its collectives."""
+        """Returns for each of `sides` the seconds of its kernels and of its collectives."""
         chosen = dict(zip(self.names, choice, strict=True))
 
         def total(*parts: Figures) -> float:
@@ -86,18 +87,18 @@ class Built:
         return tuple((total(kernels), total(*beside)) for kernels, beside in self.sides)
 
     def hidden(self, choice: tuple[int, ...]) -> float:
-        """Seconds saved by not waiting for gradients and parameters."""
+        """Returns the seconds saved by running parameters' collectives beside kernels."""
         return math.fsum(
             saved(kernels, collectives, self.slowdown)
             for kernels, collectives in self.side_by_side(choice)
         )
 
     def figures(self, choice: tuple[int, ...]) -> Prediction:
-        """Seconds and bytes per device of a choice, by cause.
+        """Returns the seconds and bytes per device of a choice, by cause.
 
-        `peak_bytes` is the most that the problem counts at any of its times, less than the sum of
-        bytes, since no step holds all of them at once; `step_seconds` is the sum of the seconds
-        less `hidden_seconds`.
+        `peak_bytes` is the maximum over the time points of the problem. It is less than the sum of
+        bytes, which are never all alive at once. `step_seconds` is the sum of the seconds less
+        `hidden_seconds`.
         """
         causes = ("compute_seconds", "exchange_seconds", "parameter_seconds", "reshard_seconds")
         sizes = ("parameter_bytes", "activation_bytes", "host_bytes")
@@ -129,13 +130,13 @@ class Built:
         return Prediction(step_seconds=step, peak_bytes=peak, hidden_seconds=hidden, **totals)
 
     def replicated_seconds(self, choice: tuple[int, ...]) -> dict[str, float]:
-        """Seconds of each operator that runs whole for want of a rule."""
+        """Returns the seconds of each operator that runs whole because it has no rule."""
         rows = zip(self.names, self.problem.nodes, choice, strict=True)
         return {name: node.cost[at] for name, node, at in rows if name in self.replicated}
 
 
 def layouts(built: Built, graph: Graph, choice: tuple[int, ...]) -> dict[str, NodePlan]:
-    """The plan's entries for a choice: node -> its layouts, with shapes."""
+    """Returns the plan entries for a choice: node -> its layouts, with shapes."""
     plan: dict[str, NodePlan] = {}
     for name, options, index in zip(built.names, built.options, choice, strict=True):
         node, option = graph[name], options[index]

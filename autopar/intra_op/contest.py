@@ -1,9 +1,9 @@
-"""Problem <-> the JSON of the contest that its form is from.
+"""Converts a Problem to and from the JSON format of the IOPDDL contest.
 
-The JSON form is that of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep
-learning (IOPDDL), so that its instances can be read and ours can be published. It knows neither the
-names of nodes nor the labels of choices: these are not written. It knows one interval a node, so
-that further memory of a node is written as further nodes that must agree with it.
+This is the format of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep
+learning, so that its instances can be read and ours published. It has no names of nodes and no
+labels of choices; these are not written. It allows one interval per node, so that further memory
+of a node is written as further nodes whose choices must agree with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.outside import MIB, Kind
 FILE = Kind(
     "the problem",
     ProblemError,
-    "check the path and that the file is whole",
+    "check the path and that the file is complete",
     limit=2048 * MIB,
     bad="this is not a problem in the contest's JSON",
 )
@@ -43,15 +43,15 @@ def parse_problem(source: str | bytes | dict[str, Any]) -> Problem:
         raise ProblemError(
             FILE.bad,
             why=f"{type(error).__name__}: {error}",
-            todo="give a whole file of the form of the contest's example.json",
+            todo="pass a complete file in the format of the contest's example.json",
         ) from error
 
 
 def format_problem(problem: Problem) -> str:
-    """Returns the contest's JSON text; without a memory limit, it has no `usage_limit`.
+    """Returns the problem as contest JSON, without `usage_limit` if there is no memory limit.
 
-    Nodes that hold further memory are followed, after all others, by one for each further
-    interval, which must agree with them.
+    Each further interval of a node becomes a node at the end of the list whose choice must agree
+    with that node's.
     """
     split = problem.split()
     nodes = {
@@ -73,7 +73,7 @@ def read_problem(path: str | Path) -> Problem:
     """Returns the problem in a contest file, `.json` or `.json.gz`.
 
     Raises:
-        ProblemError: the file cannot be read or is not a whole problem.
+        ProblemError: the file cannot be read or is incomplete.
     """
     return parse_problem(FILE.content(path))
 
@@ -117,14 +117,14 @@ def _from_dict(data: dict[str, Any]) -> Problem:
 def _floats(values: Any) -> list[float]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise TypeError(f"expected a list of numbers, found {str(values)[:60]}")
+        raise TypeError(f"expected a list of numbers, got {str(values)[:60]}")
     return cast("list[float]", array.astype(np.float64).tolist())
 
 
 def _pair(values: Any) -> tuple[int, int]:
     first, second = values
     if type(first) is not int or type(second) is not int:
-        raise TypeError(f"expected two whole numbers, found {str(values)[:60]}")
+        raise TypeError(f"expected two integers, got {str(values)[:60]}")
     return first, second
 
 
@@ -134,5 +134,5 @@ def _labels(count: int) -> tuple[str, ...]:
 
 
 def _numbers(values: Sequence[float]) -> list[int | float]:
-    """Whole numbers are written as such, like the contest's own."""
+    """Writes integral values as integers, like the contest's own files."""
     return [int(value) if float(value).is_integer() else float(value) for value in values]

@@ -1,14 +1,14 @@
-"""What one device computes for an operator under given layouts: the kernels that a model prices.
+"""Kernels that one device runs for an operator under given layouts, the input of cost models.
 
 Forwards an operator is one kernel. Backwards a matrix product is one product for each input that
-needs a gradient, of the same FLOPs with the three lengths permuted; everything else reads what was
-saved and the gradient of its results and writes those of its inputs. Views launch nothing; the
-gradient of a part of a value is written into a whole one, and gradients of a value with several
-readers are added.
+needs a gradient, with the same FLOPs and the three lengths permuted. Every other operator reads
+its saved tensors and the gradients of its results, and writes the gradients of its inputs. Views
+launch no kernel; the gradient of a slice is written into a whole tensor, and the gradients of a
+value with several readers are added.
 
-Attention counts as one fused kernel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1): two
-products forwards and five backwards, of which one recomputes the weights, and no bytes for the
-weights, which are never written. A causal mask leaves out half of the keys.
+Attention is one fused kernel (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1): two products
+forwards, and five backwards, one of which recomputes the weights. The weights are never written to
+memory. A causal mask skips half of the keys.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from autopar.operators.across import CHUNK
 from autopar.operators.mixture import MIXTURE
 from autopar.stage_plan import StagePlan
 
-# Matrix products: which operands are multiplied.
+# Matrix products: indices of the multiplied operands.
 _PRODUCTS = {
     "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1), "mv": (0, 1), "dot": (0, 1), "vdot": (0, 1),
     "bmm": (0, 1), "inner": (0, 1), "tensordot": (0, 1), "einsum": (0, 1), "addmm": (1, 2),
     "baddbmm": (1, 2), "addbmm": (1, 2), "addmv": (1, 2),
 }  # fmt: skip
-# Operators that read as much of their first operand as they write.
+# Operators that read only as much of their first operand as they write.
 _LOOK_UPS = ("embedding", "gather", "index_select", "index")
-# Elementwise operators of two operands: a kernel for the gradient of each.
+# Elementwise operators of two operands, with one kernel for the gradient of each.
 _BINARY = ("mul", "div", "pow", "atan2", "maximum", "minimum", "where", "sub", "rsub")
-_SUMS = ("add", "sub", "expand")  # the gradient of an operand is that of the result, or its sum
+_SUMS = ("add", "sub", "expand")  # an operand's gradient is the result's, or a sum of it
 _PARTS = ("slice", "select", "narrow")
-_SORT = 16  # times that a radix sort of 64 bits, 8 at a time, reads or writes its keys
+_SORT = 16  # passes over the keys by a radix sort of 64 bits, 8 at a time, reads and writes
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 
 
@@ -51,19 +51,19 @@ def node_work(
     signature: Signature | None,
     mesh: Mesh,
 ) -> NodeWork:
-    """The kernels of `node`, once, on the busiest device.
+    """Returns the kernels of `node`, run once, on the busiest device.
 
     Args:
         graph: normalised and annotated.
         node: one of its nodes.
-        operands, results: layouts of what it reads and gives, in the order of `node.inputs` and
+        operands, results: layouts of its inputs and results, in the order of `node.inputs` and
             `node.types`.
-        signature: its rule applied to it, None where it has none and runs whole.
+        signature: its rule applied to it; None if it has no rule and runs whole.
         mesh: the devices.
 
     Returns:
-        Kernels with local FLOPs and bytes. Empty for leaves and for views forwards; without
-        `backward` where no gradient flows.
+        Kernels with local FLOPs and bytes. Leaves have none, nor do views forwards; `backward` is
+        empty if no gradient flows.
     """
     if node.is_leaf or not node.types or node.name in graph.aside:
         return NodeWork()
@@ -84,18 +84,18 @@ def node_work(
 
 
 def base(op: str) -> str:
-    """An operator's name without namespace and overload: "aten.add.Tensor" is "add"."""
+    """Returns an operator's name without namespace and overload: "aten.add.Tensor" -> "add"."""
     return op.removeprefix("aten.").split(".")[0]
 
 
 def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, NodeWork]:
-    """The kernels of every node of `graph.folded` under a plan, each run once.
+    """Returns the kernels of every node of `graph.folded` under a plan, each run once.
 
     A node of a repeated block runs `graph.multiplicity[name]` times a step.
 
     Args:
         graph: prepared, with its repeats.
-        plan: has a layout for every such node.
+        plan: a plan with a layout for every such node.
         table: rules by operator.
     """
     found = {}
@@ -111,20 +111,21 @@ def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, 
 
 
 def fused(chain: Sequence[Work], nbytes: float) -> Work:
-    """Kernels that a compiler makes one: their FLOPs, one launch, and the bytes of the ends only.
+    """Returns one kernel for a chain: the sum of FLOPs, one launch, and the bytes at the ends.
 
     Args:
-        chain: kernels that run one after another, none of them with a `gemm`.
-        nbytes: what the chain reads from outside and what of it is read later.
+        chain: kernels that run one after another, none with a `gemm`.
+        nbytes: bytes that the chain reads from outside, and bytes of its results that are read
+            later.
     """
     return Work("fused", math.fsum(work.flops for work in chain), nbytes, chain[0].dtype)
 
 
 def _product(local: Local, signature: Signature, left: int, right: int) -> NodeWork:
-    """A matrix product and the products for the gradients of its operands.
+    """Returns a matrix product and the products for the gradients of its operands.
 
-    A factor is contracted if the result lacks it; of the others it counts for the batch if both
-    operands have it, else for m or n.
+    A factor that the result lacks is contracted (k). A factor of both operands belongs to the
+    batch, any other to m or n.
     """
     a, b = (_factors(signature.operands[i]) for i in (left, right))
     out = _factors(signature.results[0])
@@ -145,7 +146,7 @@ def _product(local: Local, signature: Signature, left: int, right: int) -> NodeW
     for i, wanted in enumerate(local.wanted if local.node.requires_grad else ()):
         if wanted and i in shapes:
             backward.append(local.gradient(gemm.flops, whole, shapes[i]))
-        elif wanted:  # a bias: the sum of the result's gradient
+        elif wanted:  # a bias: its gradient is a sum of the result's
             backward.append(_sum_gradient(local, local.operands[i]))
     return NodeWork((forward,), tuple(backward))
 
@@ -155,13 +156,13 @@ def _factors(dims: Dims) -> set[str]:
 
 
 def _sum_gradient(local: Local, operand: TensorType) -> Work:
-    """The gradient of an operand that was broadcast: that of the result, summed."""
+    """Returns the kernel that sums the result's gradient for an operand that was broadcast."""
     read = local.results[0].nbytes
     return local.gradient(local.results[0].numel, read + operand.nbytes)
 
 
 def _attention(local: Local) -> NodeWork:
-    """Both products of fused attention as one, m queries by n keys, as long in k as both."""
+    """Returns fused attention's two products as one: m queries, n keys, k twice the head size."""
     query, key, value = (tensor.shape for tensor in local.operands[:3])
     keys = key[-2]
     if argument(local.node, 5, "is_causal") is True:
@@ -173,12 +174,12 @@ def _attention(local: Local) -> NodeWork:
     if not local.node.requires_grad:
         return NodeWork((forward,))
     back = Gemm(batch, query[-2], keys, 3 * d + 2 * e)
-    moved = 2 * (local.read + local.written)  # each with its gradient
+    moved = 2 * (local.read + local.written)  # each tensor and its gradient
     return NodeWork((forward,), (local.gradient(back.flops, moved, back),))
 
 
 def _kernel(local: Local, name: str) -> NodeWork:
-    """A kernel in the place of several operators: each operand crosses the memory bus once."""
+    """Returns a fused kernel's work: each operand crosses the memory bus once."""
     if name == "linear_cross_entropy":
         return _chunked_loss(local)
     forward = local.work(local.flops, local.read + local.written + local.extra)
@@ -187,17 +188,18 @@ def _kernel(local: Local, name: str) -> NodeWork:
     made = sum(
         tensor.nbytes for tensor, needs in zip(local.operands, local.wanted, strict=True) if needs
     )
-    if name.startswith("add_"):  # both terms have one gradient
+    if name.startswith("add_"):  # both terms share one gradient
         made -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
     moved = local.written + local.saved + local.extra + made
     return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
 
 
 def _chunked_loss(local: Local) -> NodeWork:
-    """`kernels.linear_cross_entropy`, all of whose work is forwards but the scaling of gradients.
+    """Returns the work of `kernels.linear_cross_entropy`, whose backward only scales gradients.
 
-    Three products, a chunk of rows at a time, of which each reads the weight anew or adds to its
-    gradient in at least f32; statistics read logits, and their gradient takes their place.
+    Forwards it computes three products, a chunk of rows at a time; each reads the weight again or
+    adds to its gradient in at least f32. Statistics read the logits, whose gradient overwrites
+    them.
     """
     x, weight, labels = local.operands
     rows, (words, features) = labels.numel, weight.shape
@@ -221,11 +223,11 @@ def _chunked_loss(local: Local) -> NodeWork:
 
 
 def _mixture(local: Local, signature: Signature) -> NodeWork:
-    """Three products for the rows of the experts here, which are chosen equally often.
+    """Returns a mixture's three products for the rows of local experts, assuming equal load.
 
-    Beside them rows are sorted by expert and looked up, gates and the rest multiplied, and what is
-    found is scaled and added up in the dtype of the weights; backwards likewise. Kernels scale and
-    add up what they read, and write nothing in between.
+    Besides the products, rows are sorted by expert and gathered, gates are multiplied, and the
+    results are scaled and summed in the dtype of the weights; backwards likewise. Fused kernels
+    scale and sum the rows as they read them, and write nothing in between.
     """
     down, x, ids, weights = local.operands[2:]
     experts, width, inner = down.shape
@@ -250,7 +252,7 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
         own = ((inner, width, each), (inner, width, each), (width, inner, each))
         wanted = [gemm for gemm, needs in zip(own, local.wanted, strict=False) if needs]
         backward += products(local.gradient, *wanted)
-        read = local.results[0].nbytes if not kernels else wide  # a row of the result's for each
+        read = local.results[0].nbytes if not kernels else wide  # one row of the result for each
         backward.append(local.gradient(4 * rows * width, 2 * wide + 3 * exact + read))
         backward.append(local.gradient(4 * rows * inner, 6 * narrow))
         backward.append(local.gradient(2 * rows * width, (5 - kernels) * wide + x.nbytes))
@@ -258,9 +260,11 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
 
 
 def _convolution(local: Local) -> NodeWork:
-    """A convolution as an implicit product: pixels x channels out x (channels in x kernel).
+    """Returns a convolution as an implicit matrix product.
 
-    See Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", arXiv 1410.0759, section 3.
+    Its lengths are pixels x output channels x (input channels x kernel).
+
+    Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", arXiv 1410.0759, section 3.
     """
     image, weight, out = local.operands[0], local.operands[1], local.results[0]
     channels = weight.shape[0]
@@ -286,7 +290,7 @@ def _convolution(local: Local) -> NodeWork:
 
 
 def _look_up(local: Local) -> NodeWork:
-    """Reads of the table what it writes; the gradient is added into a table of zeros."""
+    """Returns a lookup's work: it reads what it writes; its gradient is added into zeros."""
     beside = local.read - local.operands[0].nbytes
     forward = local.work(local.flops, beside + 2 * local.written)
     if not local.node.requires_grad:
@@ -297,7 +301,7 @@ def _look_up(local: Local) -> NodeWork:
 
 
 def _plain(local: Local, name: str) -> NodeWork:
-    """What vector units do, as fast as memory allows."""
+    """Returns the work of an operator on vector units, bound by memory."""
     forward = local.work(local.flops, local.read + local.written + local.extra)
     if not local.node.requires_grad:
         return NodeWork((forward,))
@@ -318,7 +322,7 @@ def _plain(local: Local, name: str) -> NodeWork:
 def _passed_on(
     local: Local, wanted: Sequence[TensorType], negated: bool = False
 ) -> tuple[Work, ...]:
-    """The result's gradient handed to operands: free for one of its shape, a sum for others."""
+    """Returns the kernels that pass a gradient on: none for an equal shape, else a sum."""
     whole = local.results[0]
     found = [_sum_gradient(local, tensor) for tensor in wanted if tensor.shape != whole.shape]
     if negated:
@@ -327,7 +331,7 @@ def _passed_on(
 
 
 def _view_gradient(local: Local) -> tuple[Work, ...]:
-    """Kernels behind a value that shares storage with another."""
+    """Returns the backward kernels of a view."""
     node, given = local.node, local.written
     name = base(node.op)
     if node.op == "autopar.share":
@@ -342,7 +346,7 @@ def _view_gradient(local: Local) -> tuple[Work, ...]:
     return ()
 
 
-# FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them.
+# FLOPs of a kernel's backward relative to its forward, from the files of the kernels.
 _BACKWARD_FLOPS = {
     "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
     "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,

@@ -1,4 +1,4 @@
-"""Is a plan one that the rules allow? Plans are edited by hand; a wrong one must not train."""
+"""Checks a plan against the rules; plans may be edited by hand, and a wrong one must not train."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from autopar.stage_plan import StagePlan
 
 
 def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
-    """Compare every entry of the plan with the strategies of its operator.
+    """Compares every entry of the plan with the strategies of its operator.
 
     Raises:
-        PlanError: naming the entry, the user's line and the layouts that were possible.
-        StateError: what it says of state sharding is nonsense.
+        PlanError: an entry is no strategy; names the entry, the user's line and the possible
+            layouts.
+        StateError: an invalid state sharding.
     """
     lies_of(plan.state or None, True, plan.precision, plan.mesh)
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
-            continue  # judged with its share
+            continue  # checked with its share
         entry = plan.nodes[node.name]
         leaf = node
         fault = ""
@@ -48,7 +49,7 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
 
 
 def _fault(plan: StagePlan, leaf: str, share: str) -> str:
-    """What is wrong with a parameter's line beside its share's, "" for nothing."""
+    """Returns what is wrong with a parameter's entry, given its share's; "" if nothing."""
     try:
         storage = plan.storage(leaf, share)
         shape = plan.nodes[leaf].results[0][0]
@@ -61,7 +62,7 @@ def _fault(plan: StagePlan, leaf: str, share: str) -> str:
 
 
 def _canonical(side: tuple[Shaped, ...]) -> tuple[Shaped, ...]:
-    """One spelling: the order of axes that are owed a sum means nothing."""
+    """Returns one spelling of the layouts: the order of partial axes means nothing."""
     return tuple(
         (shape, Layout(layout.dims, tuple(sorted(layout.partial)), tuple(sorted(layout.varying))))
         for shape, layout in side

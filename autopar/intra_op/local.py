@@ -1,4 +1,4 @@
-"""One operator as the busiest device has it: the types of its parts, its FLOPs and its bytes."""
+"""One operator on the busiest device: its local types, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Local:
     """One node on the busiest device.
 
     Attributes:
-        operands, results: types of the parts that it reads and writes; `read` and `written` are
-            their bytes.
+        operands, results: local types of its inputs and results; `read` and `written` are their
+            bytes.
         wanted: whether each operand needs a gradient.
-        saved: bytes that are kept for the backward, but for `extra`, which no graph value holds.
-        sizes: elements of each factor of the signature.
-        share: the part of the whole operator's FLOPs, which `flops` are.
+        saved: bytes saved for the backward, without `extra`, which no graph value holds.
+        sizes: local elements of each factor of the signature.
+        share: fraction of the whole operator's FLOPs; `flops` are local.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Local:
         self.saved = sum(parts[name].nbytes for name in node.saved if name in parts)
 
     def work(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
-        """A kernel forwards."""
+        """Returns a forward kernel."""
         dtype = self.operands[0].dtype if gemm and self.operands else self.node.type.dtype
         return Work(self.node.op, flops, nbytes, dtype, gemm)
 
     def gradient(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
-        """A kernel backwards."""
+        """Returns a backward kernel."""
         made = self.work(flops, nbytes, gemm)
         return Work(f"{made.op} backward", flops, nbytes, made.dtype, gemm)
 
@@ -74,7 +74,7 @@ class Local:
 def _local_sizes(
     whole: dict[str, int], dims: Sequence[Dims], layouts: Layouts, mesh: Mesh
 ) -> dict[str, int]:
-    """Elements of each factor on the busiest device: the first of a dimension is the one split."""
+    """Returns each factor's elements on the busiest device; the first of a dimension is split."""
     sizes = dict(whole)
     for tensor, layout in zip(dims, layouts, strict=True):
         for dim, axes in zip(tensor, layout.dims, strict=True):

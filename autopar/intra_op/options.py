@@ -1,4 +1,4 @@
-"""What one node may choose: layouts of its operands and results, and how a parameter is stored."""
+"""Choices of a node: layouts of its operands and results, and the storage of a parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.plan_entries import NodePlan
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of one problem node: the layouts it gives each IR node it stands for."""
+    """One choice of a problem node: layouts for each IR node that it stands for."""
 
     label: str
     operands: tuple[Layout, ...]
@@ -30,11 +30,11 @@ class Option:
 
     @property
     def stored(self) -> Layout | None:
-        """How a parameter is held between steps; None for anything else."""
+        """Layout of a parameter between steps; None for anything else."""
         return None if self.storage is None else self.storage.held
 
     def entry(self, graph: Graph, node: Node) -> NodePlan:
-        """What a plan says of `node` under this choice: its layouts, with shapes."""
+        """Returns the plan entry of `node` under this choice: its layouts, with shapes."""
         reads = (t.shape for t in operand_types(graph, node))
         gives = (t.shape for t in node.types)
         return NodePlan(
@@ -44,12 +44,12 @@ class Option:
 
 
 def operand_types(graph: Graph, node: Node) -> tuple[TensorType, ...]:
-    """Types of the tensors a node reads, in argument order."""
+    """Returns the types of the tensors a node reads, in argument order."""
     return tuple(graph[name].type for name in node.inputs)
 
 
 def whole_options(graph: Graph, node: Node) -> tuple[Option, ...]:
-    """The only choice of an input, a buffer or an operator without a rule: whole everywhere."""
+    """Returns the only choice of an input, a buffer or an operator without a rule: replicated."""
     operands = tuple(Layout.replicated(len(t.shape)) for t in operand_types(graph, node))
     results = tuple(Layout.replicated(len(t.shape)) for t in node.types)
     return (Option("whole", operands, results, 1.0),)
@@ -61,21 +61,21 @@ Lies = Callable[[Layout, TensorType, Mesh], Iterable[Storage]]
 def parameter_options(
     tensor: TensorType, mesh: Mesh, grad: bool, lies: Lies | None = None
 ) -> tuple[Option, ...]:
-    """Every "stored => used" of a parameter.
+    """Returns every "stored => used" choice of a parameter.
 
-    Along each axis it is used split, whole, or varying; along those where it is varying its states
-    may be split. Of one that is not trained there is but one state.
+    Along each axis it is used split, whole, or varying; along varying axes its states may be split.
+    A frozen parameter has only one state.
 
     Args:
         tensor: its type.
         mesh: the devices.
         grad: whether it is trained.
-        lies: where the states of a parameter may lie, given how it is used, its type and the mesh;
-            by default `storages`.
+        lies: maps the layout in which the parameter is used, its type and the mesh to the possible
+            storages; by default `storages`.
     """
     found: dict[Option, None] = {}
     for storage in _every_storage(tensor, mesh, "RV" if grad else "V", lies or storages):
-        if not grad:  # its replicas are told from what is used alike only where it is gathered
+        if not grad:  # R and V differ only where it is gathered
             over = storage.axes("held")
             used = Layout(storage.used.dims, varying=tuple(a for a in mesh.names if a in over))
             storage = Storage(used, storage.held, storage.held, storage.held, storage.kept)
@@ -84,7 +84,7 @@ def parameter_options(
 
 
 def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> Iterator[Storage]:
-    """Storages of a parameter that is split along an axis, or one of the kinds `whole`."""
+    """Yields storages of a parameter that is split along an axis, or one of the kinds `whole`."""
     dims = range(len(tensor.shape))
     kinds: list[tuple[int | None, str]] = [*((None, kind) for kind in whole)]
     kinds[1:1] = ((dim, "S") for dim in dims)
@@ -101,7 +101,7 @@ def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> It
 
 
 def stored_option(storage: Storage, tensor: TensorType) -> Option:
-    """The choice of a parameter that is stored so."""
+    """Returns the choice of a parameter with this storage."""
     label = f"{storage.format(tensor.shape)} => {storage.used.format(tensor.shape)}"
     return Option(label, (storage.held,), (storage.used,), 1.0, storage)
 
@@ -109,19 +109,19 @@ def stored_option(storage: Storage, tensor: TensorType) -> Option:
 def storages(
     used: Layout, tensor: TensorType, mesh: Mesh, microbatches: int = 1
 ) -> Iterator[Storage]:
-    """Where the states of a parameter may lie that is used as `used`; first all whole.
+    """Yields the storages of a parameter that is used as `used`, the fully replicated one first.
 
-    The optimizer's state is split along one dimension over some of the axes that hold replicas,
-    gathered by one call or by several, inner axes first; the other states are split as far or less
-    far. The gradients of a single microbatch are not added up, so they lie as they are updated.
-    What is gathered for the forward is kept for the backward, or gathered again.
+    The optimizer state is split along one dimension over some of the axes that hold replicas, and
+    gathered by one call or by several, inner axes first; the other states are split as far or less.
+    The gradients of a single microbatch are not accumulated, so they have the layout of the update.
+    The parameter gathered for the forward is kept for the backward, or gathered again.
     """
     whole = Layout(used.dims)
     yield Storage(used, whole, whole, whole, whole)
     for dim, size in itertools.product(range(len(used.dims)), range(1, len(used.varying) + 1)):
         for axes in itertools.combinations(used.varying, size):
             for groups in _cuts(axes):
-                # Inner axes cut first, so that what goes over the outer ones is cut already.
+                # Inner axes split first, so that outer axes carry less.
                 ends = [whole]
                 for group in reversed(groups):
                     ends.append(behind(ends[-1], dim, group))
@@ -129,44 +129,44 @@ def storages(
                     continue
                 for held, grads in itertools.product(ends, repeat=2):
                     if microbatches > 1 or grads == ends[-1]:
-                        # Kept as it is used, as it is held, or in between.
+                        # Kept as used, as stored, or in between.
                         for kept in ends[: ends.index(held) + 1]:
                             yield Storage(used, held, grads, ends[-1], kept)
 
 
 def accumulating(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
-    """`storages` where gradients of several microbatches are added up."""
+    """Yields `storages` where gradients of several microbatches are accumulated."""
     return storages(used, tensor, mesh, microbatches=2)
 
 
 def in_one_piece(used: Layout, tensor: TensorType, mesh: Mesh) -> Iterator[Storage]:
-    """The storage of a parameter whose elements the optimizer must see all at once."""
+    """Yields the storage of a parameter that the optimizer must update in one piece."""
     if not used.sharded_axes:
         whole = Layout(used.dims)
         yield Storage(used, whole, whole, whole, whole)
 
 
 def _cuts(axes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to cut a row into groups of neighbours."""
+    """Yields every partition of a row into groups of neighbours."""
     for marks in itertools.product((False, True), repeat=len(axes) - 1):
         places = [0, *(at for at, mark in enumerate(marks, 1) if mark), len(axes)]
         yield tuple(axes[a:b] for a, b in itertools.pairwise(places))
 
 
 def behind(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
-    """A layout with one dimension split over more axes, behind those that split it."""
+    """Returns a layout with one dimension further split over `axes`."""
     split = (*layout.dims[dim], *axes)
     return layout.with_dims((*layout.dims[:dim], split, *layout.dims[dim + 1 :]))
 
 
 def fits(layout: Layout, tensor: TensorType, mesh: Mesh) -> bool:
-    """Whether every device has an element."""
+    """Returns whether every device has an element."""
     counts = (math.prod(mesh.axis_size(axis) for axis in axes) for axes in layout.dims)
     return all(count <= max(size, 1) for size, count in zip(tensor.shape, counts, strict=True))
 
 
 def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
-    """The choices of what another stage sent: every layout of splits and wholes."""
+    """Returns the choices of a value received from another stage: all layouts of S and R."""
     shape = node.type.shape
     free = Annotation(Layout.replicated(len(shape)), tuple(range(len(shape))))
     found = free.layouts(shape, mesh)
@@ -174,7 +174,7 @@ def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
 
 
 def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
-    """The choices of an `autopar.shard`: the layouts that it allows.
+    """Returns the choices of an `autopar.shard`: the layouts that it allows.
 
     Raises:
         AnnotationError: it cannot be read or does not fit; names the user's line.
@@ -191,13 +191,11 @@ def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
 def node_options(
     graph: Graph, node: Node, mesh: Mesh, table: dict[str, OpRule]
 ) -> tuple[tuple[Option, ...], Signature | None]:
-    """The choices of one node that is no parameter, and its signature where it has a rule.
+    """Returns the choices of a node that is no parameter, and its signature if it has a rule.
 
-    An annotation has its operand's rule, and of the layouts those that it allows. What another
-    stage sent comes in any layout of splits.
-
-    Of others, running it whole comes first. It is the only choice of inputs, buffers and operators
-    without a rule.
+    An annotation has its operand's rule, restricted to the layouts that it allows. A value received
+    from another stage may have any layout of splits. For all others running whole comes first; it
+    is the only choice of inputs, buffers and operators without a rule.
     """
     rule = table.get(node.op)
     if node.op == "received":

@@ -1,23 +1,22 @@
-"""The cheapest plan where collectives run beside kernels, by linear objectives.
+"""Finds the fastest plan under overlap of collectives and kernels, by linear objectives.
 
-Gradients are reduced beside the backward, and parameters gathered a block ahead beside forward and
-backward. A step with kernels of c seconds and m seconds of collectives beside them takes
+Gradients are reduced beside the backward; parameters are gathered a block ahead, beside forward and
+backward. A step with kernels of c seconds and collectives of m seconds beside them takes
 
     rest + max(c + (s - 1) m, m + (s - 1) c)
 
-where s is the slowdown of what runs side by side (`cost/overlap.py`): what remains exposed of the
-collectives is bounded from below by both terms. c, m and the rest are sums over nodes and edges,
-so each term is the objective of an ordinary strategy problem, but their maximum is not. For every
-weight w between 0 and 1, though,
+where s is the slowdown while both run (`cost/overlap.py`). c, m and the rest are sums over nodes
+and edges, so each term of the maximum is the objective of an ordinary strategy problem, but the
+maximum is not. For every weight w between 0 and 1, though,
 
     min max(f, g) >= min (1 - w) f + w g,
 
-and the right-hand side is an ordinary problem again: c counts 1 - w (2 - s) times and m counts
-(s - 1) + w (2 - s) times. If its optimum has the same f and g, or w is 0 and f the larger, or w is
-1 and g the larger, it is the optimum; otherwise w is halved towards the term that was larger, and
-of the choices met the one of the least true time is taken, with the largest of the bounds. Forward
-and backward have a weight each. That the collectives of the last gradients have little left to run
-beside is not seen; `autopar simulate` sees it.
+and the right-hand side is again an ordinary problem: c counts 1 - w (2 - s) times and m counts
+(s - 1) + w (2 - s) times. Its optimum is also optimal for the maximum if f and g are equal there,
+or if w is 0 and f is larger, or if w is 1 and g is larger. Otherwise w moves half-way towards the
+larger term. Of all choices met, the fastest is returned, with the largest of the bounds. Forward
+and backward have a weight each. The objective does not see that the collectives of the last
+gradients have little left to overlap with; `autopar simulate` does.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ import numpy as np
 from autopar.intra_op.built import Built
 from autopar.intra_op.problem import FORBIDDEN, Choices, Problem, Solution, evaluate
 
-ENDS = (0.0, 1.0)  # are tried first, then the middle of what is left
+ENDS = (0.0, 1.0)  # tried first; then the middle of the remaining interval
 ROUNDS = 5
 
 
 def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> Solution:
-    """The choice of the least time that was found, with that time and a bound of it.
+    """Returns the fastest choice found, with its time and a lower bound.
 
     Args:
-        built: the problem; its own costs are those of a program that waits for all collectives.
+        built: the problem, with the costs of a program that waits for all collectives.
         solve: solves one problem.
     """
     if not built.sides:
@@ -66,12 +65,11 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
 
 
 def weighted(built: Built, weights: Sequence[float]) -> Problem:
-    """The problem whose objective weighs both bounds of the exposed time.
+    """Returns the problem whose objective is a weighted mean of both terms.
 
     Args:
         built: the problem.
-        weights: of each of its sides; with 0 the kernels hide all collectives, with 1 the
-            collectives all kernels.
+        weights: one for each side; 0 means that kernels hide all collectives, 1 the reverse.
     """
     spare = 2.0 - built.slowdown
     nodes = []
@@ -85,7 +83,7 @@ def weighted(built: Built, weights: Sequence[float]) -> Problem:
 
 
 def _cheaper(node: Choices, seconds: tuple[float, ...] | None, share: float) -> Choices:
-    """The node without a share of some of its costs."""
+    """Returns the node with a share of some of its costs removed."""
     if seconds is None or not share:
         return node
     pairs = zip(node.cost, seconds, strict=True)

@@ -1,12 +1,12 @@
-"""Among plans of one price, the one that reads best.
+"""Chooses the most readable of several plans with the same price.
 
-A gradient that is owed a sum may be summed at the parameter, or after a transpose of it, or at its
-reader: three plans of equal price. `polish` moves the sum towards the parameter, so that its line
-in the plan says what becomes of its gradient.
+A partial gradient may be summed at the parameter, after a transpose of it, or at its reader: three
+plans of equal price. `polish` moves the sum to the parameter, so that its line in the plan shows
+it.
 
-An all_gather of a parameter and a reduce_scatter of its gradient cost what an all_reduce of the
-gradient does. Where memory allows to leave every such parameter and its states whole, `polish`
-does.
+An all_gather of a parameter plus a reduce_scatter of its gradient costs as much as an all_reduce of
+the gradient. If memory allows every such parameter and its states to be stored whole, `polish` does
+so.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autopar.intra_op.problem import Edge, evaluate
 
 
 def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """A choice of equal cost within the memory limit that stores and sums as plainly as can be."""
+    """Returns the plainest choice of equal cost that fits in memory."""
     whole = _stored_whole(built, choice)
     found = _summed_early(built, whole, lighter=False)
-    # What a sum holds is counted at a parameter, but not at its reader, where a layout changes.
+    # The buffer of a sum is counted at a parameter, but not at a reader with a layout change.
     fits = evaluate(built.problem, found).feasible
     return found if fits else _summed_early(built, whole, lighter=True)
 
 
 def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple[int, ...]:
-    """The choice with sums moved towards parameters; with `lighter`, where that takes no memory."""
+    """Moves sums to parameters; with `lighter`, only where that adds no memory."""
     problem, now = built.problem, list(choice)
     edges: list[list[Edge]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
@@ -34,7 +34,7 @@ def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple
         edges[edge.b].append(edge)
 
     def cost(node: int, index: int) -> float:
-        """Seconds of the node and of what meets it."""
+        """Returns the seconds of the node and its edges."""
         around = (
             edge.cost[index, now[edge.b]] if edge.a == node else edge.cost[now[edge.a], index]
             for edge in edges[node]
@@ -55,7 +55,7 @@ def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple
 
 
 def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """The choice with every parameter stored whole where that costs the same, if all then fit."""
+    """Returns the choice with parameters stored whole where that costs the same, if all fit."""
     found = list(choice)
     for node, (options, index) in enumerate(zip(built.options, choice, strict=True)):
         used, cost = options[index].results, built.problem.nodes[node].cost
@@ -68,7 +68,7 @@ def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _plainly(new: Option, old: Option) -> bool:
-    """Whether both store a parameter alike, where one sums its gradient and the other does not."""
+    """Returns whether both store a parameter alike, and only `old` leaves its gradient unsummed."""
     if new.storage is None or old.storage is None:
         return new.storage is old.storage
     states = ("held", "grads", "updated", "kept")
@@ -76,7 +76,7 @@ def _plainly(new: Option, old: Option) -> bool:
 
 
 def _sums_earlier(new: Option, old: Option) -> bool:
-    """Whether `new` differs from `old` only in that its result varies along more axes."""
+    """Returns whether `new` differs from `old` only in that its result varies along more axes."""
     given, before = new.results[0], old.results[0]
     return (
         _plainly(new, old)

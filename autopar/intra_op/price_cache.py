@@ -1,9 +1,8 @@
-"""What is known of a mesh's prices, from one problem to the next.
+"""Prices on a mesh, cached from one problem to the next.
 
-Problems of stages, and of one model with more or fewer blocks computed again, ask the same of the
-same devices: the cheapest ways between layouts, what the states of a parameter take, and the
-choices of every operator with their kernels and what they allocate. Operators that are alike but
-for names are asked about once.
+Problems of stages, and of one model with different numbers of recomputed blocks, need the same
+prices: the cheapest reshardings between layouts, the collectives of parameters, and the choices of
+each operator with their kernels and memory. Operators that differ only in names are priced once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Stored = tuple[tuple[Option, ...], tuple[StoredTraffic, ...]]
 
 
 class Prices:
-    """Prices on one mesh.
+    """Cached prices on one mesh.
 
     Args:
         mesh: the devices.
@@ -50,7 +49,7 @@ class Prices:
         self._stored: dict[tuple[TensorType, bool, Lies | None, int, Precision], Stored] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
-        """The cheapest ways between layouts in a precision."""
+        """Returns the cached resharder for a precision."""
         key = tuple(precision.widened.items())
         if key not in self._resharders:
             self._resharders[key] = Resharder(self.mesh, self.model.collective, precision.widened)
@@ -64,7 +63,7 @@ class Prices:
         bucket: int,
         precision: Precision,
     ) -> Stored:
-        """Every choice of a parameter, and what each one sends and holds; see `stored.py`.
+        """Returns every choice of a parameter, with its traffic and memory; see `stored.py`.
 
         Raises:
             CostError: a price that is negative or not finite.
@@ -85,11 +84,11 @@ class Prices:
         return self._stored[key]
 
     def operator(self, graph: Graph, node: Node, table: dict[str, OpRule]) -> Operator:
-        """What is asked of a node.
+        """Returns the choices of a node and their prices.
 
         Returns:
-            its choices, its signature if it has a rule, and for each choice the seconds of its
-            kernels, and of what it sends itself, forwards and backwards.
+            Its choices; its signature if it has a rule; and for each choice the forward and
+            backward seconds of its kernels and of its own communication.
 
         Raises:
             CostError: a price that is negative or not finite.
@@ -113,9 +112,9 @@ class Prices:
         options_of: Callable[[str], tuple[Option, ...]],
         accelerator: bool,
     ) -> Rows:
-        """Bytes of one copy of what a node allocates under its choices, or some; see `amounts`.
+        """Returns the bytes of each tensor that a node allocates, by choice (see `amounts`).
 
-        Not to be changed.
+        Callers must not modify the result.
         """
         near, kind = around(graph, node, options_of), _kind(graph, node)
         known = self._operators.get(kind)
@@ -140,7 +139,7 @@ class Prices:
 
 
 def _kind(graph: Graph, node: Node) -> Hashable:
-    """What nodes have in common that are alike but for names, and whose operands are."""
+    """Returns a key that nodes share if they and their operands differ only in names."""
     place = {name: at for at, name in enumerate(dict.fromkeys(node.inputs))}
     return (
         node.op,

@@ -1,10 +1,10 @@
-"""The strategy problem as a value: one choice for every node, at the least cost, within memory.
+"""The strategy problem: one choice for every node, at the least cost, within memory.
 
 A problem is a graph. Every node has a list of choices, each with a cost in seconds and a memory in
-bytes that is held during the node's half-open interval of time; every edge has a matrix of costs,
+bytes that is held during the node's half-open interval of time. Every edge has a matrix of costs,
 one entry for each pair of choices at its two ends. A node may hold further memory at other times.
-The task is to pick one choice for every node so that the sum of all costs is least and the memory
-held at any time is at most the limit.
+A solution picks one choice for every node so that the sum of all costs is least and the memory held
+at any time is at most the limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.ir.units import format_bytes
 Matrix = NDArray[np.float64]
 
 FORBIDDEN = 1e18
-"""A choice, or a pair of choices, with this cost or more must not be taken."""
+"""A choice, or a pair of choices, with this cost or more is forbidden."""
 
 
 Held = tuple[tuple[int, int], tuple[float, ...]]
@@ -33,20 +33,19 @@ Held = tuple[tuple[int, int], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Choices:
-    """One node: parallel lists of what it may choose.
+    """One node: parallel lists over its choices.
 
     Args:
-        name: what the node is called in messages.
-        labels: one text for each choice.
+        name: name of the node in messages.
+        labels: a description of each choice.
         cost: seconds of each choice; `FORBIDDEN` or more means that it must not be taken.
         memory: bytes of each choice, held at every time t with live[0] <= t < live[1].
         live: the half-open interval of time; (t, t) is empty.
-        more: further memory that is held at other times, or at the same ones beside it.
+        more: further memory, at other times or in addition at the same ones.
 
     Raises:
-        ProblemError: no choices, lists of different lengths, a cost that is not a number or is
-            minus infinity, memory that is negative or not finite, an interval that ends before it
-            begins.
+        ProblemError: no choices, lists of different lengths, a cost that is NaN or minus infinity,
+            memory that is negative or not finite, or an interval that ends before it begins.
     """
 
     name: str
@@ -83,11 +82,11 @@ class Choices:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """All of its memory: one interval, and then further ones."""
+        """All intervals of memory: the first, then the further ones."""
         return ((self.live, self.memory), *self.more)
 
     def lighter(self, index: int, other: int) -> bool:
-        """Whether choice `index` holds no more than choice `other` at any time."""
+        """Returns whether choice `index` never holds more than choice `other`."""
         return all(nbytes[index] <= nbytes[other] for _, nbytes in self.held)
 
 
@@ -110,13 +109,13 @@ def _check_memory(where: str, count: int, live: tuple[int, int], nbytes: Sequenc
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """Costs in seconds of every pair of choices of nodes `a` and `b`: shape (choices of a, of b).
+    """Costs in seconds of all pairs of choices of nodes `a` and `b`: shape (choices of a, of b).
 
     The matrix is copied and made read-only. Parallel edges are allowed and add up.
 
     Raises:
-        ProblemError: both ends are the same node, the costs are not a matrix, or one of them is not
-            a number or is minus infinity.
+        ProblemError: both ends are the same node, the costs are not a matrix, or a cost is NaN or
+            minus infinity.
     """
 
     a: int
@@ -157,11 +156,11 @@ class Edge:
 class Problem:
     """Nodes, edges between them by index, and the memory limit in bytes.
 
-    No limit is None; an infinite one becomes None.
+    None means no limit; an infinite limit becomes None.
 
     Raises:
-        ProblemError: an edge names a node that is not there or has a matrix of the wrong shape; the
-            limit is negative or not a number.
+        ProblemError: an edge names a node that does not exist or has a matrix of the wrong shape;
+            the limit is negative or NaN.
     """
 
     name: str
@@ -197,8 +196,9 @@ class Problem:
                 )
 
     def split(self) -> Problem:
-        """The same problem with one interval a node: its own nodes, and after them further ones
-        that must agree with them.
+        """Returns the same problem with one interval per node.
+
+        Further intervals become nodes at the end of the list that must agree with theirs.
         """
         nodes = [replace(node, more=()) for node in self.nodes]
         edges = list(self.edges)
@@ -214,15 +214,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One choice for every node, as a solver gives it.
+    """A solver's choice for every node.
 
     Args:
         choice: the index of the choice of each node.
         objective: seconds, the sum of all costs of the choice.
-        bound: seconds; no choice that fits costs less, as far as the solver could prove.
+        bound: seconds, a proven lower bound on the cost of every choice that fits.
         solver: the solver's name.
-        seconds: how long it took.
-        left: nodes that the reductions left to be searched, where there were reductions.
+        seconds: solving time.
+        left: nodes that remained after reductions, if the solver reduces.
     """
 
     choice: tuple[int, ...]
@@ -234,13 +234,13 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Distance of objective and bound, relative to the objective; 0 if it is optimal."""
+        """Relative distance of objective and bound; 0 if the choice is optimal."""
         return (self.objective - self.bound) / abs(self.objective) if self.objective else 0.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found: seconds (infinite if forbidden), peak bytes, and the verdict."""
+    """Result of `evaluate`: seconds (infinite if forbidden), peak bytes, and feasibility."""
 
     cost: float
     peak: float
@@ -254,11 +254,11 @@ def evaluate(problem: Problem, solution: Solution | Sequence[int]) -> Evaluation
     depend on the order of the nodes.
 
     Returns:
-        the cost of all nodes and edges in seconds, the most memory held at any time in bytes, and
-        whether nothing forbidden was taken and the peak is within the limit.
+        The cost of all nodes and edges in seconds, the peak memory in bytes, and whether nothing
+        forbidden was taken and the peak is within the limit.
 
     Raises:
-        ProblemError: the number of choices is not that of the nodes, or one is out of range.
+        ProblemError: the number of choices differs from that of the nodes, or one is out of range.
     """
     choice = solution.choice if isinstance(solution, Solution) else tuple(solution)
     if len(choice) != len(problem.nodes):
@@ -296,7 +296,7 @@ def _peak(
     changes: Mapping[int, Sequence[float]],
     total: Callable[[Sequence[float]], float | Fraction],
 ) -> float | Fraction:
-    """The most that is held, given by how much that changes at some times."""
+    """Returns the peak of a quantity, given its changes at some times."""
     held = peak = total(())
     for time in sorted(changes):
         held += total(changes[time])
@@ -305,7 +305,7 @@ def _peak(
 
 
 def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
-    """The time at which the most frugal choices hold most, and the bytes of each node's then.
+    """Returns the time at which the lightest choices hold most, and each node's bytes at that time.
 
     No choice of all nodes has a lower peak than their sum. Without memory, the time is 0.
     """
@@ -330,13 +330,13 @@ def frugal(nodes: Sequence[Choices]) -> tuple[int, dict[str, float]]:
 def too_small(
     what: str, limit: float, need: float, held: Mapping[str, float], where: str = ""
 ) -> InfeasibleError:
-    """The error that says how much memory is missing, and for what.
+    """Returns an error that says how much memory is missing, and what takes the most.
 
     Args:
-        what: does not fit.
-        limit, need: bytes of a device, and those that the smallest plan takes.
+        what: opening words of the message, saying what does not fit.
+        limit, need: bytes of a device, and bytes of the smallest plan.
         held: bytes of each node.
-        where: in the step.
+        where: point of the step.
     """
     ranked = sorted(((nbytes, name) for name, nbytes in held.items()), reverse=True)
     largest = ", ".join(f"%{name} {format_bytes(nbytes)}" for nbytes, name in ranked[:3])

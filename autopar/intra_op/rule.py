@@ -2,25 +2,24 @@
 
     rule("aten.linear", "... k, n k, +n -> ... n", flops="2 ... n k")
 
-names the dimensions of every tensor operand and result. A factor that a mesh axis splits is split
-wherever it stands. Along that axis an operand that lacks the factor is needed whole and its
-gradient is owed a sum; a result that lacks it is itself owed a sum.
+names the factor of every dimension of every tensor operand and result. A mesh axis that splits a
+factor splits it wherever it occurs. Along that axis, an operand that lacks the factor must be whole
+and its gradient is a partial sum; a result that lacks it is itself a partial sum.
 
     ...      any number of leading dimensions, aligned right, broadcast against one another
     k!       k must stay whole
-    k~       k is split inside the operator, which asks the other devices for what it needs along
-             it: results that lack k are whole; k~3 takes parts of at least 3 elements
-    (h d)    one dimension that runs over h and, inside it, d; only the outermost can be split
+    k~       k is split inside the operator, which communicates along it with the other devices:
+             results that lack k are whole; k~3 needs parts of at least 3 elements
+    (h d)    one dimension that runs over h and, within it, d; only the outermost can be split
     1        a dimension without a factor, always whole
     +n       an additive operand: under a split contraction it is a partial sum itself
 
-Next to its string a rule may say in which operands, taken together, the operator is `linear`: True
-for all of them (views, neg), ((0,), (1,)) for a product that is linear in each factor alone.
-Partial sums pass through such a group; the other operands are then needed whole and their
-gradients are owed a sum. Where there is any such group, gradients that are owed a sum may pass
-through as well.
+`linear` names groups of operands in which the operator is jointly linear: True for all of them
+(views, neg), ((0,), (1,)) for a product that is linear in each factor alone. Partial sums pass
+through such a group; the other operands must then be whole and their gradients are partial sums. If
+there is any such group, partial gradients may pass through as well.
 
-The notation is in the spirit of OpenXLA Shardy's factor rules and nnScaler's annotations.
+The notation follows OpenXLA Shardy's factor rules and nnScaler's annotations.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class OpRule:
 
     Attributes:
         op: operator name as in the graph, "aten.linear".
-        spec: the factor string, or a function of (node, operand types) that writes it.
-        flops: sum of products, "2 m n k + m n", or a function that writes it; `out` stands for the
-            number of elements of the first result, and empty means just that.
+        spec: the factor string, or a function of (node, operand types) that returns it.
+        flops: a sum of products, "2 m n k + m n", or a function that returns it; `out` stands for
+            the number of elements of the first result, and is the default.
         linear: groups of tensor operands, by position, in which the results are jointly linear;
             True means all together, False none. May be a function of the node.
-        examples: argument lists in the graph's own notation, a type in the place of each tensor:
+        examples: argument lists in the graph's notation, with a type in the place of each tensor:
             "f64[4, 6], (2, 12)". "f64[4]>0" asks for positive values, "i64[4]<8" for values from 0
             up to 8. The rule is proved on them.
     """
@@ -72,43 +71,43 @@ def rule(
     linear: Linear = False,
     examples: Sequence[str] = (),
 ) -> OpRule:
-    """One rule, a plain value; `op` is written as in a graph, "aten.linear", or "aten::linear".
+    """Returns one rule; `op` is written as in a graph, "aten.linear", or "aten::linear".
 
-    Of a torch.autograd.Function it is the class.
+    For a torch.autograd.Function it is the class.
     """
     op = op if isinstance(op, str) else f"{FUNCTION}{op.__module__}:{op.__qualname__}"
     return OpRule(graph_name(op), spec, flops, linear, tuple(examples))
 
 
 def graph_name(op: str) -> str:
-    """An operator's name as in a graph, from torch's: "mylib::op.default" -> "mylib.op"."""
+    """Converts torch's name of an operator to the graph's: "mylib::op.default" -> "mylib.op"."""
     return op.replace("::", ".").removesuffix(".default")
 
 
 def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:
-    """An argument of `node`, given by position or by name."""
+    """Returns an argument of `node`, passed by position or by name."""
     return node.args[position] if len(node.args) > position else node.keyword(name, default)
 
 
 def dimensions(arg: Arg, rank: int) -> tuple[int, ...]:
-    """Dimension numbers from 0; None and the empty tuple name all of them."""
+    """Returns dimension numbers from 0; None and the empty tuple mean all of them."""
     numbers = arg if isinstance(arg, tuple) else () if arg is None else (arg,)
     return tuple(int(str(n)) % max(rank, 1) for n in numbers) or tuple(range(rank))
 
 
 def letters(rank: int) -> list[str]:
-    """One factor for each dimension: d0, d1, ..."""
+    """Returns one factor for each dimension: d0, d1, ..."""
     return [f"d{i}" for i in range(rank)]
 
 
 def broadcast(names: list[str], tensor: TensorType) -> str:
-    """The term of an operand whose dimensions run over the last of `names`, or have size 1."""
+    """Returns the term of an operand that broadcasts against the last of `names`."""
     own = names[len(names) - len(tensor.shape) :]
     return " ".join(n if size > 1 else "1" for n, size in zip(own, tensor.shape, strict=True))
 
 
 def whole_along(node: Node, types: tuple[TensorType, ...], dims: tuple[int, ...]) -> str:
-    """The first operand and every result split alike, but for `dims`, which stay whole."""
+    """Returns a rule that splits the first operand and all results alike, except along `dims`."""
     names = letters(len(types[0].shape))
     into = [f"{n}!" if i in dims else n for i, n in enumerate(names)]
     out = [f"r{i}!" if i in dims else n for i, n in enumerate(names)]
@@ -116,7 +115,7 @@ def whole_along(node: Node, types: tuple[TensorType, ...], dims: tuple[int, ...]
 
 
 def all_whole(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Every operand and result whole on every device."""
+    """Returns a rule that keeps every operand and result whole."""
     terms = [
         " ".join(f"t{k}_{i}!" for i in range(len(tensor.shape)))
         for k, tensor in enumerate((*types, *node.types))
@@ -126,16 +125,16 @@ def all_whole(node: Node, types: tuple[TensorType, ...]) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """A rule applied to one node: what each dimension of each operand runs over.
+    """A rule applied to one node: the factors of each dimension of each operand.
 
     Attributes:
-        operands, results: per tensor, per dimension, the factors it runs over, outermost first.
+        operands, results: per tensor, per dimension, its factors, outermost first.
         additive: for each operand whether it is added under a contraction.
         sizes: size of each factor.
         whole: factors that no axis may split.
         flops: floating-point operations of the whole operator, forwards.
         linear: groups of operands through which partial sums may pass.
-        varying: whether gradients that are owed a sum may pass through the operator.
+        varying: whether partial gradients may pass through the operator.
         merged: factors that share a dimension with others; they split evenly or not at all.
         exchanged: factors marked "~", with the fewest elements that a part of each may have.
     """
@@ -158,14 +157,14 @@ class Signature:
 
 
 def written(rule: OpRule, node: Node, operands: tuple[TensorType, ...]) -> str:
-    """The factor string of a rule for one node."""
+    """Returns the factor string of a rule for one node."""
     return rule.spec if isinstance(rule.spec, str) else rule.spec(node, operands)
 
 
 def resolve(
     rule: OpRule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
 ) -> Signature:
-    """Apply `rule` to a node with operands and results of these types.
+    """Applies `rule` to a node with operands and results of these types.
 
     Raises:
         RuleError: the string cannot be read or does not fit the shapes.
@@ -215,9 +214,9 @@ def resolve(
 def _groups(
     rule: OpRule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
 ) -> Groups:
-    """The linear groups that hold floating tensors only: nothing else is summed by parts.
+    """Returns the linear groups with floating tensors only; no others have partial sums.
 
-    A group with an operand that is not given does not count.
+    A group with an absent operand does not count.
     """
     linear = rule.linear(node) if callable(rule.linear) else rule.linear
     if isinstance(linear, bool):
@@ -231,7 +230,7 @@ def _groups(
 def _read(
     term: str, shape: tuple[int, ...], whole: set[str], exchanged: dict[str, int], where: str
 ) -> Dims:
-    """The factors of each dimension of one operand; "..." filled in, size-1 dimensions bare."""
+    """Returns the factors of each dimension of an operand, "..." expanded, none for size 1."""
     words = re.findall(r"\([^)]*\)!?|\.\.\.|[A-Za-z_]\w*(?:!|~\d*)?|1", term)
     fixed = [word for word in words if word != "..."]
     leading = len(shape) - len(fixed)
@@ -254,7 +253,7 @@ def _read(
 
 
 def _infer(read: list[Dims], tensors: list[TensorType], sizes: dict[str, int], where: str) -> None:
-    """Fill in factor sizes: single-factor dimensions first, then the one unknown of a group."""
+    """Fills in factor sizes: single-factor dimensions first, then the one unknown of a group."""
     pairs = [
         (dim, size)
         for dims, tensor in zip(read, tensors, strict=True)
@@ -297,7 +296,7 @@ def _flops(
 
 
 def collect(rules: Iterable[OpRule]) -> dict[str, OpRule]:
-    """Rules by operator name; RuleError if an operator has two."""
+    """Returns rules by operator name; raises RuleError if an operator has two."""
     table: dict[str, OpRule] = {}
     for item in rules:
         if item.op in table:

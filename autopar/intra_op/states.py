@@ -1,11 +1,11 @@
-"""State shardings as users name them; a new name is one line of the table.
+"""State shardings by name; a new name is one line of the table.
 
     "zero2"  "paro-iig"  "NIG"  "GGG+I"  "paro-iig over node"  "mics in groups of 8"
 
-Behind `over` stand the mesh axes that lead from group to group, by default all but the last one;
-"over none" makes one group of all devices. Parameters that are held in parts are kept whole for the
-backward or gathered again for it, what is better for each, unless "zero3, kept" or "zero3, gathered
-again" says so.
+After `over` come the mesh axes that lead from group to group, by default all but the last one;
+"over none" makes one group of all devices. Sharded parameters are kept whole for the backward or
+gathered again for it, whichever is better for each, unless "zero3, kept" or "zero3, gathered again"
+says so.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _AGAIN = {"kept": False, "gathered again": True}
 
 
 def state(name: str) -> StateSharding:
-    """The state sharding of that name, or the one that its letters tell ("NIG").
+    """Returns the state sharding of that name, or of three letters such as "NIG".
 
     Raises:
-        StateError: neither; names the nearest known.
+        StateError: it is neither; names the nearest known.
     """
     if name in STATES:
         return STATES[name]
@@ -68,11 +68,11 @@ class StateChoice:
     """A state sharding on a mesh.
 
     Attributes:
-        sharding: what is split how far.
+        sharding: how far each state is split.
         inter: the mesh axes that lead from group to group.
-        again: whether parameters are gathered again for the backward, None if that is left open.
-        hops: whether what goes over all devices may go in two hops, whatever the sharding. Over
-            nodes an all_to_all sends the less the more has been added up inside them.
+        again: whether parameters are gathered again for the backward; None leaves that open.
+        hops: whether a collective over all devices may take two hops, whatever the sharding. An
+            all_to_all over nodes sends less the more has been summed inside them.
     """
 
     sharding: StateSharding
@@ -82,7 +82,7 @@ class StateChoice:
 
     @classmethod
     def read(cls, said: str | StateSharding, mesh: Mesh) -> StateChoice:
-        """What a user says, on a mesh.
+        """Reads a user's description of a state sharding on a mesh.
 
         Raises:
             StateError: there is no such sharding or axis, the sharding is not legal, or the mesh
@@ -96,8 +96,8 @@ class StateChoice:
         if not sharding.legal:
             raise StateError(
                 f"{said} cannot be trained",
-                why="a device updates what it has the optimizer state of, so that is split at "
-                "least as far as parameters and gradients",
+                why="a device updates the parts whose optimizer state it has, so that the state is "
+                "split at least as far as parameters and gradients",
                 todo="split the optimizer state further: the third letter",
             )
         over = re.fullmatch(r"over\s+(\w+(?:\s*,\s*\w+)*)", rest)
@@ -119,29 +119,29 @@ class StateChoice:
         return f"{self.sharding} over {', '.join(self.inter) or 'none'}{backward}"
 
     def sending(self, precision: Precision) -> StateChoice:
-        """The same where parameters or gradients go as a precision says.
+        """Returns the choice for a precision that sends parameters or gradients in another dtype.
 
         Raises:
-            PrecisionError: they are to go as int8 blocks, and do not go at all.
+            PrecisionError: they are to be sent as int8 blocks, but are not sent at all.
         """
         sharding = self.sharding
         for what, level, way in (
             ("weights", sharding.params, "gathers no parameters for the forward"),
-            ("gradients", sharding.optimizer, "deals out no gradients: an all_reduce adds them up"),
+            ("gradients", sharding.optimizer, "scatters no gradients: an all_reduce sums them"),
         ):
             if getattr(precision, what) and level == "N":
                 raise PrecisionError(
-                    f"{what} cannot go as int8 blocks under the state sharding {self}",
+                    f"{what} cannot be sent as int8 blocks under the state sharding {self}",
                     why=f"it {way}",
                     todo=f'leave out "{what}=int8", or pass state="zero++" or "zero3"',
                 )
         return replace(self, hops=bool(precision.gradients))
 
     def storages(self, used: Layout, tensor: TensorType, mesh: Mesh) -> tuple[Storage, ...]:
-        """Where the states of a parameter lie that is used as `used`.
+        """Returns the storages of a parameter that is used as `used`.
 
-        One that has no dimension for so many parts stays whole. Groups that keep a second copy
-        gather from that for the backward.
+        A parameter without a dimension for so many shards stays whole. Groups that keep a second
+        copy gather from that for the backward.
         """
         whole = Layout(used.dims)
         inside = tuple(axis for axis in used.varying if axis not in self.inter)
@@ -163,17 +163,17 @@ class StateChoice:
 def lies_of(
     state: str | StateSharding | None, elementwise: bool, precision: Precision, mesh: Mesh
 ) -> Lies | None:
-    """Where the states of parameters may lie, if not everywhere.
+    """Returns the function that restricts the storages of parameters, None if nothing does.
 
     Args:
-        state: what a user said.
-        elementwise: whether the optimizer can update parts of a parameter.
-        precision: what is sent in it.
+        state: the user's state sharding.
+        elementwise: whether the optimizer can update shards of a parameter.
+        precision: dtypes of messages.
         mesh: the devices.
 
     Raises:
-        StateError: what is said of it is nonsense, or more than the optimizer can do.
-        PrecisionError: what is to be sent as int8 blocks is not sent under it.
+        StateError: the sharding is invalid, or more than the optimizer can do.
+        PrecisionError: something is to be sent as int8 blocks that the sharding does not send.
     """
     said = state if elementwise else state or "ddp"
     choice = None if said is None else StateChoice.read(said, mesh).sending(precision)
@@ -200,13 +200,13 @@ def _axes(names: list[str], mesh: Mesh) -> tuple[str, ...]:
 
 
 def _leading(size: int, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that lead from one group of `size` neighbours to the next."""
+    """Returns the axes that lead from one group of `size` neighbours to the next."""
     Groups(mesh.size, size)
     sizes = [math.prod(mesh.shape[at:]) for at in range(len(mesh.shape) + 1)]
     if size not in sizes:
         raise StateError(
-            f"no axes of the mesh make groups of {size}",
-            why=f"its inner axes make groups of {', '.join(map(str, reversed(sizes)))}",
+            f"no axes of the mesh form groups of {size}",
+            why=f"its inner axes form groups of {', '.join(map(str, reversed(sizes)))}",
             todo="write the mesh with an axis of that size last",
         )
     return mesh.names[: sizes.index(size)]

@@ -1,8 +1,8 @@
-"""What a parameter's storage costs: seconds of its collectives, bytes of its states.
+"""Cost of a parameter's storage: seconds of its collectives, bytes of its states.
 
-A parameter meets the rest of the problem through the layout in which it is used, and nothing else.
-So of its choices with one such layout those remain that no other is at least as good as in
-everything that counts, and no optimum is lost.
+A parameter interacts with the rest of the problem only through the layout in which it is used. Of
+the choices with one such layout, those that are worse than another in every respect are dropped; no
+optimum is lost.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopar.ir.tensor import TensorType
 
 @dataclass(frozen=True)
 class Away:
-    """That optimizer state lies in host memory.
+    """Optimizer state in host memory.
 
     Attributes:
-        seconds: that one of its bytes takes to come and to go; on accelerators at once.
-        share: the part of it that is on the device at a time in the update.
+        seconds: per byte, for the copies from and to the host; on accelerators they overlap.
+        share: share of the state that is on the device at a time during the update.
     """
 
     seconds: float
@@ -42,14 +42,14 @@ class StoredCost:
     """One choice of a parameter, in seconds and bytes.
 
     Attributes:
-        seconds: of its collectives for one microbatch, with its part of what a step does once.
-        beside: of those for which only the optimizer waits: its gradient's; in `seconds`.
-        fetched, refetched: of gathering it for the forward and in the backward, which the block
-            before hides; in `seconds`.
-        reduced: of what is done with its gradient once a step, and
-        gathered: of gathering it once the optimizer has run; of a whole step.
-        nbytes: what it holds; see `lifetimes.Role`.
-        host: bytes of it in host memory.
+        seconds: its collectives for one microbatch, with its part of once-a-step costs.
+        beside: those that only the optimizer waits for, of its gradient; included in `seconds`.
+        fetched, refetched: gathering it for the forward and in the backward, overlapped with the
+            previous block; included in `seconds`.
+        reduced: its gradient's collectives once a step; seconds of a whole step.
+        gathered: gathering it after the optimizer has run; seconds of a whole step.
+        nbytes: bytes by role; see `lifetimes.Role`.
+        host: bytes in host memory.
     """
 
     seconds: float
@@ -62,12 +62,12 @@ class StoredCost:
     host: float = 0.0
 
     def held(self, trained: bool) -> float:
-        """Bytes that it holds for most of a step, with its gradient if it is trained."""
+        """Returns the bytes held for most of a step, with the gradient if it is trained."""
         gradient = max(self.nbytes["gradient"], self.nbytes["accumulated"]) if trained else 0.0
         return self.nbytes["leaf"] + self.nbytes["gathered"] + gradient
 
     def dominates(self, other: StoredCost) -> bool:
-        """Whether it is at least as good in everything."""
+        """Returns whether it is at least as good in every respect."""
         pairs = zip(self._parts, other._parts, strict=True)
         return all(mine <= its * (1 + 1e-12) for mine, its in pairs) and all(
             self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
@@ -75,24 +75,25 @@ class StoredCost:
 
     @cached_property
     def _parts(self) -> tuple[float, ...]:
-        """Seconds by what they are hidden behind: nothing, the backward, the forward."""
+        """Returns seconds by what hides them: nothing, the backward, the forward."""
         behind = self.beside + self.refetched
         return self.seconds - behind - self.fetched, behind, self.fetched
 
 
 @dataclass(frozen=True)
 class StoredTraffic:
-    """What one choice of a parameter sends and holds, however many microbatches a step has.
+    """Traffic and memory of one choice of a parameter, for any number of microbatches.
 
     Attributes:
         tensor: type of the parameter.
-        own: type of what the optimizer updates.
+        own: type in which the optimizer updates it.
         trained: whether it has a gradient.
-        seconds: of its collectives, each once, by when they run; see `storage.Hop`.
-        nbytes: of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s type.
-        apart: whether it is gathered for the forward and for the backward.
-        reducing: the most bytes of its gradient while that is reduced.
-        at_end: whether that is done when the backward has ended, for all gradients at once.
+        seconds: its collectives, each once, by when they run; see `storage.Hop`.
+        nbytes: bytes of its layouts, by their names in `Storage`; `grads` and `updated` in `own`'s
+            type.
+        apart: whether it is gathered separately for the forward and for the backward.
+        reducing: peak bytes of its gradient during the reduction.
+        at_end: whether gradients are reduced after the backward, all at once.
     """
 
     tensor: TensorType
@@ -113,21 +114,21 @@ class StoredTraffic:
         away: Away | None = None,
         fused: bool = False,
     ) -> StoredCost:
-        """The price of the choice.
+        """Returns the price of the choice.
 
         Args:
-            state_bytes: optimizer state in units of the bytes of what it updates.
-            microbatches: in a step.
+            state_bytes: optimizer state relative to the bytes of what it updates.
+            microbatches: number in a step.
             waits: whether the program waits for each collective.
-            again: which part of its blocks is computed again in the backward, and fetches it again.
-            away: said where its optimizer state lies in host memory.
-            fused: whether the update is a kernel, which needs no temporaries.
+            again: share of its blocks that are recomputed in the backward, and gather it again.
+            away: costs of optimizer state in host memory, None if it is on the device.
+            fused: whether the update is one kernel, which needs no temporaries.
         """
         totals = {
             when: seconds * (microbatches if when in EACH else 1)
             for when, seconds in self.seconds.items()
         }
-        # A block that is computed again gathers it for that, and has it for the backward then.
+        # A recomputed block gathers it for that, and then has it for the backward.
         totals["backward"] = totals["forward"] * again + totals["backward"] * (1 - again)
         shown = 0.0 if waits else 1 / microbatches
         beside = shown * (totals["accumulate"] + totals["reduce"])
@@ -136,7 +137,7 @@ class StoredTraffic:
         forward_apart, backward_apart = self.apart
         beside_result = max(self.reducing - updated, 0.0)
         own_dtype = self.own != self.tensor
-        # The kernel takes parts that lie in a buffer of their own; others are updated in place.
+        # The kernel updates parts in a buffer of their own; others are updated in place.
         master = updated if own_dtype or (fused and updated < self.nbytes["held"]) else 0.0
         state = state_bytes * updated + master if self.trained else 0.0
         host, coming = (0.0, 0.0) if away is None else (state, state * away.seconds)
@@ -172,15 +173,15 @@ def stored_traffic(
     bucket: int = 1,
     precision: Precision = AS_IS,
 ) -> StoredTraffic:
-    """What one choice of a parameter sends and holds.
+    """Returns the traffic and memory of one choice of a parameter.
 
     Args:
         tensor: type of the parameter.
         trained: whether it has a gradient.
-        storage: where its states lie.
+        storage: its storage.
         mesh, model: the devices and their prices.
-        bucket: bytes of gradients, or of parameters, that go together.
-        precision: in which dtypes it is updated and its gradient sent.
+        bucket: bytes of gradients or parameters that are sent together.
+        precision: dtypes in which it is updated and its gradient sent.
     """
     seconds = dict.fromkeys((*EACH, "reduce", "update"), 0.0)
     hops = storage.hops(tensor, mesh, 1, trained, precision)
@@ -194,7 +195,7 @@ def stored_traffic(
     apart = storage.held.dims != storage.kept.dims, storage.kept.dims != storage.used.dims
     accelerator = mesh.device.lower() != "cpu"
     path = [hop for hop in hops if hop.when in REDUCED]
-    # A CPU sums all gradients that need no more than that at once.
+    # A CPU sums all gradients that need only an all_reduce at once.
     at_end = not accelerator and {hop.call.kind for hop in path} == {"all_reduce"}
     before, levels = nbytes["used"], [nbytes["updated"]]
     for hop in path:
@@ -207,9 +208,9 @@ def stored_traffic(
 
 
 def bucket_of(graph: Graph) -> int:
-    """Bytes of gradients, or of parameters, that go together: a tenth of a small model, or a block.
+    """Returns the bytes of gradients or parameters sent together: a block, or a tenth of the model.
 
-    In a block's bucket there is what FSDP gathers and reduces as one (arXiv:2304.11277, section 4).
+    A block's bucket holds what FSDP gathers and reduces at once (arXiv:2304.11277, section 4).
     """
     leaves = {leaf.name: leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad}
     blocks = [sum(leaves.get(n, 0) for n in repeat.iterations[0]) for repeat in graph.repeats]
@@ -217,13 +218,13 @@ def bucket_of(graph: Graph) -> int:
 
 
 def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
-    """What it means for a parameter that optimizer state lies in host memory.
+    """Returns the costs of optimizer state in host memory.
 
     Args:
-        graph: whose parameters they are.
-        chip: what the state comes to.
-        bucket: bytes of parameters whose state comes together.
-        waits: whether one bucket goes before the next one comes.
+        graph: graph with the parameters.
+        chip: the device.
+        bucket: bytes of parameters whose state is copied together.
+        waits: whether one bucket is written back before the next is read.
     """
     trained = sum(leaf.type.nbytes for leaf in graph.leaves("param") if leaf.requires_grad)
     return Away(
@@ -235,9 +236,9 @@ def away_of(graph: Graph, chip: Device, bucket: int, waits: bool) -> Away:
 def undominated(
     options: Sequence[Option], costs: Sequence[StoredCost]
 ) -> tuple[tuple[Option, ...], tuple[StoredCost, ...]]:
-    """The choices that no other with the same layout in use beats; of equals the first.
+    """Returns the choices that no other with the same layout in use beats; of equals the first.
 
-    Those that split no state stay: at one price they are the plainest (see `polish`).
+    Choices that split no state stay: at equal price they are the plainest (see `polish`).
     """
     kept: dict[object, list[int]] = {}
     plain: list[int] = []

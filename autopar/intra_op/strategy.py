@@ -1,9 +1,9 @@
-"""Rule x node x mesh -> strategies: every way to split one operator, with the layouts it implies.
+"""Strategies: every way to split one operator over a mesh, with the layouts it implies.
 
-A strategy gives each mesh axis one part: a factor of the rule to split; nothing (every device
-along the axis computes the same); or, for linear operators, to pass a partial sum (`+`, or `+1` by
-the second of several linear groups of operands) or a gradient that is owed a sum (`-`) through.
-Several axes may split one factor; they stack in mesh order, outermost first.
+A strategy gives each mesh axis one part: a factor of the rule to split; nothing (every device along
+the axis computes the same); or, for linear operators, to pass through a partial sum (`+`, or `+1`
+for the second of several linear groups of operands) or a partial gradient (`-`). Several axes may
+split one factor; they stack in mesh order, outermost first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Strategy:
         return " ".join(f"{part}@{axis}" for axis, part in self.parts if part) or "whole"
 
     def share(self, sizes: dict[str, int], mesh: Mesh) -> float:
-        """Part of the operator's FLOPs that the busiest device runs."""
+        """Returns the share of the operator's FLOPs that the busiest device runs."""
         largest = dict(sizes)
         for axis, part in self.parts:
             if part in sizes:
@@ -46,7 +46,7 @@ class Strategy:
 
 
 def strategies(signature: Signature, mesh: Mesh) -> tuple[Strategy, ...]:
-    """All legal strategies of one operator on a mesh; running it whole is always the first."""
+    """Returns all legal strategies of one operator on a mesh; running it whole is always first."""
     choices = [NOTHING, *signature.splittable]
     choices += [f"{PARTIAL}{i or ''}" for i in range(len(signature.linear))]
     choices += [VARYING] if signature.varying else []
@@ -66,10 +66,10 @@ def _assignments(
 
 
 def _splits(signature: Signature, part: str, count: int) -> bool:
-    """Whether a factor splits `count` ways.
+    """Returns whether a factor splits `count` ways.
 
-    Parts may differ by an element where the factor has its dimensions for itself. Inside a merged
-    dimension such parts would not be parts of that dimension.
+    Parts may differ by an element if the factor has its dimensions to itself. Within a merged
+    dimension uneven parts would not be contiguous.
     """
     size = signature.sizes.get(part, 0)
     if size // count < signature.exchanged.get(part, 0):
@@ -88,7 +88,7 @@ def _build(signature: Signature, mesh: Mesh, parts: tuple[tuple[str, str], ...])
 def _layout(
     dims: Dims, parts: tuple[tuple[str, str], ...], signature: Signature, operand: int | None
 ) -> Layout:
-    """Layout of the operand with that number, or of a result."""
+    """Returns the layout of the operand with that number, or of a result."""
     split: list[tuple[str, ...]] = [()] * len(dims)
     partial, varying = [], []
     for axis, part in parts:
@@ -98,7 +98,7 @@ def _layout(
         if where:
             split[where[0]] = (*split[where[0]], axis)
         elif operand is None and part in signature.exchanged:
-            continue  # the operator has put it together
+            continue  # the operator has already combined it
         elif _summed(part, signature, operand):
             partial.append(axis)
         else:
@@ -107,7 +107,7 @@ def _layout(
 
 
 def _summed(part: str, signature: Signature, operand: int | None) -> bool:
-    """Whether a tensor that lacks the factor `part` is a partial sum along its axis."""
+    """Returns whether a tensor that lacks the factor `part` is a partial sum along its axis."""
     if part == VARYING:
         return False
     if operand is None:

@@ -1,4 +1,4 @@
-"""The rules of one compilation: those that are found by folder, and the user's own."""
+"""The rules of one compilation: autopar's, discovered by folder, and the user's own."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from autopar.intra_op.rules import rules
 
 
 def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dict[str, OpRule]:
-    """All rules by operator; the user's own, proved here, come before those that are found.
+    """Returns all rules by operator; the user's own, proved here, take precedence.
 
-    An annotation has the rule of a share, which is the identity as well; a Function that is split
-    has the one that stands beside its name.
-
-    They are proved on the CPU, or on `device` if there is no such operator for the CPU.
+    An annotation has the rule of a share, which is also the identity. A Function that can be split
+    has the rule stated in its call. Rules are proved on the CPU, or on `device` for operators
+    without a CPU implementation.
 
     Raises:
-        RuleError: one of them is no rule, has no example, cannot be run or is wrong, or two are for
-            one operator.
+        RuleError: one of them is not a rule, has no example, cannot be run or is wrong, or two are
+            for one operator.
     """
     for item in own:
         if not isinstance(item, OpRule):
-            raise RuleError(f"{item!r} is no rule", todo="make it with autopar.rule(...)")
+            raise RuleError(f"{item!r} is not a rule", todo="make it with autopar.rule(...)")
         _check(item, device)
     found = rules()
     annotation = replace(found["autopar.share"], op="autopar.shard")
@@ -40,7 +39,7 @@ def _check(item: OpRule, device: torch.device | None) -> None:
         raise RuleError(
             f"the rule of {item.op} has no example",
             why="a rule is proved before it is used",
-            todo='give it some, e.g. examples=["f64[4, 6], f64[6]"], with sizes that can be split',
+            todo='add some, e.g. examples=["f64[4, 6], f64[6]"], with sizes that can be split',
         )
     try:
         report = prove(item)

@@ -1,1 +1,1 @@
-"""The intermediate representation: meshes, layouts, graphs, collectives; all frozen values."""
+"""The intermediate representation: meshes, layouts, graphs and collectives, all frozen values."""

@@ -1,11 +1,11 @@
-"""Collectives, and the cheapest way from one layout to another.
+"""Collectives, and the cheapest sequence of them from one layout to another.
 
 `Resharder.steps(tensor, src, dst)` is the one place where a layout change becomes communication:
 the cost model prices the steps it returns and codegen prints them, so the two cannot disagree.
 
 Each step has a forward and a backward. Along one axis a value is sharded (S), replicated with a
-replicated gradient (R), replicated with a gradient that is owed a sum ("varying", V), or a partial
-sum whose gradient is replicated (P). The moves, with the collective each direction costs:
+replicated gradient (R), replicated with a partial gradient ("varying", V), or a partial sum whose
+gradient is replicated (P). The steps, with the collective of each direction:
 
     step               from -> to    forward         backward
     all_reduce           P -> R      all_reduce      -
@@ -39,24 +39,22 @@ from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
-# Steps that put together what may be parts of different lengths.
+# Steps that concatenate parts, whose lengths may differ.
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: `nbytes` is the payload that each device brings to it.
-
-    For all_gather that is its shard, for reduce_scatter, all_reduce and all_to_all the tensor it
-    holds before the call.
+    """One collective call.
 
     Attributes:
-        kind: what it does.
-        axes: over which devices.
-        nbytes: the payload.
-        quantised: bytes that kernels move on a device to make int8 blocks of the payload and
-            numbers of what arrives; 0 where it goes as it is. See `quantise.py`.
+        kind: name of the collective.
+        axes: mesh axes of the group.
+        nbytes: payload in bytes per device before the call: the shard for all_gather, the whole
+            local tensor for reduce_scatter, all_reduce and all_to_all.
+        quantised: bytes moved by the kernels that convert the payload to int8 blocks and back; 0 if
+            it is sent unchanged. See `int8_blocks.py`.
     """
 
     kind: str
@@ -66,13 +64,13 @@ class Collective:
 
     @property
     def title(self) -> str:
-        """Its name to a person: "all_gather", "int8 all_gather"."""
+        """Display name: "all_gather", "int8 all_gather"."""
         return f"int8 {self.kind}" if self.quantised else self.kind
 
 
 @dataclass(frozen=True)
 class Step:
-    """One move from layout `src` to `dst`; `op` names the runtime function that performs it."""
+    """One step from layout `src` to `dst`; `op` names the runtime function that performs it."""
 
     op: str
     axes: tuple[str, ...]
@@ -85,11 +83,11 @@ class Step:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives of both directions."""
+        """Collectives of both directions."""
         return tuple(c for c in (self.forward, self.backward) if c is not None)
 
 
-# Layout -> seconds to it, the layout before it and the step between the two.
+# Layout -> seconds to reach it, the layout before it and the step between the two.
 _Tree = dict[Layout, tuple[float, Layout | None, Step | None]]
 
 
@@ -98,12 +96,12 @@ def _without(names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Resharder:
-    """Cheapest step sequences on one mesh under one price, remembered per tensor type.
+    """Finds the cheapest step sequences on one mesh under one price, cached by tensor type.
 
     Args:
         mesh: the mesh.
         price: seconds of one Collective on that mesh.
-        widened: dtype -> the one in which sums of it are sent.
+        widened: dtype -> the dtype in which sums of it are sent.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class Resharder:
         self._nets: dict[tuple[TensorType, bool], _Net] = {}
 
     def cost(self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True) -> float:
-        """Seconds of `steps`, both directions."""
+        """Returns the seconds of `steps`, both directions."""
         return float(self.costs(tensor, (src,), (dst,), grad)[0, 0])
 
     def costs(
@@ -130,7 +128,7 @@ class Resharder:
         targets: Sequence[Layout],
         grad: bool = True,
     ) -> NDArray[np.float64]:
-        """`cost` from each of `sources` (rows) to each of `targets` (columns)."""
+        """Returns `cost` from each of `sources` (rows) to each of `targets` (columns)."""
         starts = [self._canonical(layout, grad) for layout in sources]
         ends = [self._canonical(layout, grad) for layout in targets]
         net = self._net(tensor, starts, grad)
@@ -144,7 +142,7 @@ class Resharder:
     def steps(
         self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True
     ) -> tuple[Step, ...]:
-        """The cheapest steps from `src` to `dst`; among equals the fewest.
+        """Returns the cheapest steps from `src` to `dst`; of equals the fewest.
 
         Args:
             tensor: the global type of the value.
@@ -152,7 +150,7 @@ class Resharder:
             grad: whether a gradient flows through it.
 
         Raises:
-            LayoutError: no sequence leads there (only if a device would hold nothing in `dst`).
+            LayoutError: `dst` cannot be reached, since a device would hold nothing in it.
         """
         dst, src = self._canonical(dst, grad), self._canonical(src, grad)
         tree = self._tree(tensor, src, grad)
@@ -169,7 +167,7 @@ class Resharder:
         return tuple(reversed(path))
 
     def _net(self, tensor: TensorType, starts: Sequence[Layout], grad: bool) -> _Net:
-        """All layouts that can be reached, and the moves between them."""
+        """Returns all reachable layouts and the steps between them."""
         net = self._nets.get((tensor, grad))
         if net is None or any(start not in net.place for start in starts):
             place = dict.fromkeys([] if net is None else net.place)
@@ -190,7 +188,7 @@ class Resharder:
         return net
 
     def _canonical(self, layout: Layout, grad: bool) -> Layout:
-        """One spelling for equal layouts: axis sets in mesh order; no V where no gradient flows."""
+        """Returns one spelling for equal layouts: axes in mesh order; no V without a gradient."""
         if len(layout.partial) < 2 and len(layout.varying) < 1 + grad:
             return layout
         order = self.mesh.names.index
@@ -245,7 +243,7 @@ class Resharder:
 
 
 class _Net:
-    """Layouts as numbers, and the moves between them as arrays, for many prices at once."""
+    """Layouts as numbers and steps as arrays, to price many pairs at once."""
 
     def __init__(self, place: dict[Layout, int], moves: Sequence[tuple[int, int, float]]) -> None:
         self.place = place
@@ -255,7 +253,10 @@ class _Net:
         self._rows: dict[int, NDArray[np.float64]] = {}
 
     def seconds(self, starts: Sequence[int], ends: Sequence[int | None]) -> NDArray[np.float64]:
-        """[starts, ends]: of the cheapest ways (Bellman & Ford, all at once), inf where none is."""
+        """Returns the seconds of the cheapest paths, shape (starts, ends), inf where there is none.
+
+        Bellman & Ford, for all pairs at once.
+        """
         fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
         found = np.full((len(fresh), len(self.place)), np.inf)
         found[np.arange(len(fresh)), fresh] = 0.0
@@ -272,7 +273,7 @@ class _Net:
 
 
 def _wider(step: Step, factor: int) -> Step:
-    """The step whose sums are sent in so many times as many bytes."""
+    """Returns the step with sums sent in `factor` times as many bytes."""
     forward, backward = (
         replace(call, nbytes=factor * call.nbytes)
         if call is not None and call.kind in SUMS
@@ -290,8 +291,8 @@ def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:
 
 
 def moves(layout: Layout, tensor: TensorType, mesh: Mesh, grad: bool = True) -> Iterator[Step]:
-    """Every single step that leaves `layout` (see the table above), with its collectives."""
-    # Elements along each dimension of the smallest part: none of its parts may be empty.
+    """Yields every single step that leaves `layout` (see the table above), with its collectives."""
+    # Elements of the smallest part along each dimension; a further split must leave some.
     local = tuple(
         size // math.prod(mesh.axis_size(axis) for axis in axes)
         for size, axes in zip(tensor.shape, layout.dims, strict=True)
@@ -312,7 +313,7 @@ def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def _reductions(
     layout: Layout, mesh: Mesh, nbytes: int, replicated: tuple[str, ...], grad: bool
 ) -> Iterator[Step]:
-    """P -> R and R -> V, over any set of axes at once."""
+    """Yields P -> R and R -> V, over any set of axes at once."""
     for axes in _subsets(layout.partial):
         dst = replace(layout, partial=_without(layout.partial, axes))
         call = Collective("all_reduce", axes, nbytes)
@@ -331,14 +332,14 @@ def _reductions(
 
 
 def _merge(mesh: Mesh, names: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
-    """The union, in mesh order, so that equal layouts are equal values."""
+    """Returns the union in mesh order, so that equal layouts are equal values."""
     return tuple(name for name in mesh.names if name in names or name in more)
 
 
 def _scatters(
     layout: Layout, tensor: TensorType, mesh: Mesh, local: tuple[int, ...], axis: str, grad: bool
 ) -> Iterator[Step]:
-    """R, V or P -> S: `axis` becomes the innermost split of a dimension."""
+    """Yields R, V or P -> S: `axis` becomes the innermost split of a dimension."""
     if axis in layout.sharded_axes:
         return
     size = mesh.axis_size(axis)
@@ -364,7 +365,7 @@ def _scatters(
 def _gathers(
     layout: Layout, tensor: TensorType, mesh: Mesh, local: tuple[int, ...], grad: bool
 ) -> Iterator[Step]:
-    """S -> V, R or another S: only the innermost axis of a dimension can leave it."""
+    """Yields S -> V, R or another S: only a dimension's innermost axis can leave it."""
     nbytes = layout.local_bytes(tensor, mesh)
     for dim, axes in enumerate(layout.dims):
         if not axes:

@@ -1,12 +1,12 @@
-"""Crossing: how a value goes from the devices of one stage to those of another.
+"""Transfers of values between the devices of two pipeline stages.
 
-Along mesh axes that a layout does not name, every device holds the same elements. Sending each of
-them a copy would send the same elements several times over what is often the slowest link. So the
-value arrives in a layout that splits it over these axes too, where sizes allow, and the receiving
+Along mesh axes that a layout does not name, every device holds the same elements. Sending a copy to
+each would send the same elements several times over what is often the slowest link. Instead, the
+value arrives in a layout that also splits it over these axes, where sizes allow, and the receiving
 devices gather it among themselves (the "local all-gather" of Alpa, arXiv:2201.12023, section 6).
-Which of several holders sends a part goes round, so that all of them share the work.
+Holders of the same part take turns as senders, so that they share the work.
 
-A gradient has the layout of its value, so that its way back is `crossing` with the sides swapped.
+A gradient has the layout of its value, so it returns by `crossing` with the sides swapped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Spans = tuple[Span, ...]  # one for each dimension
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a crossing.
+    """One end of a transfer.
 
     Attributes:
         mesh: its devices.
         ranks: their global ranks, row-major.
-        layout: of the value there, of splits and wholes.
+        layout: layout of the value on this mesh, without partial sums.
     """
 
     mesh: Mesh
@@ -38,19 +38,19 @@ class Side:
     layout: Layout
 
     def part(self, shape: tuple[int, ...], place: int, layout: Layout | None = None) -> Spans:
-        """What the device at a place in `ranks` holds."""
+        """Returns the part that the device at a place in `ranks` holds."""
         held = self.layout if layout is None else layout
         return held.bounds(shape, self.mesh, self.mesh.coordinate(place))
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements that one rank sends to another in one piece.
+    """Elements that one rank sends to another in one message.
 
     Attributes:
-        sender, receiver: global ranks; the two may be one.
-        taken: where they lie in the sender's part, (start, length) for each dimension.
-        put: where they lie in the part that arrives at the receiver.
+        sender, receiver: global ranks, possibly equal.
+        taken: (start, length) for each dimension in the sender's part.
+        put: (start, length) for each dimension in the part that arrives at the receiver.
     """
 
     sender: int
@@ -66,12 +66,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value's way between two meshes.
+    """The transfer of a value between two meshes.
 
     Attributes:
-        boxes: what is sent, by receiver.
-        arrival: the layout, on the receiving mesh, of what arrives.
-        gathers: the steps that lead from there to the wanted layout.
+        boxes: the messages, by receiver.
+        arrival: the layout, on the receiving mesh, in which the value arrives.
+        gathers: the steps from there to the wanted layout.
     """
 
     boxes: tuple[Box, ...]
@@ -79,21 +79,21 @@ class Crossing:
     gathers: tuple[Step, ...]
 
     def sent_by(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank sends, to itself included."""
+        """Returns the boxes that a rank sends, including those to itself."""
         return tuple(box for box in self.boxes if box.sender == rank)
 
     def received_by(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank receives, from itself included."""
+        """Returns the boxes that a rank receives, including those from itself."""
         return tuple(box for box in self.boxes if box.receiver == rank)
 
     @property
     def moved(self) -> int:
-        """Elements that change devices, without the gathers."""
+        """Number of elements that change devices, without the gathers."""
         return sum(box.numel for box in self.boxes if box.sender != box.receiver)
 
     @property
     def busiest(self) -> int:
-        """Elements of the rank that sends or receives the most."""
+        """Number of elements of the rank that sends or receives the most."""
         loads: dict[tuple[str, int], int] = {}
         for box in self.boxes:
             if box.sender != box.receiver:
@@ -103,18 +103,18 @@ class Crossing:
 
 
 def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
-    """The way of a value from one mesh to another.
+    """Returns the transfer of a value from one mesh to another.
 
-    Every element is sent once to the target mesh where the value can be split over all of its
-    devices; where it cannot, as a scalar, every device that shall hold it is sent it.
+    Every element is sent once to the target mesh if the value can be split over all of its devices.
+    Otherwise, as for a scalar, every device that needs it is sent a copy.
 
     Args:
         tensor: the value's global type.
-        source, target: where it is and where it shall be. The two may share ranks.
+        source, target: both ends. They may share ranks.
 
     Raises:
-        LayoutError: a layout does not fit the value or its mesh, or owes a sum.
-        MeshError: a mesh and its ranks differ in number.
+        LayoutError: a layout does not fit the value or its mesh, or has a partial sum.
+        MeshError: a mesh has another number of devices than ranks.
     """
     for side in (source, target):
         _check(tensor, side)
@@ -127,7 +127,7 @@ def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
         for part, ranks in holders:
             common = _common(part, whole)
             if common is not None:
-                # Itself if it holds the part; else the holders take turns.
+                # A receiver that holds the part keeps it; otherwise holders take turns.
                 sender = receiver if receiver in ranks else ranks[place % len(ranks)]
                 boxes.append(Box(sender, receiver, _within(common, part), _within(common, whole)))
     resharder = Resharder(target.mesh, lambda call: float(call.nbytes))
@@ -136,13 +136,13 @@ def crossing(tensor: TensorType, source: Side, target: Side) -> Crossing:
 
 
 def spread(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layout:
-    """`layout` split further over the axes along which it is whole, where sizes allow.
+    """Returns `layout` split further over the axes along which it is replicated, where sizes allow.
 
-    Each axis goes to the first dimension that it divides evenly, else to the first that has
-    elements enough.
+    Each axis splits the first dimension that it divides evenly, else the first with enough
+    elements.
     """
     dims = list(layout.dims)
-    least = [  # elements of the smallest part
+    least = [  # number of elements of the smallest part
         size // math.prod(mesh.axis_size(axis) for axis in axes)
         for size, axes in zip(shape, dims, strict=True)
     ]
@@ -172,13 +172,13 @@ def _check(tensor: TensorType, side: Side) -> None:
     if side.layout.partial or side.layout.varying:
         raise LayoutError(
             f"{side.layout.format(tensor.shape)} cannot cross between meshes",
-            why="a sum is owed along one of them",
-            todo="cross in a layout of splits and wholes",
+            why="it is a partial sum along one of them",
+            todo="transfer it in a layout without partial sums",
         )
 
 
 def _holders(shape: tuple[int, ...], side: Side) -> list[tuple[Spans, tuple[int, ...]]]:
-    """Each part of a value, with the ranks that hold it."""
+    """Returns each part of a value, with the ranks that hold it."""
     found: dict[Spans, list[int]] = {}
     for place, rank in enumerate(side.ranks):
         found.setdefault(side.part(shape, place), []).append(rank)
@@ -186,7 +186,7 @@ def _holders(shape: tuple[int, ...], side: Side) -> list[tuple[Spans, tuple[int,
 
 
 def _common(one: Spans, other: Spans) -> Spans | None:
-    """The elements of both, None if there are none."""
+    """Returns the elements that both have, None if there are none."""
     spans = []
     for (a, n), (b, m) in zip(one, other, strict=True):
         start, stop = max(a, b), min(a + n, b + m)

@@ -1,16 +1,17 @@
 """Graph: the model's forward as a flat, frozen list of nodes in execution order.
 
-Leaves come first: `input`, `param` and `buffer` nodes, whose first argument is the name the user
-knows ("input_ids", "transformer.wte.weight"), and `received` ones, which a stage of a pipeline has
-from an earlier stage (see stages.py). A `param` may be a piece of a parameter, cut along
-one dimension (`dim=1, start=0, length=768`), so that the parts of a fused projection shard on
-their own. All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the
-overload "default" is left out), `getitem` for operators with several results, `autopar.share`
-(the identity, see shares.py), `autopar.shard` (the identity in a layout that the user asks for, see
-annotation.py), `autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu",
-see functions.py), the kernels that stand for several operators ("kernels.rms_norm", see fusion/),
-and `autopar.write(buffer, value)`: the buffer has this value when the step is over. Nothing else is
-written. Whoever reads a buffer has what it was before the forward, wherever the read stands.
+Leaves come first: `input`, `param` and `buffer` nodes, whose first argument is the user's name
+("input_ids", "transformer.wte.weight"), and `received` nodes, which a pipeline stage gets from an
+earlier one (see stage_graphs.py). A `param` may be a piece of a parameter, cut along one dimension
+(`dim=1, start=0, length=768`), so that the parts of a fused projection can be sharded separately.
+
+All other nodes are ATen operators by name ("aten.linear", "aten.add.Tensor"; the overload "default"
+is left out), `getitem` for operators with several results, `autopar.share` (the identity, see
+shares.py), `autopar.shard` (the identity in a layout that the user requests, see annotation.py),
+`autopar.detach`, the user's own torch.autograd.Functions ("function.models:Gelu", see
+own_functions.py), fused kernels ("kernels.rms_norm", see fusion/), and `autopar.write(buffer,
+value)`, which gives the buffer this value at the end of the step. Nothing else is written: every
+reader of a buffer gets its value before the forward, wherever the read occurs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from autopar.ir.tensor import TensorType
 
 LEAVES = ("input", "param", "buffer", "received")
 WRITE = "autopar.write"
-PREFIX = "kernels."  # of operators that are functions of `autopar.operators.kernels`
-# Kernels in whose place outputs of the graph are computed again, should somebody ask for them.
+PREFIX = "kernels."  # of operators in `autopar.operators.kernels`
+# Kernels that replace nodes of graph outputs, which are recomputed if they are asked for.
 RECOMPUTED = ("kernels.linear_cross_entropy",)
 
 
@@ -54,7 +55,7 @@ Arg = Ref | Name | int | float | bool | str | None | tuple["Arg", ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Where in the user's code a node comes from; empty fields where it is not known."""
+    """Location in the user's code that a node comes from; empty fields where unknown."""
 
     module: str = ""
     file: str = ""
@@ -68,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Node:
-    """One value-producing step.
+    """One step, which produces a value.
 
     Attributes:
         name: unique, a Python identifier.
@@ -78,8 +79,8 @@ class Node:
         source: the user's module path and line.
         requires_grad: whether a gradient flows into its result.
         alias: name of the value whose storage the result shares, None for fresh storage.
-        saved: names of the values that autograd keeps for this node's backward (inputs, itself).
-        saved_types: tensors it keeps that are no graph value (statistics, masks).
+        saved: names of the values that autograd saves for this node's backward (inputs, itself).
+        saved_types: types of saved tensors that are not graph values (statistics, masks).
     """
 
     name: str
@@ -105,20 +106,20 @@ class Node:
 
     @property
     def target(self) -> str:
-        """A leaf's user-facing name."""
+        """Name of a leaf in the user's model."""
         if not self.is_leaf or not isinstance(self.args[0], str):
             raise GraphError(f"node %{self.name} ({self.op}) is not a leaf")
         return self.args[0]
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values it reads, in argument order, repeats kept."""
+        """Names of the values it reads, in argument order, with repeats."""
         values = (*self.args, *(value for _, value in self.kwargs))
         return tuple(ref.name for ref in iterate_refs(values))
 
     @cached_property
     def form(self) -> str:
-        """Its arguments as text, with numbers for the values it reads; a leaf's without its name.
+        """Arguments as text, with numbers in place of references; a leaf's without its name.
 
         Text, because True == 1 and nan != nan.
         """
@@ -128,18 +129,18 @@ class Node:
         return repr((args, kwargs))
 
     def keyword(self, name: str, default: Arg = None) -> Arg:
-        """The keyword argument `name`."""
+        """Returns the keyword argument `name`."""
         return dict(self.kwargs).get(name, default)
 
     def map_refs(self, rename: Callable[[str], Arg]) -> Node:
-        """The node with every reference replaced by `rename(name)`."""
+        """Returns the node with every reference replaced by `rename(name)`."""
         args = tuple(map_arg(arg, rename) for arg in self.args)
         kwargs = tuple((key, map_arg(value, rename)) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
 
 def iterate_refs(values: tuple[Arg, ...]) -> Iterator[Ref]:
-    """All references in nested arguments, in order."""
+    """Yields all references in nested arguments, in order."""
     for value in values:
         if isinstance(value, Ref):
             yield value
@@ -148,7 +149,7 @@ def iterate_refs(values: tuple[Arg, ...]) -> Iterator[Ref]:
 
 
 def map_arg(arg: Arg, rename: Callable[[str], Arg]) -> Arg:
-    """`arg` with every reference replaced by `rename(name)`."""
+    """Returns `arg` with every reference replaced by `rename(name)`."""
     if isinstance(arg, Ref):
         return rename(arg.name)
     if isinstance(arg, tuple):
@@ -161,11 +162,11 @@ class Repeat:
     """A run of equal blocks, found by structure.
 
     Attributes:
-        iterations: for each block the names of its nodes, per-block leaves included; position j
-            of every block plays the same part.
-        carried: pairs (value that enters the first block, node of the first block whose
-            counterpart in block i enters block i + 1 in its place). Inside each block only one
-            `autopar.share` node reads a carried value.
+        iterations: for each block the names of its nodes, including per-block leaves; nodes at the
+            same position of two blocks correspond.
+        carried: pairs (value that enters the first block, node of the first block whose counterpart
+            in block i enters block i + 1 in its place). Within each block a carried value is read
+            by one `autopar.share` node only.
     """
 
     iterations: tuple[tuple[str, ...], ...]
@@ -184,7 +185,7 @@ class Graph:
     Attributes:
         name: the model's class or zoo name.
         nodes: in execution order, leaves first.
-        outputs: (name the user knows, node name), the loss first where there is one.
+        outputs: (user's name, node name), the loss first if there is one.
         loss: node name of the scalar to differentiate, None for an inference-only graph.
         repeats: runs of equal blocks, in execution order, disjoint.
     """
@@ -205,7 +206,7 @@ class Graph:
         return name in self._by_name
 
     def root(self, name: str) -> Node:
-        """The node in whose storage a value lies: its own, or that of what it is a view of."""
+        """Returns the node whose storage a value uses: itself, or the one it is a view of."""
         node = self[name]
         while node.alias is not None:
             node = self[node.alias]
@@ -217,7 +218,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """For each value the nodes that read it, in execution order, each once."""
+        """For each value the nodes that read it, in execution order, without repeats."""
         users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -235,7 +236,7 @@ class Graph:
 
     @cached_property
     def multiplicity(self) -> dict[str, int]:
-        """How often each node of `folded` stands in the whole graph."""
+        """Node of `folded` -> number of its counterparts in the whole graph."""
         counts: dict[str, int] = {}
         for name in self.template.values():
             counts[name] = counts.get(name, 0) + 1
@@ -243,15 +244,15 @@ class Graph:
 
     @cached_property
     def folded(self) -> tuple[Node, ...]:
-        """The nodes that stand for all: everything outside runs and the first block of each."""
+        """Representative nodes: everything outside runs, and the first block of each run."""
         return tuple(node for node in self.nodes if self.template[node.name] == node.name)
 
     @cached_property
     def aside(self) -> frozenset[str]:
-        """Operators outside of blocks that outputs need but the loss does not.
+        """Operators outside blocks that outputs need but the loss does not.
 
-        They run only where somebody asks for these outputs: no step of training does. That is so
-        where a kernel has taken the place of operators on the way to the loss, and nowhere else.
+        They run only if these outputs are asked for, so never in a training step. This happens only
+        where a kernel has replaced operators on the way to the loss.
         """
         if self.loss is None or not any(node.op in RECOMPUTED for node in self.nodes):
             return frozenset()
@@ -263,7 +264,7 @@ class Graph:
 
     @cached_property
     def trained(self) -> Graph:
-        """What a step of training runs: all but what stands `aside`."""
+        """The graph of a training step: all nodes but those in `aside`."""
         if not self.aside:
             return self
         nodes = tuple(node for node in self.nodes if node.name not in self.aside)
@@ -271,5 +272,5 @@ class Graph:
         return replace(self, nodes=nodes, outputs=outputs)
 
     def leaves(self, kind: str) -> tuple[Node, ...]:
-        """All nodes of one leaf kind, in order."""
+        """Returns all leaves of one kind, in order."""
         return tuple(node for node in self.nodes if node.op == kind)

@@ -1,4 +1,4 @@
-"""Graph <-> text, exactly, and the fingerprint by which a plan knows its graph.
+"""Converts graphs to text and back exactly, and fingerprints them so that plans can name them.
 
     graph 'mlp'
     %x = input('x') : f32[8, 16]
@@ -6,7 +6,7 @@
     %h = aten.linear(%x, %w) : f32[8, 16] grad saved(%x, %w)  # fc | model.py:7 | h = self.fc(x)
     output 'h' = %h
 
-A line is one node. After its types stand, where they apply, `grad`, `alias(%storage)`,
+A line is one node. After its types come, where they apply, `grad`, `alias(%storage)`,
 `saved(%value, ...)` and `keeps(type, ...)`, then the user's source as a comment. Outputs, the loss
 and the repeated runs follow the nodes.
 """
@@ -39,7 +39,7 @@ _PLACE = re.compile(r"([^|]+):(\d+)")
 
 
 def format_graph(graph: Graph) -> str:
-    """The graph as text, one line a node; `parse_graph` gives back an equal graph.
+    """Returns the graph as text, one node per line; `parse_graph` reads it back to an equal graph.
 
     Raises:
         GraphError: a symbolic constant that would read back as something else.
@@ -56,7 +56,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def format_node(node: Node) -> str:
-    """One node as a line of text, its source as a comment."""
+    """Returns one node as a line of text, with its source as a comment."""
     arguments = [_format_arg(arg) for arg in node.args]
     arguments += [f"{key}={_format_arg(value)}" for key, value in node.kwargs]
     text = f"%{node.name} = {node.op}({', '.join(arguments)}) : "
@@ -88,7 +88,7 @@ def _format_arg(arg: Arg) -> str:
 
 
 def format_source(source: Source) -> str:
-    """A source as text: the readable form where it reads back exactly, else a tuple of literals."""
+    """Returns a source as text: readable if that reads back exactly, else a tuple of literals."""
     text = str(source)
     if text.isprintable() and text == text.strip() and parse_source(text) == source:
         return text
@@ -96,7 +96,7 @@ def format_source(source: Source) -> str:
 
 
 def parse_source(text: str) -> Source:
-    """Read what `format_source` writes."""
+    """Reads the text of `format_source`."""
     if text.startswith("("):
         try:
             fields = ast.literal_eval(text)
@@ -113,10 +113,10 @@ def parse_source(text: str) -> Source:
 
 
 def parse_graph(text: str) -> Graph:
-    """Read what `format_graph` writes. Empty lines and whole-line comments are passed over.
+    """Reads the text of `format_graph`, skipping empty lines and whole-line comments.
 
     Raises:
-        GraphError: naming the first line that cannot be read.
+        GraphError: a line cannot be read; names the first such line.
     """
     header: str | None = None
     nodes: list[Node] = []
@@ -166,14 +166,14 @@ class _Reader:
         self.rest = text
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Take `pattern` off the front, if it stands there."""
+        """Consumes `pattern` if the line continues with it."""
         match = pattern.match(self.rest)
         if match:
             self.rest = self.rest[match.end() :].lstrip()
         return match
 
     def accept(self, text: str) -> bool:
-        """Take `text` off the front, if it stands there."""
+        """Consumes `text` if the line continues with it."""
         found = self.rest.startswith(text)
         if found:
             self.rest = self.rest[len(text) :].lstrip()
@@ -196,12 +196,12 @@ class _Reader:
         return self.need(_REF, "a reference such as %x")[1]
 
     def references(self) -> Iterator[str]:
-        """All references up to the end of the line."""
+        """Yields all references up to the end of the line."""
         while self.rest:
             yield self.reference()
 
     def items(self, close: str = ")") -> Iterator[None]:
-        """One step for each item of a comma-separated list, up to and with `close`."""
+        """Yields once for each item of a comma-separated list, up to and including `close`."""
         while not self.accept(close):
             yield
             if not self.accept(","):
@@ -212,7 +212,7 @@ class _Reader:
         return TensorType.parse(self.need(_TYPE, "a type such as f32[8, 16]")[0])
 
     def arg(self) -> Arg:
-        """One literal, reference, name or tuple of them."""
+        """Returns one literal, reference, name or tuple of them."""
         if self.accept("("):
             return tuple(self.arg() for _ in self.items())
         if match := self.match(_REF):
@@ -276,10 +276,10 @@ def _read_node(reader: _Reader) -> Node:
 
 
 def fingerprint(graph: Graph) -> str:
-    """ "name sha256:8hex": what the graph computes, whatever its nodes and source lines are called.
+    """Returns "name sha256:8hex", a hash of what the graph computes.
 
-    The hash is over operators, arguments (references by position), types, the leaves' user-facing
-    names, outputs and loss.
+    It covers operators, arguments (references by position), types, the user's names of leaves,
+    outputs and loss, but neither names of nodes nor source lines.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     rows: list[object] = []

@@ -1,10 +1,10 @@
-"""Collectives of int8 blocks: ZeRO++ (Wang et al., arXiv:2306.10209, sections 3.1 and 3.3).
+"""Collectives of int8 blocks, as in ZeRO++ (Wang et al., arXiv:2306.10209, sections 3.1 and 3.3).
 
-A block is `BLOCK` numbers of one tensor in a row, as int8, with the float32 that they are to be
-multiplied by; what is missing of the last block is zeros. An all_gather sends blocks in place of
-numbers (qwZ). A reduce_scatter becomes an all_to_all of blocks, which are made float32 and added up
-where they arrive (qgZ), so that nothing is rounded twice on one way. Parts that are too small for
-blocks to be fewer bytes go as they are.
+A block is `BLOCK` consecutive numbers of one tensor as int8, with their common float32 scale; the
+last block is padded with zeros. An all_gather sends blocks in place of numbers (qwZ). A
+reduce_scatter becomes an all_to_all of blocks, which the receiver converts to float32 and sums
+(qgZ), so that nothing is rounded twice. Parts that are too small to gain by blocks are sent
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ BLOCK_BYTES = BLOCK + 4
 
 
 def blocks(elements: int) -> int:
-    """How many blocks hold so many numbers."""
+    """Returns the number of blocks for `elements` numbers."""
     return -(-elements // BLOCK)
 
 
 def in_blocks(call: Collective, elements: int, element: int, parts: int) -> Collective:
-    """A collective with its payload as int8 blocks, or as it is where that is fewer bytes.
+    """Returns a collective with its payload as int8 blocks, or unchanged if that is fewer bytes.
 
     Args:
         call: an all_gather or a reduce_scatter.
-        elements: numbers of one part, that which a device brings to the former and has after the
-            latter.
+        elements: numbers in one part, which a device contributes to an all_gather or receives from
+            a reduce_scatter.
         element: bytes of a number.
-        parts: how many there are.
+        parts: number of parts.
     """
     plain, sent = elements * element, blocks(elements) * BLOCK_BYTES
     if sent >= plain:
@@ -44,7 +44,7 @@ def in_blocks(call: Collective, elements: int, element: int, parts: int) -> Coll
 
 
 def staged(call: Collective, mesh: Mesh) -> int:
-    """Bytes of blocks where there are more of them: with their scales, and apart from these."""
+    """Returns the bytes of blocks, packed and unpacked, on the side with more of them."""
     if not call.quantised:
         return 0
     gathered = call.axes if call.kind == "all_gather" else ()

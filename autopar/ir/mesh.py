@@ -2,10 +2,10 @@
 
     "H200: node=4 @50GB/s 10us, gpu=8 @450GB/s 3us"
 
-Axes are listed outermost first; ranks are numbered row-major, as torch's DeviceMesh does. The
-figures behind `@` are the bandwidth per device and the latency of the links that the axis uses;
-where they are left out, the device's table in `cost/devices.toml` gives them. A device that is not
-in that table is described in brackets: "mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 @100GB/s 5us".
+Axes are listed outermost first; ranks are numbered in row-major order, as in torch's DeviceMesh.
+The figures after `@` are the bandwidth per device and the latency of the links of the axis; by
+default they come from the device's table in `cost/devices.toml`. A device that is not in that file
+is described in brackets: "mychip[400TFLOP/s 64GiB 1.6TB/s]: gpu=4 @100GB/s 5us".
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NAME = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
-MOST = 2**24  # devices of a mesh
+MOST = 2**24  # most devices of a mesh
 
 
 def parse_quantity(text: str, unit: str) -> float:
-    """Read "50GB/s", "80GiB", "400TFLOP/s" or "3us" as a plain number (bytes, FLOP, seconds).
+    """Reads "50GB/s", "80GiB", "400TFLOP/s" or "3us" as a plain number (bytes, FLOP, seconds).
 
     Raises:
         MeshError: the text is not a positive finite number followed by a prefix and `unit`.
@@ -51,7 +51,7 @@ def parse_quantity(text: str, unit: str) -> float:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """The inverse of `parse_quantity`, exact: `repr` of the number in the best decimal prefix."""
+    """Inverts `parse_quantity` exactly: `repr` of the number with the best decimal prefix."""
     table = _SECONDS if unit == "s" else {p + unit: f for p, f in _PREFIX.items()}
     for suffix, factor in sorted(table.items(), key=lambda item: -item[1]):
         if value >= factor:
@@ -108,7 +108,7 @@ class Mesh:
         if not self.axes or bad or len(set(names)) != len(names):
             raise MeshError(
                 f"mesh axes {names} are not usable",
-                why="a mesh needs at least one axis, each with a name of its own",
+                why="a mesh needs at least one axis, and axis names are distinct",
                 todo='write e.g. "H100: node=2, gpu=8"',
             )
         for axis in self.axes:
@@ -116,15 +116,15 @@ class Mesh:
                 raise MeshError(f"mesh axis {axis.name!r} has size {axis.size}", todo="use >= 1")
         if self.size > MOST:
             raise MeshError(
-                f"the mesh has {self.size} devices", why=f"at most {MOST} are planned for"
+                f"the mesh has {self.size} devices", why=f"at most {MOST} are supported"
             )
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Read a mesh text.
+        """Reads a mesh text.
 
         Raises:
-            MeshError: naming the part that cannot be read.
+            MeshError: the text cannot be read; names the offending part.
         """
         if len(text) > 10_000:
             raise MeshError(f"a mesh text of {len(text)} characters", todo="write at most 10000")
@@ -164,25 +164,25 @@ class Mesh:
         return tuple(axis.size for axis in self.axes)
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`; MeshError names the axes there are."""
+        """Returns the axis called `name`; raises MeshError if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
         raise MeshError(f"mesh has no axis {name!r}", why=f"its axes are {', '.join(self.names)}")
 
     def axis_size(self, name: str) -> int:
-        """Number of devices along `name`; MeshError names the axes there are."""
+        """Returns the number of devices along `name`; raises MeshError if there is no such axis."""
         return self.sizes[name] if name in self.sizes else self.axis(name).size
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of `rank` (row-major) along every axis."""
+        """Returns the position of `rank` (row-major) along every axis."""
         coordinates: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, coordinates[axis.name] = divmod(rank, axis.size)
         return {name: coordinates[name] for name in self.names}
 
     def groups(self, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that differ only along `names`, each ordered row-major."""
+        """Returns every group of ranks that differ only along `names`, each in row-major order."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             position = self.coordinate(rank)
@@ -201,7 +201,7 @@ def _parse_axis(part: str, text: str) -> Axis:
         raise MeshError(
             f"cannot read mesh axis {part.strip()!r}",
             where=text,
-            why="an axis is name=size, then @bandwidth and latency if they are known",
+            why="an axis is name=size, optionally followed by @bandwidth and latency",
             todo='write e.g. "gpu=8" or "node=4 @50GB/s 10us"',
         )
     bandwidth = parse_quantity(match[3], "B/s") if match[3] else None

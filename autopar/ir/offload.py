@@ -1,11 +1,11 @@
-"""Offload: training state and activations that lie in host memory while nothing needs them.
+"""Offload: training state and activations kept in host memory while they are not needed.
 
-Optimizer state, masters of mixed precision and averages of parameters come to the device bucket by
-bucket for the update and go back behind it, so that every number is computed where it always was
-(ZeRO-Offload, Ren et al., arXiv:2101.06840, updates on the host instead). What a block keeps for
-its backward goes to the host behind its forward and comes back before its backward (vDNN, Rhu et
-al., arXiv:1602.08124). Of a run of blocks those that are computed again come first, then those that
-are offloaded: what is made first lies idle the longest.
+Optimizer state, masters of mixed precision and averages of parameters are copied to the device
+bucket by bucket for the update and back afterwards; all computation stays on the device
+(ZeRO-Offload, Ren et al., arXiv:2101.06840, updates on the host instead). Tensors that a block
+saves for its backward are copied to the host after its forward and back before its backward (vDNN,
+Rhu et al., arXiv:1602.08124). In a run of blocks the recomputed ones come first, then the offloaded
+ones: the earlier a block runs, the longer its tensors would lie idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.recompute import Recompute, of_runs, run_names
 
-# Buckets of optimizer state on the device at a time: one comes, one is updated, one goes.
+# Buckets of optimizer state on the device at a time: one arriving, one updated, one leaving.
 IN_FLIGHT = 3
 
 
@@ -31,8 +31,9 @@ T = TypeVar("T", bound=_Sized)
 
 
 def rows(parameters: Sequence[T], bucket: int) -> Iterator[list[T]]:
-    """Those whose state comes together: in their order, of at least so many bytes but for the last
-    ones.
+    """Groups parameters whose state is copied together.
+
+    Yields them in order, in groups of at least `bucket` bytes except for the last.
     """
     row: list[T] = []
     for parameter in parameters:
@@ -46,14 +47,14 @@ def rows(parameters: Sequence[T], bucket: int) -> Iterator[list[T]]:
 
 @dataclass(frozen=True)
 class Offload:
-    """What lies in host memory.
+    """State and activations kept in host memory.
 
     Attributes:
-        optimizer: whether optimizer state, masters and averages do.
-        blocks: run of blocks -> of how many what is kept for the backward does.
+        optimizer: whether optimizer state, masters and averages are offloaded.
+        blocks: run of blocks -> number of blocks whose saved tensors are offloaded.
 
     Raises:
-        PlanError: a run of less than one block.
+        PlanError: a run with less than one block.
     """
 
     optimizer: bool = False
@@ -77,13 +78,13 @@ class Offload:
         return ", ".join(said)
 
     def to_table(self) -> dict[str, object]:
-        """Its entry of a plan's file."""
+        """Returns its entry of a plan file."""
         table: dict[str, object] = {"optimizer": True} if self.optimizer else {}
         return table | ({"activations": dict(self.blocks)} if self.blocks else {})
 
     @classmethod
     def from_table(cls, table: object) -> Offload:
-        """Read `to_table`; PlanError if it is not like that."""
+        """Reads the entry of `to_table`; raises PlanError if it is malformed."""
         entries: dict[str, object] = table if isinstance(table, dict) else {"": table}
         optimizer, blocks = entries.get("optimizer", False), entries.get("activations", {})
         plain = isinstance(optimizer, bool) and isinstance(blocks, dict)
@@ -92,8 +93,8 @@ class Offload:
         counts = dict(blocks) if isinstance(blocks, dict) else {}
         if not all(type(count) is int for count in counts.values()):
             raise PlanError(
-                f"offload = {table!r} says nothing",
-                why="it has the entries optimizer = true and activations, blocks by run",
+                f"offload = {table!r} is not an offload entry",
+                why="its entries are optimizer = true and activations, a table of blocks by run",
             )
         return cls(bool(optimizer), counts)
 
@@ -104,10 +105,10 @@ NOTHING = Offload()
 def offloaded_runs(
     graph: Graph, offload: Offload, recompute: Mapping[str, Recompute]
 ) -> tuple[tuple[int, int], ...]:
-    """Of each run the first offloaded block and the one behind the last.
+    """Returns for each run the first offloaded block and the one after the last.
 
     Raises:
-        PlanMismatchError: a run that is none, or more blocks than are left of it.
+        PlanMismatchError: there is no such run, or fewer blocks are left in it.
     """
     names, found = run_names(graph), []
     again = of_runs(graph, recompute)
@@ -122,14 +123,14 @@ def offloaded_runs(
         if first + count > repeat.count:
             raise PlanMismatchError(
                 f"the plan offloads activations of {count} blocks of {name!r}",
-                why=f"the model has {repeat.count}, of which {first} are computed again",
+                why=f"the model has {repeat.count}, of which {first} are recomputed",
             )
         found.append((first, first + count))
     return tuple(found)
 
 
 def left_of(graph: Graph, offload: Offload, recompute: Mapping[str, Recompute]) -> Offload:
-    """What is offloaded of it where some blocks are computed again, which keep little."""
+    """Restricts the offload to blocks that are not recomputed, as those save little."""
     blocks: dict[str, int] = {}
     runs = zip(run_names(graph), graph.repeats, of_runs(graph, recompute), strict=True)
     for name, repeat, how in runs:

@@ -1,14 +1,14 @@
 """Precision: the dtypes in which a model computes, is updated, and sends its gradients.
 
-Parameters are held and computed with in one dtype; the optimizer updates a copy in a wider one, the
-master, wherever the parameter's optimizer state lies (Micikevicius et al., "Mixed Precision
-Training", arXiv:1710.03740, section 3.1; ZeRO, arXiv:1910.02054, section 3.1: 2 bytes a parameter,
-2 a gradient, 12 for the master and Adam's moments). Gradients are added up over microbatches in the
-master's dtype, and sent in that of `communication`.
+Parameters are stored and used in one dtype; the optimizer updates a copy in a wider one, the
+master, which has the layout of the parameter's optimizer state (Micikevicius et al., "Mixed
+Precision Training", arXiv:1710.03740, section 3.1; ZeRO, arXiv:1910.02054, section 3.1: 2 bytes per
+parameter, 2 per gradient, 12 for the master and Adam's moments). Gradients accumulate over
+microbatches in the master's dtype, and are sent in that of `communication`.
 
-On request parameters and gradients go as int8 blocks (ZeRO++, arXiv:2306.10209; see `quantise.py`).
-That rounds to 8 bits what operators compute with, or every device's gradients before they are added
-up, so that training is no longer that of one device.
+On request parameters and gradients are sent as int8 blocks (ZeRO++, arXiv:2306.10209; see
+`int8_blocks.py`). This rounds to 8 bits the parameters that operators use, or every device's
+gradients before they are summed, so that training differs from that on one device.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _FLOATS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """What computes in which dtype; `Precision()`, and f32 throughout, leave the model as it is.
+    """The dtypes of a training run; `Precision()`, and f32 throughout, leave the model unchanged.
 
     Attributes:
-        compute: of operators, and of parameters as they are held and gathered; "" as the model has
-            them. Buffers keep their own dtype.
-        master: of what the optimizer updates, and of sums of gradients.
-        communication: in which gradients of parameters are sent: between replicas, and where they
-            are parts of a sum over tensor- or sequence-parallel axes.
-        sums: in which sums of activations over devices are made, and of their gradients, where
-            layouts change; "" as they are computed.
-        weights: "int8" where parameters are gathered as int8 blocks for forward and backward.
-        gradients: "int8" where gradients are split over devices as int8 blocks; those that stay
-            whole go by all_reduces as `communication` says.
+        compute: dtype of operators, and of parameters as they are stored and gathered; "" keeps the
+            model's. Buffers keep their own dtype.
+        master: dtype in which the optimizer updates and gradients accumulate.
+        communication: dtype in which gradients of parameters are sent, between replicas and where
+            they are partial sums over tensor- or sequence-parallel axes.
+        sums: dtype of sums over devices of activations and their gradients in layout changes; ""
+            keeps their own.
+        weights: "int8" if parameters are gathered as int8 blocks for forward and backward.
+        gradients: "int8" if sharded gradients are sent as int8 blocks; gradients that stay whole
+            are all_reduced in `communication`.
 
     Raises:
-        PrecisionError: a name that is no floating dtype, a master or sums narrower than `compute`,
-            or blocks of anything but int8.
+        PrecisionError: a name that is not a floating dtype, a master or sums narrower than
+            `compute`, or blocks of anything but int8.
     """
 
     compute: str = ""
@@ -68,7 +68,7 @@ class Precision:
             if given not in ("", "int8"):
                 raise PrecisionError(
                     f"{name} cannot be sent as {given!r}",
-                    why="blocks of int8 are the only ones",
+                    why="int8 is the only dtype of blocks",
                     todo=f'write "{name}=int8", or leave it out',
                 )
         if not self.compute or self.sums == self.compute:
@@ -76,23 +76,22 @@ class Precision:
         if self.sums and DTYPE_BYTES[self.sums] < DTYPE_BYTES[self.compute]:
             raise PrecisionError(
                 f"sums are made in {self.sums}, the model computes in {self.compute}",
-                why="a sum in a narrower dtype loses what its terms have",
+                why="a sum in a narrower dtype loses precision of its terms",
                 todo="pass sums that are as wide or wider, f32",
             )
         if self.compute and DTYPE_BYTES[self.master] < DTYPE_BYTES[self.compute]:
             raise PrecisionError(
                 f"the master is {self.master}, the model computes in {self.compute}",
-                why="updates that are small beside a weight get lost in a narrower master",
+                why="a narrower master loses updates that are small compared with the weight",
                 todo="pass a master that is as wide or wider, f32",
             )
 
     @classmethod
     def read(cls, given: str | Precision | None) -> Precision:
-        """From its text: "bf16", "fp16 communication=bf16", "weights=int8"; "fp32" leaves the model
-        as it is.
+        """Parses "bf16", "fp16 communication=bf16" or "weights=int8"; "fp32" changes nothing.
 
         Raises:
-            PrecisionError: it is none.
+            PrecisionError: the text is not a precision.
         """
         if isinstance(given, Precision):
             return given
@@ -124,12 +123,12 @@ class Precision:
 
     @property
     def rounded(self) -> str:
-        """What goes as int8 blocks, "weights and gradients"; "" for nothing."""
+        """Names what is sent as int8 blocks, "weights and gradients"; "" for nothing."""
         return " and ".join(name for name, given in self._quantised if given)
 
     @property
     def caution(self) -> str:
-        """What it does to results beyond rounding in the dtypes that it names; "" for nothing."""
+        """Warns of effects on results beyond rounding in the named dtypes; "" if there are none."""
         if not self.rounded:
             return ""
         return f"Numerics change: {self.rounded} go as int8 blocks where that is fewer bytes."
@@ -140,7 +139,7 @@ class Precision:
 
     @property
     def widened(self) -> dict[str, str]:
-        """Dtype of activations -> that in which sums of them over devices are made."""
+        """Dtype of activations -> the dtype in which their sums over devices are computed."""
         return {self.compute: self.sums} if self.sums else {}
 
     @property
@@ -149,17 +148,17 @@ class Precision:
         return self.compute == "f16"
 
     def has_master(self, tensor: TensorType, trained: bool = True) -> bool:
-        """Whether a parameter of this type has a copy that the optimizer updates in its place."""
+        """Returns whether a parameter of this type has a master copy that the optimizer updates."""
         return trained and tensor.dtype == self.compute != self.master
 
     def updated(self, tensor: TensorType, trained: bool = True) -> TensorType:
-        """What a parameter of this type is to the optimizer; its gradients are added up so."""
+        """Returns the type in which the optimizer sees a parameter and its gradients accumulate."""
         if not self.has_master(tensor, trained):
             return tensor
         return replace(tensor, dtype=self.master)
 
     def sent(self, tensor: TensorType, trained: bool = True) -> TensorType:
-        """What its gradient is on its way."""
+        """Returns the type in which its gradient is sent."""
         if not (trained and tensor.dtype == self.compute):
             return tensor
         return replace(tensor, dtype=self.communication)

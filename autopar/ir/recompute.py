@@ -1,11 +1,11 @@
-"""Recomputation: blocks whose activations are not kept but computed again in the backward.
+"""Recomputation: blocks that recompute their activations in the backward instead of saving them.
 
-Of a run of equal blocks the first ones may be told to recompute: their activations would be kept
-the longest. "full" keeps what enters a block only (Chen et al., "Training Deep Nets with Sublinear
-Memory Cost", arXiv:1604.06174), "selective" also the results of matrix products, convolutions and
-attention, which take long to compute (after Korthikanti et al., "Reducing Activation Recomputation
-in Large Transformer Models", arXiv:2205.05198). Both run a block again only as far as its backward
-needs: up to the last operator of which autograd keeps something.
+In a run of equal blocks the first ones may recompute, as their activations would be kept longest.
+"full" keeps only the inputs of a block (Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", arXiv:1604.06174). "selective" also keeps the results of matrix products, convolutions and
+attention, which are expensive to compute (after Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", arXiv:2205.05198). Both rerun a block only as far as its
+backward needs: up to the last operator for which autograd saves a tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.errors import PlanError, PlanMismatchError
 from autopar.ir.graph import WRITE, Graph, Repeat
 
 KINDS = ("selective", "full")
-# What "selective" keeps the results of; `runtime/recompute.py` says the same of torch's kernels.
+# Operators whose results "selective" keeps; `runtime/recompute.py` has the same list of kernels.
 PRODUCTS = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm",
     "aten.scaled_dot_product_attention", "aten.conv1d", "aten.conv2d", "aten.conv3d",
@@ -26,7 +26,7 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class Recompute:
-    """That the first `blocks` of a run recompute; `str` gives what `parse` reads, "full 8"."""
+    """The choice to recompute the first `blocks` of a run; prints and parses as "full 8"."""
 
     kind: str
     blocks: int
@@ -34,7 +34,7 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.blocks < 1:
             raise PlanError(
-                f"{self} is no way to recompute",
+                f"{self} is not a valid recomputation",
                 why=f"a kind, {' or '.join(KINDS)}, and a number of blocks are expected",
                 todo='write e.g. "full 8"',
             )
@@ -44,20 +44,20 @@ class Recompute:
 
     @classmethod
     def parse(cls, text: str) -> Recompute:
-        """Read "full 8"; PlanError if it is not like that."""
+        """Parses "full 8"; raises PlanError for anything else."""
         kind, _, blocks = text.partition(" ")
         return cls(kind, int(blocks) if blocks.isdecimal() else 0)
 
 
 @dataclass(frozen=True)
 class Again:
-    """What the first block of a run does a second time.
+    """The operators that a recomputed block runs a second time.
 
     Attributes:
-        operators: those that are computed again.
-        reached: all whose operands are brought into their layouts again.
-        kept: those whose results are kept instead.
-        last: the last of which autograd keeps something, "" for none.
+        operators: operators that are rerun.
+        reached: operators whose operands are resharded again.
+        kept: operators whose results are kept instead.
+        last: the last operator for which autograd saves a tensor, "" if there is none.
     """
 
     operators: frozenset[str]
@@ -67,14 +67,14 @@ class Again:
 
 
 def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
-    """What a recomputation of that kind does; torch's checkpoint stops where nothing is missing."""
+    """Returns what a recomputation reruns; torch's checkpoint stops once nothing is missing."""
     nodes = [graph[name] for name in repeat.iterations[0] if not graph[name].is_leaf]
     kept = frozenset(n.name for n in nodes if kind == "selective" and n.op in PRODUCTS)
     savers = [place for place, node in enumerate(nodes) if node.saved or node.saved_types]
     if not savers:
         return Again(frozenset(), frozenset(), kept)
     last = nodes[savers[-1]]
-    # What it keeps of its operands is there before it runs.
+    # Saved operands exist before it runs.
     runs = bool(last.saved_types) or last.name in last.saved
     reached = frozenset(node.name for node in nodes[: savers[-1] + 1])
     once = kept | {node.name for node in nodes if node.op == WRITE}
@@ -83,7 +83,7 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
 
 
 def run_names(graph: Graph) -> tuple[str, ...]:
-    """What each run of blocks is called: the module that its blocks are in, "transformer.h"."""
+    """Returns the name of each run of blocks: the module that contains them, "transformer.h"."""
     found: list[str] = []
     for repeat in graph.repeats:
         name = wish = ".".join(common_module(graph, repeat)) or "blocks"
@@ -94,7 +94,7 @@ def run_names(graph: Graph) -> tuple[str, ...]:
 
 
 def common_module(graph: Graph, repeat: Repeat) -> list[str]:
-    """The words of the module path that the parameters of the first block share, numbers last."""
+    """Returns the common module path of the first block's parameters, ending in a number."""
     paths = [graph[name].target.split(".") for name in repeat.iterations[0] if graph[name].is_leaf]
     common: list[str] = []
     for words in zip(*paths, strict=False):
@@ -107,10 +107,10 @@ def common_module(graph: Graph, repeat: Repeat) -> list[str]:
 
 
 def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute | None, ...]:
-    """What a plan says of each run of blocks.
+    """Returns a plan's recomputation for each run of blocks.
 
     Raises:
-        PlanMismatchError: it names a run that is none, or more blocks than there are.
+        PlanMismatchError: it names a run that does not exist, or more blocks than there are.
     """
     names = run_names(graph)
     for name, how in planned.items():
@@ -124,7 +124,7 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
 
 
 def selective_runs(graph: Graph, planned: Mapping[str, Recompute]) -> frozenset[int]:
-    """The runs of blocks, by number, that keep products while all else is computed again."""
+    """Returns the numbers of the runs of blocks that recompute selectively."""
     ways = enumerate(of_runs(graph, planned))
     return frozenset(run for run, how in ways if how is not None and how.kind == "selective")
 
@@ -132,7 +132,7 @@ def selective_runs(graph: Graph, planned: Mapping[str, Recompute]) -> frozenset[
 def repetitions(
     graph: Graph, planned: Mapping[str, Recompute]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Node of the folded graph -> how often it is run again, and its operands brought to it."""
+    """Returns the reruns of nodes of the folded graph, and of their operands' reshardings."""
     operators: dict[str, int] = {}
     reached: dict[str, int] = {}
     for repeat, how in zip(graph.repeats, of_runs(graph, planned), strict=True):

@@ -1,4 +1,4 @@
-"""What a pass is written with: one walk over a graph in execution order, then dead code dropped."""
+"""Tools for passes: one walk over a graph in execution order, then removal of dead code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Editor:
         return self.nodes[name]
 
     def resolve(self, name: str) -> str:
-        """The value that now stands for the value `name` of the graph that is walked over."""
+        """Returns the name of the value that now replaces the original value `name`."""
         return self._renamed.get(name, name)
 
     def new(self, hint: str, op: str, args: tuple[Arg, ...], kind: TensorType, like: Node) -> Ref:
-        """Append an operator with one result, named after `hint`; its source is that of `like`."""
+        """Appends an operator with one result, named after `hint`, with the source of `like`."""
         node = Node(self.fresh(hint), op, args, (), (kind,), like.source)
         flows = kind.floating and any(self.nodes[name].requires_grad for name in node.inputs)
         node = replace(node, requires_grad=flows)
@@ -33,23 +33,23 @@ class Editor:
         return Ref(node.name)
 
     def put(self, node: Node) -> None:
-        """Append `node` under its own name."""
+        """Appends `node` under its own name."""
         self.nodes[node.name] = node
 
     def substitute(self, name: str, value: str) -> None:
-        """Have later readers of `name` read `value`."""
+        """Makes later readers of `name` read `value`."""
         self._renamed[name] = value
 
 
 class Names:
-    """Gives out names that are not taken: "x", "x_1", "x_2", ..."""
+    """Generates unused names: "x", "x_1", "x_2", ..."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._counts: dict[str, int] = {}
 
     def __call__(self, hint: str) -> str:
-        """A name that has not been given out, `hint` itself if possible."""
+        """Returns an unused name, `hint` itself if possible."""
         name = hint
         while name in self._taken:
             self._counts[hint] = self._counts.get(hint, 0) + 1
@@ -62,12 +62,12 @@ Rule = Callable[[Node, Editor], Node | Ref | None]
 
 
 def rewrite(graph: Graph, rule: Rule) -> Graph:
-    """`graph` with `rule` applied to every node in execution order, dead operators dropped.
+    """Returns `graph` with `rule` applied to every node in execution order, dead operators dropped.
 
     The rule gets a node that already reads the rewritten values, and may append operators to the
-    editor. It returns None to keep the node, another node to put in its place, or a reference to
-    the value that stands for it from now on. What autograd keeps and where repeats are is
-    forgotten: both are found again at the end of `prepare`.
+    editor. It returns None to keep the node, another node to replace it, or a reference to the
+    value that replaces its result. Saved tensors and repeats are dropped; `prepare` determines both
+    again at its end.
     """
     editor = Editor(graph)
     for node in graph.nodes:
@@ -87,7 +87,7 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
 
 
 def eliminate_dead(graph: Graph) -> Graph:
-    """`graph` without operators that reach no output; leaves and writes of buffers stay.
+    """Returns `graph` without operators that reach no output; leaves and writes of buffers stay.
 
     Unread parameters and buffers stay because they belong to the model's state, unread inputs
     because they belong to its signature.
@@ -104,20 +104,20 @@ def eliminate_dead(graph: Graph) -> Graph:
 
 
 def writes(node: Node) -> tuple[str, ...]:
-    """The buffer that an operator writes, none for all but `autopar.write`."""
+    """Returns the buffer that an operator writes; only `autopar.write` writes one."""
     return node.inputs[:1] if node.op == WRITE else ()
 
 
 def argument(node: Node, position: int, name: str, default: Arg = None) -> Arg:
-    """The argument at `position`, else the keyword `name`, else `default`."""
+    """Returns the argument at `position`, else the keyword `name`, else `default`."""
     return node.args[position] if position < len(node.args) else node.keyword(name, default)
 
 
 def number(value: Arg, default: int) -> int:
-    """`value` if it is an integer, else `default`."""
+    """Returns `value` if it is an integer, else `default`."""
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 def dimension(value: Arg, rank: int, default: int = 0) -> int:
-    """A dimension argument counted from the front."""
+    """Returns a dimension argument counted from the front."""
     return number(value, default) % max(rank, 1)

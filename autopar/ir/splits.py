@@ -1,6 +1,6 @@
 """Operators that cut one tensor into several."""
 
-# Operator -> the position of its argument `dim`.
+# Operator -> index of its argument `dim`.
 SPLITS = {
     "aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes": 2, "aten.chunk": 2,
     "aten.unsafe_split.Tensor": 2, "aten.unsafe_split_with_sizes": 2, "aten.unsafe_chunk": 2,

@@ -1,16 +1,16 @@
-"""Stages: a model's graph cut into graphs that are planned and run on their own devices.
+"""Cuts a model's graph into the graphs of pipeline stages.
 
-A stage's graph is an ordinary graph. What earlier stages made stands in it as leaves,
+A stage's graph is an ordinary graph. Values of earlier stages are leaves,
 
     %add_12 = received('%add_12') : f32[4, 16, 64] grad
 
-and what later stages read is among its outputs, under the same name. It leaves through an
-`autopar.shard` that allows every layout of splits and wholes, as the leaf does, so that a gradient
-has the layout of its value on both sides of the border. A value goes from the stage that makes it
-straight to every stage that reads it. A parameter that two stages read stands in both.
+and values that later stages read are outputs, under the same name. They leave through an
+`autopar.shard` that allows every layout without partial sums, as the leaf does, so that a gradient
+has the layout of its value on both sides of the boundary. A value goes from the stage that produces
+it directly to every stage that reads it. A parameter that two stages read is in both.
 
-Values that hang on no parameter and on no chance and are cheap, such as masks, positions and rotary
-tables, are not sent: every stage that reads one makes it again.
+Cheap values that depend on no parameter and no random number, such as masks, positions and rotary
+tables, are not sent: every stage that reads one computes it itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.ir.graph import Graph, Node, Ref, Source
 from autopar.ir.graph_text import format_graph
 from autopar.ir.rewrite import Names, writes
 
-# Operators that take more than a pass over their operands, by the first word of their names.
+# Operators that need more than one pass over their operands, by the first word of their names.
 _HEAVY = (
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "dot", "vdot", "mv",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d",
@@ -36,33 +36,33 @@ _CHANCE = ("rand", "bernoulli", "binomial", "multinomial", "normal", "poisson", 
            "rrelu")  # fmt: skip
 
 
-SENT = "%"  # begins the names under which values are sent; no user's name begins so
+SENT = "%"  # prefix of the names of sent values; users' names never start with it
 
 
 def key(value: str) -> str:
-    """The name under which a value is sent: "%add_12"."""
+    """Returns the name under which a value is sent: "%add_12"."""
     return f"{SENT}{value}"
 
 
 def is_trained(graph: Graph) -> bool:
-    """Whether there is a backward: from a loss, or from values that are sent to later stages."""
+    """Returns whether there is a backward: from a loss, or from values sent to later stages."""
     return graph.loss is not None or any(user.startswith(SENT) for user, _ in graph.outputs)
 
 
 def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
-    """The graphs of the stages.
+    """Returns the graphs of the stages.
 
     Args:
         graph: normalised, not yet with shares and repeats (see `passes.NORMALISING`).
         ends: the last node of every stage but the last, in execution order.
 
     Returns:
-        One graph for each stage, still without shares and repeats. Together they compute the
-        outputs of `graph`; one that stands in a middle stage is an output of that stage.
+        One graph per stage, still without shares and repeats. Together they compute the outputs of
+        `graph`; an output of a middle stage is an output of that stage's graph.
 
     Raises:
-        StageError: an end is no operator of the graph or stands before the end before it, a stage
-            computes nothing, or a buffer that is written is read in another stage.
+        StageError: an end is not an operator of the graph or precedes the previous end, a stage
+            computes nothing, or a written buffer is read in another stage.
     """
     stage = _stages(graph, ends)
     _refuse_shared_writes(graph, stage)
@@ -80,7 +80,7 @@ def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
                 f"stage {number} of {len(ends) + 1} computes nothing that is needed later",
                 where=f"between %{ends[number - 1] if number else graph.nodes[0].name} and "
                 f"%{ends[number] if number < len(ends) else graph.nodes[-1].name}",
-                why="its values are made again where they are read, or are read by nobody",
+                why="its values are recomputed where they are read, or are never read",
                 todo="cut elsewhere, or into fewer stages",
             )
         kept, received = _closure(graph, stage, free, number, wanted)
@@ -92,7 +92,7 @@ def cut(graph: Graph, ends: Sequence[str]) -> tuple[Graph, ...]:
 
 
 def _stages(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
-    """The stage of every operator. One of several results is taken where they are made."""
+    """Returns the stage of every operator; results of one operator stay in its stage."""
     operators = [node for node in graph.nodes if not node.is_leaf]
     place = {node.name: at for at, node in enumerate(operators)}
     for name in ends:
@@ -106,7 +106,7 @@ def _stages(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     if places != sorted(set(places)) or (places and places[-1] == len(operators) - 1):
         raise StageError(
             f"{graph.name} cannot be cut behind {', '.join(f'%{name}' for name in ends)}",
-            why="a stage would hold no operator",
+            why="a stage would have no operator",
             todo="name the ends in execution order, each once, and not the last operator",
         )
     stage: dict[str, int] = {}
@@ -126,13 +126,13 @@ def _refuse_shared_writes(graph: Graph, stage: dict[str, int]) -> None:
                         f"the {graph[name].op} %{name} is written in stage {stage[node.name]} and "
                         f"read in stage {stage[user]}",
                         where=str(node.source),
-                        why="each stage would hold a copy of its own",
+                        why="each stage would have its own copy",
                         todo="cut elsewhere, so that both are in one stage",
                     )
 
 
 def free_values(graph: Graph) -> set[str]:
-    """What every stage that reads it makes for itself."""
+    """Returns the values that every stage that reads them computes itself."""
     written = {name for node in graph.nodes for name in writes(node)}
     free: set[str] = set()
     for node in graph.nodes:
@@ -154,14 +154,14 @@ def _cheap(graph: Graph, node: Node) -> bool:
     base = rest.partition(".")[0]
     if any(word in base for word in _CHANCE):
         return False
-    # An outer product is no more work than a multiplication.
+    # An outer product takes no more work than a multiplication.
     return base not in _HEAVY or graph[node.inputs[0]].type.shape[-1:] == (1,)
 
 
 def _closure(
     graph: Graph, stage: dict[str, int], free: set[str], number: int, wanted: set[str]
 ) -> tuple[set[str], list[str]]:
-    """The nodes of a stage, and what it receives, in execution order."""
+    """Returns the nodes of a stage, and the values it receives, in execution order."""
     kept: set[str] = set()
     received: set[str] = set()
     stack = list(wanted)
@@ -185,8 +185,8 @@ def _part(
     leaving: list[str],
     results: set[str],
 ) -> Graph:
-    """One stage's graph."""
-    # The pieces of a parameter stay together, and what nobody reads stays in the first stage.
+    """Returns the graph of one stage."""
+    # Pieces of a parameter stay together; unread parameters stay in the first stage.
     targets = {graph[name].target for name in kept if graph[name].op == "param"}
     leaves = [
         node
@@ -211,7 +211,7 @@ def _part(
 
 
 def _sent(node: Node, fresh: Names) -> Node:
-    """What holds a value in the layout in which it leaves."""
+    """Returns the annotation that fixes the layout of a value that leaves the stage."""
     free = ", ".join("?" * len(node.type.shape))
     return Node(
         fresh(f"{node.name}_sent"),
@@ -225,7 +225,7 @@ def _sent(node: Node, fresh: Names) -> Node:
 
 
 def alike(graph: Graph) -> str:
-    """A text that is equal for stages which differ in names only.
+    """Returns a text that is equal for stages that differ only in names.
 
     The nodes of such stages correspond by their places in `Graph.nodes`.
     """

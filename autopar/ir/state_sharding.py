@@ -1,16 +1,16 @@
-"""StateSharding: where parameters, gradients and optimizer state are kept, and what that costs.
+"""StateSharding: how far parameters, gradients and optimizer state are split, and its traffic.
 
-Devices stand in groups, usually the nodes. Each of the three states is kept whole by every device
-(N, none), split over the devices of a group and repeated in the others (I, intra), or split over
-all of them (G, global): `StateSharding.parse("IIG")`. ZeRO's stages are NNG, NGG and GGG
-(arXiv:1910.02054), MiCS and hybrid sharding are III (arXiv:2205.00119), the others are PaRO's
-(arXiv:2310.06003); `memory` and `volume` are its Tables 2 and 3, the latter corrected.
+Devices form groups, usually the nodes. Each of the three states is whole on every device (N, none),
+split over the devices of a group and replicated in the others (I, intra), or split over all devices
+(G, global): `StateSharding.parse("IIG")`. ZeRO's stages are NNG, NGG and GGG (arXiv:1910.02054),
+MiCS and hybrid sharding are III (arXiv:2205.00119), the others are PaRO's (arXiv:2310.06003);
+`memory` and `volume` are its Tables 2 and 3, the latter corrected.
 
-A training step accumulates the gradients of `microbatches`. Before each forward and each backward
-the parameters are gathered; after each backward the gradients are reduced as far as they are split;
-at the end of the step the optimizer gets its part of the sum, and the parameters are gathered
-again. Where a sharding knows groups, what goes over all devices goes in two hops, one inside the
-groups and one between them; DDP and ZeRO use rings through all devices.
+A training step accumulates the gradients of `microbatches`. Parameters are gathered before each
+forward and each backward; gradients are reduced as far as they are split after each backward; at
+the end of the step the optimizer gets its part of the sum, and the parameters are gathered again.
+If a sharding uses groups, traffic over all devices takes two hops, one inside the groups and one
+between them; DDP and ZeRO use rings through all devices.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Exchange(NamedTuple):
     """One collective of a step, as far as it is known without a model.
 
     Attributes:
-        when: "forward", "backward", "accumulate" (each once a microbatch), "reduce" or "update".
+        when: "forward", "backward", "accumulate" (each once per microbatch), "reduce" or "update".
         kind: all_gather, reduce_scatter or all_reduce.
-        over: "intra", the devices of a group; "inter", those of one place in every group; "global".
+        over: "intra", the devices of a group; "inter", those at one place of every group; "global".
         state: "params" or "grads".
-        times: how often in a step.
+        times: number of runs in a step.
     """
 
     when: str
@@ -56,10 +56,10 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """`devices` in groups of `size`.
+    """`devices` devices in groups of `size`.
 
     Raises:
-        StateError: the groups are not equal, or there is no device.
+        StateError: the groups are unequal, or there is no device.
     """
 
     devices: int
@@ -78,16 +78,16 @@ class Groups:
         return self.devices // self.size
 
     def parts(self, level: str) -> int:
-        """In how many parts a state of that level (a key of LEVELS) is split."""
+        """Returns the number of parts of a state at that level (a key of LEVELS)."""
         return {"N": 1, "I": self.size, "G": self.devices}[level]
 
 
 @dataclass(frozen=True)
 class StateSharding:
-    """The levels of the three states; `str` gives what `parse` reads.
+    """The levels of the three states; prints and parses as text.
 
-    `secondary` keeps a copy of globally split parameters in every group for the backward (ZeRO++,
-    arXiv:2306.10209; its int8 blocks are told by a `Precision`), written "GGG+I".
+    `secondary` keeps a copy of globally split parameters in every group for the backward, written
+    "GGG+I" (ZeRO++, arXiv:2306.10209; `Precision` selects its int8 blocks).
 
     Raises:
         StateError: a level that is not one of LEVELS, or a secondary copy of parameters that are
@@ -109,16 +109,16 @@ class StateSharding:
             )
         if self.secondary and self.params != "G":
             raise StateError(
-                f"{self} has a second copy of parameters that a group holds anyway",
+                f"{self} has a secondary copy of parameters that every group already holds",
                 todo='drop the "+I", or split the parameters over all devices ("G")',
             )
 
     @classmethod
     def parse(cls, text: str) -> StateSharding:
-        """Read three letters for parameters, gradients and optimizer state, as "NIG".
+        """Reads three letters for parameters, gradients and optimizer state, such as "NIG".
 
         Raises:
-            StateError: other letters, or more or fewer of them.
+            StateError: other letters, or more or fewer than three.
         """
         letters, plus, copy = text.partition("+")
         if len(letters) != 3 or copy != ("I" if plus else ""):
@@ -136,23 +136,23 @@ class StateSharding:
     def legal(self) -> bool:
         """PaRO's first principle: the optimizer state is split at least as far as the others.
 
-        A device updates what it has the optimizer state of, so it must hold those gradients, and
-        more parameters than it updates are gathered anyway. Of 27 shardings 14 remain.
+        A device updates the parts whose optimizer state it has, so it must hold their gradients;
+        parameters beyond those it updates are gathered anyway. Of 27 shardings 14 are legal.
         """
         finest = _ORDER.index(self.optimizer)
         return max(_ORDER.index(self.params), _ORDER.index(self.grads)) <= finest
 
     @property
     def grouped(self) -> bool:
-        """Whether it knows groups, so that what goes over all devices goes in two hops."""
+        """Whether it uses groups, so that traffic over all devices takes two hops."""
         return "I" in (self.params, self.grads, self.optimizer)
 
     def axes(self, state: str, mesh: Mesh, inter: tuple[str, ...]) -> tuple[str, ...]:
-        """The mesh axes over which "params", "grads" or "optimizer" is split.
+        """Returns the mesh axes over which "params", "grads" or "optimizer" is split.
 
         Args:
-            state: the name of a field.
-            mesh: its other axes than `inter` lie inside a group.
+            state: name of a field.
+            mesh: a mesh whose axes other than `inter` lie inside a group.
             inter: the axes that lead from group to group.
         """
         level = getattr(self, state)
@@ -166,13 +166,16 @@ class StateSharding:
         trainable: float | None = None,
         optimizer_bytes: float = 12,
     ) -> dict[str, float]:
-        """Bytes per device of "params", "grads" and "optimizer" in mixed precision: PaRO, Table 2.
+        """Returns the bytes per device of each state in mixed precision (PaRO, Table 2).
 
         Args:
             params: number of parameters, two bytes each.
             groups: the devices.
-            trainable: how many of them have a gradient, of two bytes; None for all.
-            optimizer_bytes: of a trainable parameter; 12 for Adam with f32 master weights.
+            trainable: number of parameters with a gradient, two bytes each; None for all.
+            optimizer_bytes: bytes per trainable parameter; 12 for Adam with f32 master weights.
+
+        Returns:
+            Bytes of "params", "grads" and "optimizer".
         """
         trained = params if trainable is None else trainable
         parts = {name: groups.parts(getattr(self, name)) for name in ("params", "grads")}
@@ -184,10 +187,10 @@ class StateSharding:
         }
 
     def exchanges(self, microbatches: int = 1, whole_sum: bool = False) -> tuple[Exchange, ...]:
-        """The collectives of one training step, in the order in which they first run.
+        """Returns the collectives of one training step, in the order in which they first run.
 
         Args:
-            microbatches: how many a step accumulates.
+            microbatches: number that a step accumulates.
             whole_sum: whether gradients that are kept whole are summed whole (DeepSpeed's ZeRO-1,
                 which PaRO counts) or only as far as the optimizer needs them (ZeRO's paper).
 
@@ -221,7 +224,7 @@ class StateSharding:
             yield Exchange("update", "all_gather", over, "params", 1)
 
     def _hops(self, fine: str, coarse: str) -> tuple[str, ...]:
-        """The all_gathers that lead from parts of level `fine` to those of `coarse`."""
+        """Returns the all_gathers that lead from parts of level `fine` to those of `coarse`."""
         if fine == coarse:
             return ()
         if (fine, coarse) == ("G", "N") and not self.grouped:
@@ -236,11 +239,11 @@ class StateSharding:
         trainable: float | None = None,
         whole_sum: bool = False,
     ) -> Volume:
-        """Elements that all devices together send in a step: PaRO, Table 3, corrected.
+        """Returns the elements that all devices together send in a step (PaRO, Table 3, corrected).
 
-        As printed, IGG's reduce_scatter between groups is divided by the size of a group instead
-        of the number of devices and its update repeated for each microbatch, and NIG's
-        reduce_scatter inside the groups is not: against the paper's own text and Figure 5.
+        As printed, IGG's reduce_scatter between groups is divided by the size of a group instead of
+        the number of devices and its update is repeated for each microbatch, and NIG's
+        reduce_scatter inside the groups is not; this contradicts the paper's own text and Figure 5.
 
         Args:
             params, groups, trainable: as for `memory`.
@@ -267,7 +270,7 @@ class StateSharding:
         element: int = 2,
         whole_sum: bool = False,
     ) -> tuple[tuple[Exchange, Collective], ...]:
-        """`exchanges` as calls on a mesh, each with the payload that a device brings to it.
+        """Returns `exchanges` as calls on a mesh, each with its payload in bytes per device.
 
         Args:
             params: number of parameters, all trained.
@@ -277,7 +280,7 @@ class StateSharding:
 
         Raises:
             StateError: as for `exchanges`.
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
         """
         for name in inter:
             mesh.axis(name)
@@ -286,7 +289,7 @@ class StateSharding:
         spans = {"intra": inner, "inter": outer, "global": mesh.names}
         found = []
         for call in self.exchanges(microbatches, whole_sum):
-            # A hop between groups moves what is split inside them already.
+            # A hop between groups moves parts that are already split inside them.
             nbytes = params * element / (_size(mesh, inner) if call.over == "inter" else 1)
             if call.kind == "all_gather":
                 nbytes /= _size(mesh, spans[call.over])
@@ -299,7 +302,7 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _sent(call: Exchange, elements: float, groups: Groups) -> Volume:
-    """What all devices send in one such collective over `elements`, by rings.
+    """Returns what all devices send in one such collective over `elements`, by rings.
 
     A ring through n devices in g groups crosses from group to group g times and sends (n-1)/n of
     the elements over each of its links. Between groups, `size` rings send a part each. An
@@ -319,14 +322,14 @@ def _sent(call: Exchange, elements: float, groups: Groups) -> Volume:
 
 
 def accumulation_saving(params: float, groups: Groups, microbatches: int) -> float:
-    """Elements a device sends less between groups if gradients stay in them until the step's end.
+    """Returns the elements per device saved between groups by reducing across groups once a step.
 
-    PaRO, equation 1: params (s-1) (g-1) / n, for s microbatches and g groups of n devices in all.
+    PaRO, equation 1: params (s-1) (g-1) / n, for s microbatches and g groups of n devices in total.
     """
     return params * (microbatches - 1) * (groups.count - 1) / groups.devices
 
 
 def shardings(legal: bool = True) -> tuple[StateSharding, ...]:
-    """Every combination of levels, without second copies; only the legal ones unless told so."""
+    """Returns every combination of levels without second copies; by default only the legal ones."""
     every = (StateSharding(p, g, o) for p, g, o in product(_ORDER, repeat=3))
     return tuple(one for one in every if one.legal or not legal)

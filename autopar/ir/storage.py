@@ -1,24 +1,24 @@
-"""Storage: where one parameter, its gradients and its optimizer state lie, and what moves them.
+"""Storage: layouts of one parameter, its gradients and its optimizer state, and their collectives.
 
 Operators use a parameter in the layout `used`. Along its varying axes the devices compute on
-different data, so that they hold replicas of the parameter, and each of its states may be split
-over some of those axes:
+different data and hold replicas of the parameter; each of its states may be split over some of
+those axes:
 
     held     the parameter between steps
-    grads    the gradients that are added up over microbatches
+    grads    the gradients accumulated over microbatches
     updated  the optimizer's state, and the part of the parameter that it updates
     kept     the parameter between the forward and the backward of a microbatch
 
 `updated` is split at least as far as `held` and `grads` (PaRO, arXiv:2310.06003, principle 1), and
-one is a beginning of the other: axes are added to one dimension, behind those that split it in
-`used`. How they stand there says how they are exchanged. Axes in mesh order are gathered by one
-call, `768@node@gpu`; where the order turns a new call begins, so that `768@gpu@node` is gathered
-over nodes first and inside them after that, and scattered the other way round.
+one is a prefix of the other: axes are added to one dimension, after those that split it in `used`.
+Their order determines the collectives. Axes in mesh order are gathered by one call, `768@node@gpu`;
+an axis against mesh order begins a new call, so that `768@gpu@node` is gathered first over nodes
+and then inside them, and scattered in the opposite order.
 
-`hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run. Those
-that a precision sends as int8 blocks are told by `Collective.quantised`: gathers of what is held,
-so that forward and backward have the same, and reduce_scatters of gradients. After the update
-nothing is rounded, or devices would go on from that.
+`hops` is the one list of a parameter's collectives: it is priced, simulated, printed and run.
+`Collective.quantised` marks those that a precision sends as int8 blocks: gathers of `held`, so that
+forward and backward use the same values, and reduce_scatters of gradients. Nothing is rounded after
+the update, since the parameters of later steps would inherit the error.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 
-EACH = ("forward", "backward", "accumulate")  # for every microbatch; "reduce" and "update" once
-REDUCED = ("accumulate", "reduce")  # what becomes of a gradient
-BUCKET = 25 * 2**20  # bytes of them, as in torch's DistributedDataParallel
-COPIED = 2**20  # bytes; copying smaller gradients beside one another is faster than a launch each
+EACH = ("forward", "backward", "accumulate")  # per microbatch; "reduce" and "update" per step
+REDUCED = ("accumulate", "reduce")  # hops of a gradient
+BUCKET = 25 * 2**20  # bytes of gradients, as in torch's DistributedDataParallel
+COPIED = 2**20  # bytes; smaller gradients are packed, which is faster than one call each
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Hop:
     """One collective of a parameter or its gradient.
 
     Attributes:
-        when: "forward", "backward", "accumulate" (each once a microbatch), "reduce" or "update".
-        call: what it sends; its axes stand as they split the dimension.
+        when: "forward", "backward", "accumulate" (each once per microbatch), "reduce" or "update".
+        call: the collective, with axes in the order in which they split the dimension.
         src, dst: layouts before and after.
-        dim: which dimension is put together or dealt out, None for an all_reduce.
-        times: how often in a step.
-        whole: bytes of the parameter on that side of it which has more.
+        dim: the dimension that is gathered or scattered, None for an all_reduce.
+        times: number of runs in a step.
+        whole: bytes of the parameter on the larger side.
     """
 
     when: str
@@ -62,7 +62,7 @@ class Hop:
     whole: int
 
     def seconds(self, price: Callable[[Collective], float], bucket: int) -> float:
-        """Of one such collective: its part of one for several parameters in `bucket` bytes."""
+        """Returns the seconds of one call: its part of a call for `bucket` bytes of parameters."""
         if self.whole >= bucket:
             return price(self.call)
         sizes = self.call.nbytes, self.call.quantised
@@ -72,19 +72,19 @@ class Hop:
 
     @property
     def way(self) -> tuple[str, tuple[str, ...], bool]:
-        """What it has in common with those that it can go together with."""
+        """Key that is equal for hops that can share a call."""
         return self.call.kind, self.call.axes, bool(self.call.quantised)
 
 
 def scattered(hops: Sequence[Hop]) -> bool:
-    """Whether a gradient ends as a part that a reduce_scatter gave, by its parameter's hops."""
+    """Returns whether a parameter's hops leave its gradient as a part from a reduce_scatter."""
     last = [hop.call for hop in hops if hop.when in ("accumulate", "reduce")][-1:]
     return any(call.kind == "reduce_scatter" and not call.quantised for call in last)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The layouts of one parameter; see above."""
+    """The layouts of one parameter; see the module."""
 
     used: Layout
     held: Layout
@@ -94,16 +94,17 @@ class Storage:
 
     @classmethod
     def of(cls, used: Layout, layouts: Sequence[Layout]) -> Storage:
-        """The storage that `layouts` tells: held, or held, grads and updated, perhaps with kept.
+        """Returns a storage from its layouts: held, or held, grads, updated, or these with kept.
 
         Raises:
-            LayoutError: two layouts, or more than four; or one that cannot be.
+            LayoutError: two layouts, or more than four; or an impossible one.
         """
         if len(layouts) not in (1, 3, 4):
             raise LayoutError(
                 f"{len(layouts)} layouts of one parameter",
-                why="its line tells how it is held, or how it is held, how its gradients are added "
-                "up and how it is updated, and perhaps how it is kept for the backward",
+                why="its line gives the stored layout, or those in which it is stored, its "
+                "gradients are accumulated and it is updated, and perhaps the one kept for the "
+                "backward",
             )
         if any(len(layout.dims) != len(used.dims) for layout in layouts):
             raise LayoutError(
@@ -118,7 +119,7 @@ class Storage:
 
     @classmethod
     def as_is(cls, layout: Layout) -> Storage:
-        """Of what is used as it is held: nothing is exchanged."""
+        """Returns the storage of a parameter that is used as it is stored, without collectives."""
         return cls(layout, layout, layout, layout, layout)
 
     def _check(self) -> None:
@@ -131,12 +132,12 @@ class Storage:
             strange = ", ".join(sorted(behind - set(self.used.varying)))
             raise LayoutError(
                 f"a state of the parameter is split over {strange}",
-                why=f"its replicas stand along {', '.join(self.used.varying) or 'no axis'}",
+                why=f"its replicas are along {', '.join(self.used.varying) or 'no axis'}",
             )
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The fewest layouts that `of` reads back."""
+        """Returns the fewest layouts that `of` reads back."""
         if self.kept.dims != self.used.dims:
             return self.held, self.grads, self.updated, self.kept
         alike = self.held == self.grads == self.updated
@@ -144,20 +145,20 @@ class Storage:
 
     @property
     def moves(self) -> bool:
-        """Whether the operators use anything but the tensor that is held."""
+        """Whether operators use anything but the stored tensor."""
         return bool(self.used.varying) or self.used.dims != self.held.dims
 
     def axes(self, state: str) -> tuple[str, ...]:
-        """The axes over which "held", "grads", "updated" or "kept" splits the replicas."""
+        """Returns the axes over which "held", "grads", "updated" or "kept" splits the replicas."""
         layout: Layout = getattr(self, state)
         return tuple(axis for _, axes in _added(layout, self.used) for axis in axes)
 
     def format(self, shape: tuple[int, ...]) -> str:
-        """In the notation of a pin, "held", "held | grads | updated" or with "| kept"."""
+        """Returns the notation of a pin: "held", "held | grads | updated", or with "| kept"."""
         return " | ".join(layout.format(shape) for layout in self.layouts)
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        """As `format`, but in words where all states lie alike and nothing else is kept."""
+        """Like `format`, but shorter where all states have one layout and nothing else is kept."""
         if self.held == self.grads == self.updated == self.kept != Layout(self.used.dims):
             return f"{self.held.format(shape)}, gathered twice"
         return self.format(shape)
@@ -170,18 +171,18 @@ class Storage:
         trained: bool = True,
         precision: Precision = AS_IS,
     ) -> tuple[Hop, ...]:
-        """Every collective of a training step, in the order in which they first run.
+        """Returns every collective of a training step, in the order in which they first run.
 
-        Before the forward the parameter is gathered, and before the backward again if it was not
+        The parameter is gathered before the forward, and again before the backward if it was not
         kept; gradients are reduced as far as they are split; at the end the optimizer gets its part
-        of the sum, and the parameter is gathered as far as it is held.
+        of the sum, and the parameter is gathered to the layout in which it is stored.
 
         Args:
             tensor: type of the parameter.
             mesh: the devices.
-            microbatches: how many a step accumulates.
+            microbatches: number that a step accumulates.
             trained: whether it has a gradient.
-            precision: says in which dtype gradients are sent, and what goes as int8 blocks.
+            precision: dtypes of messages, including int8 blocks.
         """
         return tuple(self._hops(tensor, mesh, microbatches, trained, precision))
 
@@ -231,17 +232,17 @@ class Storage:
 
 
 def _added(fine: Layout, coarse: Layout) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The axes that split a dimension in `fine` and not in `coarse`.
+    """Yields the axes that split a dimension in `fine` but not in `coarse`.
 
     Raises:
-        LayoutError: `coarse` is no beginning of `fine`.
+        LayoutError: `coarse` is not a prefix of `fine`.
     """
     for dim, (more, less) in enumerate(zip(fine.dims, coarse.dims, strict=True)):
         if more[: len(less)] != less:
             raise LayoutError(
                 f"the states of a parameter split dimension {dim} as {'@'.join(more) or 'a whole'} "
                 f"and as {'@'.join(less)}",
-                why="one is cut out of the other: the axes of the coarser one come first",
+                why="one must be a prefix of the other: the axes of the coarser one come first",
                 todo="plan again, or write the axes that are gathered last, innermost",
             )
         if len(more) > len(less):
@@ -251,7 +252,7 @@ def _added(fine: Layout, coarse: Layout) -> Iterator[tuple[int, tuple[str, ...]]
 def _path(
     fine: Layout, coarse: Layout, mesh: Mesh
 ) -> Iterator[tuple[int, tuple[str, ...], Layout, Layout]]:
-    """The all_gathers from `fine` to `coarse`: dimension, axes, layouts before and after."""
+    """Yields the all_gathers from `fine` to `coarse`: dimension, axes, layouts before and after."""
     layout = Layout(fine.dims)
     for dim, axes in _added(fine, coarse):
         for run in reversed(runs(axes, mesh)):
@@ -263,7 +264,7 @@ def _path(
 
 
 def runs(axes: Sequence[str], mesh: Mesh) -> list[tuple[str, ...]]:
-    """Axes in a row, cut where they turn against the order of the mesh."""
+    """Cuts a sequence of axes into runs that are in mesh order."""
     found: list[tuple[str, ...]] = []
     for axis in axes:
         if found and mesh.names.index(found[-1][-1]) < mesh.names.index(axis):

@@ -1,18 +1,18 @@
-"""TensorType and Layout: what a tensor is, and how a mesh splits it. One notation everywhere.
+"""TensorType and Layout: the type of a tensor, and its distribution over a mesh, in one notation.
 
     bf16[8, 1024@gpu, 2048] +sum(node)
 
-reads: a bf16 tensor of global shape (8, 1024, 2048); dimension 1 is split over the mesh axis gpu;
-every device along node holds a part of a sum that is still owed. An axis that is not named holds
-the whole tensor on every device. Several axes on one dimension are written outermost first,
-`64@node@gpu`. Parts differ by one element at most, the first ones are the larger: 6 elements on 4
+is a bf16 tensor of global shape (8, 1024, 2048) whose dimension 1 is split over the mesh axis gpu;
+every device along node holds a part of a sum that is still to be computed. Along axes that are not
+named, the tensor is replicated. Several axes on one dimension are written outermost first,
+`64@node@gpu`. Parts differ by one element at most, and the larger ones come first: 6 elements on 4
 devices are parts of 2, 2, 1 and 1.
 
-`-sum(gpu)` is the mirror image for gradients: every device along gpu holds the whole value, and the
-*gradient* of that value will be owed a sum. It is what an operator asks of an input which lacks a
+`-sum(gpu)` is the counterpart for gradients: every device along gpu holds the whole value, and its
+*gradient* will be a partial sum. An operator asks for an input in this layout if the input lacks a
 factor that the operator splits (a weight under data parallelism, the input of a column-parallel
-linear). The value is "varying" in the words of JAX's shard_map; turning a plain replicated value
-into it is free forwards and an all_reduce backwards.
+linear). JAX's shard_map calls such a value "varying"; turning a replicated value into it is free
+forwards and an all_reduce backwards.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TensorType:
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
-        """Read "f32[8, 1024]"; LayoutError if it is anything else."""
+        """Parses "f32[8, 1024]"; raises LayoutError for anything else."""
         match = re.fullmatch(r"\s*(\w+)\[([\d, ]*)\]\s*", text)
         if match is None or match[1] not in DTYPE_BYTES:
             raise LayoutError(f"cannot read tensor type {text!r}", todo='write e.g. "f32[8, 16]"')
@@ -68,7 +68,7 @@ class TensorType:
 
 
 def _size(word: str, text: str) -> int:
-    """The length of a dimension; LayoutError unless it is one that an index of 64 bits counts."""
+    """Returns the length of a dimension; raises LayoutError unless a 64-bit index can count it."""
     if not re.fullmatch(r"[0-9]{1,18}", word.strip()):
         raise LayoutError(
             f"cannot read the size {word.strip()[:50]!r}",
@@ -79,21 +79,21 @@ def _size(word: str, text: str) -> int:
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part `index` of `size` elements in a row, as equal as they can be."""
+    """Returns (start, length) of part `index` of `size` elements, split as evenly as possible."""
     length, more = divmod(size, parts)
     return index * length + min(index, more), length + (index < more)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a mesh holds a tensor.
+    """Distribution of a tensor over a mesh.
 
     Attributes:
         dims: for each tensor dimension, the mesh axes that split it, outermost first.
-        partial: axes along which a sum of the value is still owed.
-        varying: axes along which the value is whole and a sum of its gradient will be owed.
+        partial: axes along which the value is a partial sum.
+        varying: axes along which the value is whole and its gradient will be a partial sum.
 
-    An axis stands in at most one place; along every other axis the tensor is replicated.
+    An axis appears at most once; along every other axis the tensor is replicated.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -102,12 +102,12 @@ class Layout:
 
     @classmethod
     def replicated(cls, rank: int) -> Layout:
-        """The layout that holds a tensor of `rank` dimensions whole everywhere."""
+        """Returns the layout in which a tensor of `rank` dimensions is whole everywhere."""
         return cls(((),) * rank)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis the layout names."""
+        """All axes that the layout names."""
         return (*(a for dim in self.dims for a in dim), *self.partial, *self.varying)
 
     @property
@@ -118,7 +118,7 @@ class Layout:
     def local_shape(
         self, shape: tuple[int, ...], mesh: Mesh, coordinate: Mapping[str, int] | None = None
     ) -> tuple[int, ...]:
-        """Shape of the part that the device at `coordinate` holds; without one, of the largest."""
+        """Returns the shape of the part at `coordinate`; without one, of the largest part."""
         if coordinate is not None:
             return tuple(length for _, length in self.bounds(shape, mesh, coordinate))
         largest, sizes = [], mesh.sizes
@@ -131,7 +131,7 @@ class Layout:
     def bounds(
         self, shape: tuple[int, ...], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, int], ...]:
-        """(start, length) of the device's part, for each dimension."""
+        """Returns (start, length) of the device's part, for each dimension."""
         found = []
         for size, axes in zip(shape, self.dims, strict=True):
             start = 0
@@ -142,18 +142,18 @@ class Layout:
         return tuple(found)
 
     def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
-        """Whether all parts are equal."""
+        """Returns whether all parts are equal in size."""
         return all(
             size % math.prod(mesh.axis_size(axis) for axis in axes) == 0
             for size, axes in zip(shape, self.dims, strict=True)
         )
 
     def local_bytes(self, tensor: TensorType, mesh: Mesh) -> int:
-        """Bytes of the largest part a device holds."""
+        """Returns the bytes of the largest part."""
         return math.prod(self.local_shape(tensor.shape, mesh)) * DTYPE_BYTES[tensor.dtype]
 
     def check(self, shape: tuple[int, ...], mesh: Mesh) -> None:
-        """LayoutError unless rank and axes fit `shape` on `mesh` and every part has an element."""
+        """Raises LayoutError unless it fits `shape` on `mesh` and every part has an element."""
         text = self.format(shape)
         if len(self.dims) != len(shape):
             raise LayoutError(f"layout {text} has {len(self.dims)} dimensions, not {len(shape)}")
@@ -170,11 +170,11 @@ class Layout:
                 )
 
     def with_dims(self, dims: tuple[tuple[str, ...], ...]) -> Layout:
-        """The same layout with other dimension splits."""
+        """Returns the same layout with other dimension splits."""
         return replace(self, dims=dims)
 
     def format(self, shape: tuple[int, ...]) -> str:
-        """The notation with sizes filled in: "[8, 1024@gpu] +sum(node)"."""
+        """Returns the notation with sizes filled in: "[8, 1024@gpu] +sum(node)"."""
         sizes = [str(s) for s in shape] + ["?"] * (len(self.dims) - len(shape))
         inner = ", ".join(
             "@".join((size, *axes)) for size, axes in zip(sizes, self.dims, strict=False)
@@ -188,10 +188,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> tuple[tuple[int, ...], Layout]:
-        """Read "[8, 1024@gpu] +sum(node)"; returns the global shape and the layout.
+        """Parses "[8, 1024@gpu] +sum(node)"; returns the global shape and the layout.
 
         Raises:
-            LayoutError: naming the text that is not a layout.
+            LayoutError: the text is not a layout.
         """
         match = re.fullmatch(
             r"\s*\[([^\]]*)\]\s*(?:\+sum\(([\w, ]*)\))?\s*(?:-sum\(([\w, ]*)\))?\s*", text
@@ -218,6 +218,6 @@ class Layout:
         layout = cls(tuple(dims), partial, varying)
         if len(set(layout.axes)) != len(layout.axes):
             raise LayoutError(
-                f"layout {text!r} names an axis twice", why="an axis stands in one place at most"
+                f"layout {text!r} names an axis twice", why="an axis may appear only once"
             )
         return tuple(shape), layout

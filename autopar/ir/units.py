@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes and seconds in a readable form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def format_bytes(count: float) -> str:
-    """Three figures and a binary unit: "28 MiB", "1.5 GiB"."""
+    """Returns three figures and a binary unit: "28 MiB", "1.5 GiB"."""
     unit = 0
     while abs(count) >= 1024 and unit < len(_SIZES) - 1:
         count, unit = count / 1024, unit + 1
@@ -15,7 +15,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three figures and a unit from us to s: "0.07 ms" reads "70 us"."""
+    """Returns three figures and a unit from us to s: "0.07 ms" reads "70 us"."""
     for scale, unit in _TIMES:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"

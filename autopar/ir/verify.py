@@ -1,4 +1,4 @@
-"""The invariants of a graph, each a small check with a name, run after every pass."""
+"""Invariants of a graph, one small named check each, run after every pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def verify(graph: Graph) -> Graph:
     """Returns `graph` itself if every check in `CHECKS` holds.
 
     Raises:
-        GraphError: naming the first check that fails, the node and the user's source.
+        GraphError: a check fails; names the first such check, the node and the user's source.
     """
     for check in CHECKS:
         for node, why in check(graph):
@@ -29,7 +29,7 @@ def verify(graph: Graph) -> Graph:
 
 
 def names_are_unique(graph: Graph) -> Iterator[Fault]:
-    """Every node has a name of its own, a Python identifier."""
+    """Every node has a unique name, a Python identifier."""
     seen: set[str] = set()
     for node in graph.nodes:
         if not (node.name.isidentifier() and node.name.isascii()):
@@ -40,19 +40,19 @@ def names_are_unique(graph: Graph) -> Iterator[Fault]:
 
 
 def leaves_come_first(graph: Graph) -> Iterator[Fault]:
-    """Inputs, parameters and buffers stand before all operators and carry the user's name."""
+    """Inputs, parameters and buffers precede all operators and carry the user's name."""
     operator = ""
     for node in graph.nodes:
         if not node.is_leaf:
             operator = operator or node.name
         elif operator:
-            yield node, f"this leaf stands after the operator %{operator}"
+            yield node, f"this leaf follows the operator %{operator}"
         elif not node.args or not isinstance(node.args[0], str) or len(node.types) != 1:
-            yield node, "a leaf has its user-facing name as first argument and one type"
+            yield node, "a leaf has its user-facing name as first argument, and one type"
 
 
 def references_are_defined(graph: Graph) -> Iterator[Fault]:
-    """A node reads only values that stand before it."""
+    """A node reads only values that precede it."""
     seen: set[str] = set()
     for node in graph.nodes:
         for name in node.inputs:
@@ -105,17 +105,17 @@ def storage_is_known(graph: Graph) -> Iterator[Fault]:
 
 
 def gradients_have_a_cause(graph: Graph) -> Iterator[Fault]:
-    """Only parameters, what another stage made, and what is computed from them require one."""
+    """Only parameters, received values and values computed from them require a gradient."""
     for node in graph.nodes:
         if node.requires_grad and node.op not in ("param", "received"):
             if not any(graph[name].requires_grad for name in node.inputs):
-                yield node, "it requires a gradient, but it is no parameter and no input does"
+                yield node, "it requires a gradient, but it is not a parameter and no input does"
             if not any(kind.floating for kind in node.types):
                 yield node, "it requires a gradient, but no result is floating"
 
 
 def repeats_are_disjoint(graph: Graph) -> Iterator[Fault]:
-    """Runs have two blocks or more, of existing nodes that belong to no other block."""
+    """Runs have at least two blocks, of existing nodes that belong to no other block."""
     seen: set[str] = set()
     for repeat in graph.repeats:
         if repeat.count < 2:
@@ -124,12 +124,12 @@ def repeats_are_disjoint(graph: Graph) -> Iterator[Fault]:
             if name not in graph:
                 yield None, f"a repeat holds %{name}, which does not exist"
             elif name in seen:
-                yield graph[name], "it stands in two blocks"
+                yield graph[name], "it belongs to two blocks"
             seen.add(name)
 
 
 def blocks_are_aligned(graph: Graph) -> Iterator[Fault]:
-    """Position j of every block has the same operator, types and arguments, references aside."""
+    """Position j of every block has the same operator, types and non-reference arguments."""
     for repeat in graph.repeats:
         first = repeat.iterations[0]
         for block in repeat.iterations:
@@ -147,7 +147,7 @@ def _shape_of(node: Node) -> tuple[object, ...]:
 
 
 def blocks_read_alike(graph: Graph) -> Iterator[Fault]:
-    """References correspond: inside the block, to what is carried, or to one value for all."""
+    """References correspond: inside the block, to carried values, or to one value for all."""
     for repeat in graph.repeats:
         first = repeat.iterations[0]
         previous: dict[str, str] = {}
@@ -165,7 +165,7 @@ def blocks_read_alike(graph: Graph) -> Iterator[Fault]:
 
 
 def blocks_are_closed(graph: Graph) -> Iterator[Fault]:
-    """Only carried values leave a block, other than the last; one share reads each in a block."""
+    """Only carried values leave a block other than the last; one share reads each in a block."""
     results = {name for _, name in graph.outputs} | {graph.loss}
     for repeat in graph.repeats:
         ends = {repeat.iterations[0].index(end) for _, end in repeat.carried if end in graph}
@@ -198,7 +198,7 @@ def carried_values_exist(graph: Graph) -> Iterator[Fault]:
             if start not in graph or start in inside:
                 yield None, f"the carried value %{start} does not enter the first block"
             elif end not in repeat.iterations[0]:
-                yield None, f"%{end} is carried but is no node of the first block"
+                yield None, f"%{end} is carried but is not a node of the first block"
             elif graph[start].types != graph[end].types:
                 yield graph[end], f"it replaces %{start}, which has another type"
 

@@ -1,1 +1,1 @@
-"""The operators of the IR in torch: running a graph, and autopar's own operators."""
+"""Execution of graphs in torch, and autopar's own operators."""

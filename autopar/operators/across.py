@@ -1,9 +1,9 @@
-"""Operators on a dimension that is split between devices, which tell one another what they need.
+"""Operators on a dimension that is split between devices, which communicate inside the operator.
 
-A device that holds a part of the vocabulary looks up the words it has; the losses of Megatron-LM
+A device with a part of the vocabulary looks up the words it has; the losses of Megatron-LM
 (arXiv:1909.08053, section 3, "fuse the output of the parallel GEMM with the cross entropy loss")
-exchange a maximum and a sum for every row and never the logits; a convolution on a part of an image
-needs its neighbours' borders. `exchange.py` says which operators have such a form.
+exchange a maximum and a sum for every row, never the logits; a convolution on a part of an image
+needs its neighbours' borders. `exchange.py` lists the operators that have such a form.
 
     found = mesh.embedding(weight, ids, axis="gpu", size=50257)      # a part of a sum
 
@@ -23,20 +23,20 @@ from autopar.operators.mixture import mixture
 from autopar.operators.peers import Peers, cross_entropy, halo, softmax, summed, widened
 
 Axes = str | tuple[str, ...]
-CHUNK = 2048  # rows of logits that exist at a time: as many as keep a GPU busy
+CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy
 
 
 class Across(ABC):
-    """The operators, as methods of whoever knows the devices along an axis."""
+    """The operators, as methods of an object that knows the devices along an axis."""
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
-        """The devices along one axis or several, outermost first."""
+        """Returns the devices along one axis or several, outermost first."""
 
     def embedding(
         self, weight: Tensor, ids: Tensor, padding_idx: int = -1, *, axis: Axes, size: int
     ) -> Tensor:
-        """Rows of a table of which this device holds a part; zeros for the others' rows."""
+        """Looks up rows of a table of which this device has a part; zeros for the others' rows."""
         own, elsewhere, start = _local(self.group(axis), ids, size)
         padding = padding_idx - start
         padding = padding if 0 <= padding < weight.shape[0] else -1
@@ -44,12 +44,12 @@ class Across(ABC):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def gather(self, x: Tensor, dim: int, index: Tensor, *, axis: Axes, size: int) -> Tensor:
-        """torch.gather along a split dimension; zeros for elements that others hold."""
+        """torch.gather along a split dimension; zeros for elements of other devices."""
         own, elsewhere, _ = _local(self.group(axis), index, size)
         return x.gather(dim, own).masked_fill(elsewhere, 0)
 
     def index_select(self, x: Tensor, dim: int, index: Tensor, *, axis: Axes, size: int) -> Tensor:
-        """torch.index_select along a split dimension; zeros for slices that others hold."""
+        """torch.index_select along a split dimension; zeros for slices of other devices."""
         own, elsewhere, _ = _local(self.group(axis), index, size)
         shape = [1] * x.dim()
         shape[dim] = -1
@@ -66,7 +66,7 @@ class Across(ABC):
         axis: Axes,
         size: int,
     ) -> Tensor:
-        """This device's classes' part of the loss, whose sum over `axis` is the whole."""
+        """Returns the part of the loss from this device's classes, a partial sum over `axis`."""
         ignored = labels == ignore_index
         own, elsewhere, _ = _local(self.group(axis), labels.masked_fill(ignored, 0), size)
         own = own.masked_fill(elsewhere | ignored, -100)
@@ -83,7 +83,7 @@ class Across(ABC):
         axis: Axes,
         size: int,
     ) -> Tensor:
-        """The loss of logits whose classes are split; whole on every device."""
+        """Returns the loss of logits whose classes are split; whole on every device."""
         ignored = labels == ignore_index
         peers = self.group(axis)
         own, elsewhere, _ = _local(peers, labels.masked_fill(ignored, 0), size)
@@ -94,11 +94,11 @@ class Across(ABC):
     def linear_cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, ignored: int, *, axis: Axes, size: int
     ) -> Tensor:
-        """The sum of the losses of logits x weightᵀ, of which this device has a part of the words.
+        """Returns the summed losses of logits x weightᵀ, where this device has a part of the words.
 
         The gradient of x is this device's part of a sum.
         """
-        # Not at the top: it brings Triton, which takes a second.
+        # Imported here because Triton takes a second to import.
         from autopar_kernels.linear_cross_entropy import parallel_linear_cross_entropy
 
         peers = self.group(axis)
@@ -115,12 +115,12 @@ class Across(ABC):
         return found
 
     def softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
-        """softmax over a split dimension, which stays split."""
+        """softmax over a split dimension; the result is split alike."""
         x = x if dtype is None else x.to(dtype)
         return softmax(x, dim, False, self.group(axis))
 
     def log_softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
-        """log_softmax over a split dimension, which stays split."""
+        """log_softmax over a split dimension; the result is split alike."""
         x = x if dtype is None else x.to(dtype)
         return softmax(x, dim, True, self.group(axis))
 
@@ -137,9 +137,9 @@ class Across(ABC):
     def amax(
         self, x: Tensor, dim: tuple[int, ...] = (), keepdim: bool = False, *, axis: Axes
     ) -> Tensor:
-        """The largest over dimensions of which some are split; whole on every device.
+        """Returns the maximum over dimensions of which some are split; whole on every device.
 
-        Where there are several, each has its part of the gradient, as in torch.
+        Equal maxima share the gradient, as in torch.
         """
         peers = self.group(axis)
         dim = tuple(dim) or tuple(range(x.dim()))
@@ -155,13 +155,13 @@ class Across(ABC):
     def amin(
         self, x: Tensor, dim: tuple[int, ...] = (), keepdim: bool = False, *, axis: Axes
     ) -> Tensor:
-        """The smallest; as `amax`."""
+        """Returns the minimum; otherwise like `amax`."""
         return -self.amax(-x, dim, keepdim, axis=axis)
 
     def max(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> tuple[Tensor, Tensor]:
-        """The largest along a split dimension and where it is first; whole on every device."""
+        """Returns the maximum along a split dimension and its first index, whole on all devices."""
         at = self.argmax(x, dim, True, axis=axis, size=size)
         own, elsewhere, _ = _local(self.group(axis), at, size)
         values = summed(x.gather(dim, own).masked_fill(elsewhere, 0), self.group(axis))
@@ -170,14 +170,14 @@ class Across(ABC):
     def min(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> tuple[Tensor, Tensor]:
-        """The smallest; as `max`."""
+        """Returns the minimum; otherwise like `max`."""
         values, at = self.max(-x, dim, keepdim, axis=axis, size=size)
         return -values, at
 
     def argmax(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> Tensor:
-        """Where along a split dimension the largest is first; whole on every device.
+        """Returns the first index of the maximum along a split dimension; whole on every device.
 
         NaN counts as larger than anything, as in torch.
         """
@@ -186,7 +186,7 @@ class Across(ABC):
         start, _ = peers.own(size)
         odd = values.isnan()
         values = values.masked_fill(odd, torch.inf) if x.is_floating_point() else values
-        # The largest of negative places is the first place; that of a NaN is above all others.
+        # The maximum of negated indices is the first index; that of a NaN is above all others.
         held = values == peers.maximum(values)
         key = peers.maximum((odd * size - (at + start)).masked_fill(~held, -size))
         first = torch.where(key > 0, size - key, -key)
@@ -195,7 +195,7 @@ class Across(ABC):
     def argmin(
         self, x: Tensor, dim: int, keepdim: bool = False, *, axis: Axes, size: int
     ) -> Tensor:
-        """Where the smallest is first; as `argmax`."""
+        """Returns the first index of the minimum; otherwise like `argmax`."""
         return self.argmax(-x, dim, keepdim, axis=axis, size=size)
 
     def mixture(
@@ -212,16 +212,17 @@ class Across(ABC):
         axis: Axes = (),
         size: int = 0,
     ) -> Tensor:
-        """A mixture of experts, see `mixture.py`; of the part of them that this device holds."""
+        """Computes a mixture of experts, or this device's part of the experts; see `mixture.py`."""
         first = self.group(axis).own(size)[0] if axis else 0
         return mixture(gate, up, down, x, ids, weights, act, first, size, kernels)
 
     def halo(
         self, x: Tensor, dim: int, before: int, after: int, fill: float = 0.0, *, axis: Axes
     ) -> Tensor:
-        """x with that many elements of its neighbours along a split dimension; `fill` at the ends.
+        """Returns x with `before` and `after` elements of its neighbours along a split dimension.
 
-        A negative number cuts that many of its own off instead.
+        The ends are filled with `fill`. A negative number cuts that many of x's own elements off
+        instead.
         """
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
@@ -229,7 +230,7 @@ class Across(ABC):
 
 
 def _local(peers: Peers, index: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
-    """Indices into this device's part, 0 where they point elsewhere; where that is; its start."""
+    """Returns local indices (0 where they point elsewhere), where that is, and the part's start."""
     torch._assert_async(((index >= 0) & (index < size)).all(), "index out of range")
     start, length = peers.own(size)
     own = index - start

@@ -1,10 +1,10 @@
-"""Annotations: layouts that a model's own code asks for, after GSPMD (arXiv:2105.04663, section 3).
+"""Annotations: layouts requested in a model's own code, after GSPMD (arXiv:2105.04663, section 3).
 
     x = autopar.shard(x, "[b@data, s, h]")
 
-Outside autopar `shard` gives `x` itself. When a model is captured it stays in the graph as an
-operator `autopar.shard`: the identity, which the planner holds in the layout that is written, the
-value and its gradient alike. See `shard` for the notation.
+Outside autopar `shard` returns `x` itself. A captured model has it in the graph as the operator
+`autopar.shard`: the identity, in the given layout for both the value and its gradient. See `shard`
+for the notation.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
 
 _LIBRARY = torch.library.Library("autopar", "DEF")
-# The result shares its operand's storage, as that of a view does, so that a write into one of them
-# is a write into the other, as it is outside autopar. A composite of an operator with shapes and a
-# derivative needs none of its own.
+# The result shares its operand's storage, like a view, so that a write into one of them is a write
+# into the other, as outside autopar. It is a composite of an operator with shapes and a derivative,
+# and needs none of its own.
 _LIBRARY.define("shard(Tensor(a) x, str layout) -> Tensor(a)")
 _LIBRARY.impl("shard", lambda x, layout: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
 
 
 def shard(x: Tensor, layout: str) -> Tensor:
-    """`x`, which autopar will hold in `layout`; to be used inside a model's forward.
+    """Returns `x`, for which autopar will use `layout`; for use inside a model's forward.
 
     `layout` has an entry for each dimension, "[b@data, s, ?]":
 
         b@data      split over the mesh axis data, b@data@tensor over both, data outermost
         s           not split; the word is free, a number must be the dimension's size
-        ?           left open: the planner may split it over axes that the annotation does not name
+        ?           open: the planner may split it over axes that the annotation does not name
         ?@data      split over data, and inside that perhaps over others
 
-    The gradient is held in the same layout. Behind the bracket may stand "+sum(axis)" for a value
-    that is owed a sum along an axis, and "-sum(axis)" for a gradient that is.
+    The gradient has the same layout. After the bracket may follow "+sum(axis)" for a value that is
+    a partial sum along an axis, and "-sum(axis)" for a gradient that is.
 
-    The annotation is obeyed where the result is read, not where `x` itself is. Outside autopar, in
-    eager mode and under torch.compile, the result is `x` itself and nothing is done or checked.
+    The annotation takes effect where the result is read, not where `x` itself is. Outside autopar,
+    in eager mode and under torch.compile, the result is `x` itself and nothing is done or checked.
 
     Returns:
-        `x`. When the model is captured the errors of `Annotation.layouts` are raised for a layout
-        that does not fit.
+        `x`. Capturing the model raises the errors of `Annotation.layouts` for a layout that does
+        not fit.
     """
     if not torch.compiler.is_exporting():
         return x
@@ -58,10 +58,10 @@ def shard(x: Tensor, layout: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Annotation:
-    """An annotation, read for a tensor of some shape.
+    """An annotation, parsed for a tensor of a given shape.
 
     Attributes:
-        layout: what is fixed.
+        layout: the fixed part.
         open: dimensions that may be split over further axes.
     """
 
@@ -70,7 +70,7 @@ class Annotation:
 
     @classmethod
     def parse(cls, text: str, shape: tuple[int, ...]) -> Annotation:
-        """Read "[b@data, ?, 64] -sum(tensor)" for a tensor of `shape`.
+        """Parses "[b@data, ?, 64] -sum(tensor)" for a tensor of `shape`.
 
         Raises:
             AnnotationError: it cannot be read, has another number of dimensions or another size, or
@@ -93,7 +93,7 @@ class Annotation:
                 raise _unreadable(text)
             if word[1].isdigit() and int(word[1]) != size:
                 raise AnnotationError(
-                    f"the annotation {text!r} says {word[1]} of a dimension of size {size}",
+                    f"the annotation {text!r} gives {word[1]} for a dimension of size {size}",
                     why=f"the value's shape is {list(shape)}",
                     todo="write a letter in its place, or another dimension",
                 )
@@ -104,14 +104,14 @@ class Annotation:
             if "twice" in error.what:
                 raise AnnotationError(
                     f"the annotation {text!r} names an axis twice",
-                    why="an axis splits one dimension at most",
+                    why="an axis splits at most one dimension",
                     todo="leave one of them out",
                 ) from None
             raise _unreadable(text) from None
         return cls(layout, tuple(i for i, word in enumerate(words) if word and word[1] == "?"))
 
     def layouts(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Layout]:
-        """Every layout on a mesh that agrees with the annotation; axes of one device are left out.
+        """Yields every layout on a mesh that agrees with the annotation, ignoring axes of size 1.
 
         Raises:
             AnnotationError: the mesh has no such axis, or a dimension has too few elements.
@@ -144,5 +144,5 @@ class Annotation:
 def _unreadable(text: str) -> AnnotationError:
     return AnnotationError(
         f"cannot read the annotation {text!r}",
-        todo='write e.g. "[b@data, s, h@tensor]", "?" for a dimension that is left open',
+        todo='write e.g. "[b@data, s, h@tensor]", with "?" for an open dimension',
     )

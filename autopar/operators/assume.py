@@ -1,12 +1,12 @@
-"""What a model is assumed to find in its tensors, checked whenever the program runs.
+"""Assumptions about a model's tensors, checked whenever the program runs.
 
-Where a branch only raises or mends (see branches.py), the trace goes past it, and the graph keeps
-the condition beside a value that goes on:
+Where a branch only raises or repairs numbers (see branches.py), the trace skips it, and the graph
+keeps the condition beside a value that is used later:
 
     %h_1 = autopar.assume(%h, %all, True, 'model.py:7  if not (x > 0).all():')
 
-is %h, for which an AssumptionError is raised if %all is not what was assumed. The condition is
-whole on every device that computes it, so they raise together.
+is %h, and raises an AssumptionError if %all differs from the assumption. The condition is whole on
+every device that computes it, so that they raise together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.operators.branches import Guard, guard
 
 ASSUME = "autopar.assume"
-_CHECK = "autopar.check"  # in a trace, before it is known what goes on
+_CHECK = "autopar.check"  # in a trace, before it is tied to a value
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("check(Tensor condition, bool expected, str where) -> Tensor")
 _LIBRARY.impl(
@@ -34,11 +34,11 @@ _TRUTH = ("__bool__", "is_nonzero", "item", "_assert")
 
 
 def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> bool | None:
-    """The truth value that a traced tensor is assumed to have; None if that cannot be said.
+    """Returns the truth value that a traced tensor is assumed to have; None if undecidable.
 
     Args:
-        name, args: the function of torch that asks, and its arguments.
-        frame: from where.
+        name, args: the torch function that asks, and its arguments.
+        frame: the calling frame.
         where: the user's line.
     """
     if name not in _TRUTH or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
@@ -46,7 +46,7 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
     condition = args[0]
     if name == "item" and condition.dtype is not torch.bool:
         return None
-    # torch._assert is asked as a whole, and runs where nobody watches.
+    # torch._assert is traced as a whole, and runs where nothing observes it.
     found = Guard(True, True) if name == "_assert" else guard(frame)
     if found is None:
         return None
@@ -58,7 +58,7 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
 
 
 def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
-    """`x`, if a condition is as expected.
+    """Returns `x` if a condition is as expected.
 
     Raises:
         AssumptionError: it is not.
@@ -68,17 +68,17 @@ def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:
             "the batch takes a branch that the model was captured without",
             where=where,
             why=f"its condition was assumed to be {expected} for every batch",
-            todo="correct the batch or the numbers that this line guards against, or choose by "
+            todo="correct the batch or the numbers that this line guards against, or select with "
             "torch.where, which computes both sides",
         )
     return x
 
 
 def tie(graph: Graph) -> Graph:
-    """`graph` with each check tied to a value that is needed, so that it is run.
+    """Returns `graph` with each check tied to a needed value, so that it runs.
 
-    That is the last floating value before it which is read behind it, in a repeated block one of
-    the block's own; else the first one behind it, or an output.
+    That is the last earlier floating value that is read later, in a repeated block one of the
+    block's own; else the first later one, or an output.
     """
     while (at := next((i for i, n in enumerate(graph.nodes) if n.op == _CHECK), None)) is not None:
         graph = _tied(graph, at)
@@ -97,7 +97,7 @@ def _tied(graph: Graph, at: int) -> Graph:
     carrier = next((n for n in reversed(before) if carries(n) and n.name in read), None)
     if carrier is None:
         carrier = next((n for n in after if carries(n)), None)
-        if carrier is None:  # nothing is computed that the batch could spoil
+        if carrier is None:  # no computed value could be affected
             return replace(graph, nodes=tuple(before + after))
         place = after.index(carrier) + 1
         before, after = before + after[:place], after[place:]

@@ -1,8 +1,8 @@
-"""Branches of the user's code that choose by a tensor's value, read off the source.
+"""Analyses the source of branches in the user's code that depend on a tensor's value.
 
-Most of them guard: they raise, warn, or mend numbers that are not finite. A model is captured as if
-these were not taken, and the program checks that they would not have been (see assume.py). Where
-both sides compute something, no choice is right for all values.
+Most of them are guards: they raise, warn, or repair numbers that are not finite. A model is
+captured as if these were not taken, and the program checks that they would not be (see assume.py).
+If both sides compute something, no choice is right for all values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Guard:
     """A branch that is assumed not to be taken.
 
     Attributes:
-        value: what the tensor is assumed to be.
-        checked: whether something else would be computed, or an error raised, if it were not.
+        value: the assumed truth value of the tensor.
+        checked: whether something else would be computed, or an error raised, otherwise.
     """
 
     value: bool
@@ -33,14 +33,14 @@ class Guard:
 
 
 def guard(frame: FrameType) -> Guard | None:
-    """What is assumed of the tensor whose truth value `frame` asks for; None if nothing can be."""
+    """Returns the assumption for the tensor whose truth value `frame` needs; None if impossible."""
     code = frame.f_code
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     except (SyntaxError, ValueError, RecursionError):
         return None
     conditions = [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.Assert))]
-    # A jump bears the place of another part; what it asks was computed just before.
+    # A jump has the position of another part; its condition was computed just before.
     at = frame.f_lasti // 2
     asks = dis.opname[code.co_code[2 * at]].startswith(("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY"))
     for place in reversed([*code.co_positions()][: at + (not asks)]):
@@ -55,7 +55,7 @@ def guard(frame: FrameType) -> Guard | None:
 
 
 def _parts(test: ast.expr, turned: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """The conditions that a condition is made of, and whether each is negated."""
+    """Yields the parts of a condition, and whether each is negated."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _parts(value, turned)
@@ -76,7 +76,7 @@ def _covers(node: ast.expr, place: tuple[int | None, ...]) -> bool:
 
 
 def _wanted(node: ast.If | ast.Assert) -> tuple[bool | None, bool]:
-    """The outcome of a condition with which nothing special happens, and whether it matters."""
+    """Returns the outcome of a condition in the normal case, and whether it matters."""
     if isinstance(node, ast.Assert) or (node.orelse and _raises(node.orelse)):
         return True, True
     if _raises(node.body):
@@ -88,7 +88,7 @@ def _wanted(node: ast.If | ast.Assert) -> tuple[bool | None, bool]:
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Whether statements do nothing but end in an error."""
+    """Returns whether statements only end in an error."""
     return isinstance(body[-1], ast.Raise) and all(map(_is_plain, body[:-1]))
 
 
@@ -97,7 +97,7 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def _tells(node: ast.stmt) -> bool:
-    """Whether a statement is a warning, a line of a log or a print, or nothing."""
+    """Returns whether a statement is a warning, a log entry, a print, or nothing."""
     if isinstance(node, ast.Pass):
         return True
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
@@ -106,7 +106,7 @@ def _tells(node: ast.stmt) -> bool:
 
 
 def _assigns(node: ast.stmt) -> bool:
-    """Whether a statement sets local names."""
+    """Returns whether a statement sets local names."""
     return isinstance(node, ast.Assign) and all(map(_is_local, node.targets))
 
 

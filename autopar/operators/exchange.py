@@ -1,9 +1,9 @@
-"""Which operators run across parts of a dimension, in what form, and what they send.
+"""Operators that communicate when a dimension is split: their form, and what they send.
 
-Most operators run on parts as they are. Those listed here need more where a dimension that they
-look into is split: a start (a table of words), a sum over all parts (softmax), or a border of the
-neighbour (a convolution). Their form on one device calls a method of `autopar/operators/across.py`;
-`exchanged` prices what that method sends, so that the planner knows it.
+Most operators run unchanged on shards. Those listed here need more if a dimension that they look
+into is split: an offset (a table of words), a sum over all parts (softmax), or a neighbour's border
+(a convolution). Their form on one device calls a method of `autopar/operators/across.py`;
+`exchanged` returns the communication of that method, so that the planner can price it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class _Form:
-    """An operator's form on parts of dimensions of one operand, mostly the first.
+    """The form on shards of an operator that looks into dimensions of an operand, mostly the first.
 
     Attributes:
-        method: of `Across`.
-        dims: which dimensions it looks into, by node and operand types.
-        write: the arguments of the method, but for `axis` and `size`.
-        sized: whether the method is told the whole extent of the dimension.
-        operand: which one it looks into.
-        forward, backward: the all_reduces it makes; of how many values for each row, and their
-            dtype, "" for that of the operand, "wide" if that is at least f32. A row is all that
-            differs in the looked-into dimensions only.
+        method: method of `Across`.
+        dims: the dimensions it looks into, by node and operand types.
+        write: the arguments of the method except `axis` and `size`.
+        sized: whether the method needs the whole extent of the dimension.
+        operand: index of the operand.
+        forward, backward: its all_reduces: number of values per row, and their dtype ("" for that
+            of the operand, "wide" for that widened to at least f32). A row is one index into all
+            other dimensions.
     """
 
     method: str
@@ -52,15 +52,15 @@ class _Form:
 
 
 def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
-    """`node` as the steps of one device, where its layouts split a dimension that it looks into.
+    """Returns `node` as the steps of one device, if a dimension that it looks into is split.
 
     Args:
         node: an operator with global shapes.
-        types, operands: of the tensors it reads.
+        types, operands: types and layouts of the tensors it reads.
 
     Returns:
-        Nodes that call methods of `Across` ("mesh.embedding", with `axis`), the last of which is
-        named as `node`; empty where the operator runs on its parts as it is.
+        Nodes that call methods of `Across` ("mesh.embedding", with `axis`), the last named like
+        `node`; empty if the operator runs unchanged on its shards.
     """
     if windowed(node):
         return _with_halos(node, types, operands)
@@ -79,7 +79,7 @@ def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
 def exchanged(
     node: Node, types: Types, operands: Layouts, mesh: Mesh
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """What the operator itself sends under these layouts, forwards and backwards."""
+    """Returns the operator's own collectives under these layouts, forwards and backwards."""
     if windowed(node):
         return _borders(node, types, operands, mesh)
     form = _FORMS.get(node.op)
@@ -109,26 +109,26 @@ def exchanged(
 
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:
-    """Three float32 numbers of every row, gathered a chunk of rows at a time."""
+    """Returns the collectives for three float32 numbers per row, a chunk of rows at a time."""
     count, ways = math.prod(rows), 3 * DTYPE_BYTES["f32"]
     sizes = (min(CHUNK, count - start) for start in range(0, count, CHUNK))
     return tuple(Collective("all_gather", axes, size * ways) for size in sizes)
 
 
 def _one(axes: tuple[str, ...]) -> Arg:
-    """A single axis by its name."""
+    """Returns a single axis by its name, several as a tuple."""
     return axes[0] if len(axes) == 1 else axes
 
 
 def _axes(form: _Form, node: Node, types: Types, operands: Layouts) -> tuple[str, ...]:
-    """The mesh axes that split what the operator looks into."""
+    """Returns the mesh axes that split the dimensions that the operator looks into."""
     return tuple(
         axis for dim in form.dims(node, types) for axis in operands[form.operand].dims[dim]
     )
 
 
 def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
-    """Borders of the neighbours first; then the operator, which no longer pads there."""
+    """Returns the exchange of borders, then the operator without padding there."""
     steps: list[Node] = []
     value = node.args[0]
     split = {dim: halo for dim, halo in halos(node, types).items() if operands[0].dims[dim]}
@@ -147,7 +147,7 @@ def _with_halos(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]
 def _borders(
     node: Node, types: Types, operands: Layouts, mesh: Mesh
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """One message to each side that needs a border."""
+    """Returns one message to each side that needs a border."""
     shape = list(operands[0].local_shape(types[0].shape, mesh))
     calls = []
     for dim, halo in halos(node, types).items():
@@ -162,7 +162,7 @@ def _borders(
 
 
 def _dim(position: int) -> Callable[[Node, Types], tuple[int, ...]]:
-    """The one dimension that argument number `position` names."""
+    """Returns the dimension in argument `position`."""
 
     def dims(node: Node, types: Types) -> tuple[int, ...]:
         at = argument(node, position, "dim")
@@ -173,7 +173,7 @@ def _dim(position: int) -> Callable[[Node, Types], tuple[int, ...]]:
 
 
 def _some(node: Node, types: Types) -> tuple[int, ...]:
-    """The dimensions that the second argument names, all of them if none."""
+    """Returns the dimensions in the second argument, all if there are none."""
     named, rank = argument(node, 1, "dim"), len(types[0].shape)
     numbers = named if isinstance(named, tuple) else () if named is None else (named,)
     return tuple(int(str(n)) % rank for n in numbers if rank) or tuple(range(rank))
@@ -184,8 +184,8 @@ def _every(node: Node, types: Types) -> tuple[int, ...]:
 
 
 def _classes(node: Node, types: Types) -> tuple[int, ...]:
-    """Scores are (class), (sample, class) or (sample, class, ...)."""
-    if types[1].floating:  # probabilities of classes
+    """Returns the dimension of classes of (class), (sample, class) or (sample, class, ...)."""
+    if types[1].floating:  # class probabilities
         return ()
     return (1,) if len(types[0].shape) > 1 else (0,)
 
@@ -204,7 +204,7 @@ def _gather(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
 
 
 def _loss(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
-    """aten's arguments of a labelled loss, those that say nothing left out."""
+    """Returns aten's arguments of a labelled loss, without defaults."""
     weight = argument(node, 2, "weight")
     reduction = argument(node, 3, "reduction", 1)
     kwargs: Kwargs = (("reduction", _REDUCTIONS[int(str(reduction))]),)
@@ -216,7 +216,7 @@ def _loss(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
 
 _ROW, _WIDE = (1, ""), (1, "wide")
 _INDEX = (1, "i64")
-_FIRST = (_ROW, _INDEX)  # the largest, and where it is first
+_FIRST = (_ROW, _INDEX)  # the maximum, and its first index
 _FORMS = {
     "aten.embedding": _Form("embedding", lambda node, types: (0,), _embedding, True),
     "aten.gather": _Form("gather", _dim(1), _gather, True),

@@ -1,4 +1,4 @@
-"""Running a Graph with torch: on real tensors, and on fake ones to see what autograd keeps."""
+"""Runs a Graph with torch: on real tensors, and on fake ones to see what autograd saves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-# There is no public way to run operators on shapes and strides as the CPU's kernels would: the meta
-# device, the public one, chooses other kernels for attention, which keep other tensors.
+# There is no public way to run operators on shapes and strides as the CPU's kernels would: the
+# public meta device chooses other attention kernels, which save other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import GraphError
@@ -32,16 +32,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_type(tensor: Tensor) -> TensorType:
-    """The dtype and shape of a torch tensor."""
+    """Returns the dtype and shape of a torch tensor."""
     return TensorType(DTYPE_NAMES[tensor.dtype], tuple(int(size) for size in tensor.shape))
 
 
 def run(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's outputs by name, computed node by node with torch and open to autograd.
+    """Returns the graph's outputs by name, computed node by node with torch, differentiably.
 
     Args:
         graph: any graph, folded or not; every node is run.
-        values: a tensor for the target of every leaf; buffers have their new ones afterwards.
+        values: a tensor for the target of every leaf; buffers are updated in it.
 
     Raises:
         GraphError: a leaf has no value, or torch has no such operator.
@@ -64,13 +64,13 @@ def run(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def annotate(graph: Graph) -> Graph:
-    """The graph with types, requires_grad, alias, saved and saved_types read off torch.
+    """Returns the graph with types, requires_grad, alias, saved and saved_types observed in torch.
 
-    The folded nodes run once on fake CPU tensors, which have shapes and strides but no memory; the
-    hooks for saved tensors show what autograd keeps. Other blocks get the first block's answers.
+    The folded nodes run once on fake CPU tensors, which have shapes and strides but no memory;
+    hooks for saved tensors show what autograd saves. Other blocks copy the results of the first.
 
     Raises:
-        GraphError: an operator is not known to torch or refuses its arguments.
+        GraphError: torch does not know an operator or refuses its arguments.
     """
     recorded: dict[str, Node] = {}
     results: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def annotate(graph: Graph) -> Graph:
 
 
 def _counterparts(graph: Graph) -> dict[str, dict[str, str]]:
-    """For each node of a later block: first block's name -> its own block's name."""
+    """Returns for each node of a later block: first block's name -> its own block's name."""
     maps: dict[str, dict[str, str]] = {}
     for repeat in graph.repeats:
         first = repeat.iterations[0]
@@ -126,7 +126,7 @@ def _fake_leaf(node: Node) -> Tensor:
 
 
 def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
-    """Run one node and describe it; `local` reads the folded names, `node` its own."""
+    """Runs one node and describes it; `local` reads the folded names, `node` its own."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = results[node.name] = _execute_fake(local, results)
     tensors = _tensors(value)
-    # A reader of several values of one storage is told apart by offset and strides.
+    # Several operands with one storage are distinguished by offset and strides.
     near = {name: results[own] for name, own in zip(node.inputs, local.inputs, strict=True)}
     candidates = [(name, t) for name, value in near.items() for t in _tensors(value)]
     saved: dict[str, None] = {}
-    others: dict[UntypedStorage, Tensor] = {}  # storage: an operator may keep it twice
+    others: dict[UntypedStorage, Tensor] = {}  # by storage, as an operator may save it twice
     for tensor in kept:
         name = _find(tensor, [*candidates, *((node.name, t) for t in tensors)])
         if name is None:
@@ -158,7 +158,7 @@ def _observe(node: Node, local: Node, results: dict[str, Any]) -> Node:
 
 
 def _execute_fake(node: Node, results: Mapping[str, Any]) -> Any:
-    """The value of a node in fake tensors; as captured, if there is no such kernel for the CPU."""
+    """Returns a node's value in fake tensors; as captured, if the CPU has no such kernel."""
     try:
         return execute(node, results, torch.device("cpu"))
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
@@ -177,7 +177,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _find(tensor: Tensor, candidates: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The value that shares `tensor`'s storage, the most alike first."""
+    """Returns the value that shares `tensor`'s storage, preferring the most similar."""
     storage = tensor.untyped_storage()
     same = [(name, t) for name, t in candidates if t.untyped_storage() is storage]
     if not same:
@@ -204,13 +204,13 @@ def _piece(node: Node, value: Tensor) -> Tensor:
 def execute(
     node: Node, results: Mapping[str, Any], device: torch.device, mesh: Across | None = None
 ) -> Any:
-    """The value of one operator node, as torch computes it.
+    """Returns the value of one operator node, as torch computes it.
 
     Args:
-        node: an operator, no leaf.
+        node: an operator, not a leaf.
         results: the value of every node it reads, by name.
-        device: where operators that read no tensor (zeros, arange) create theirs.
-        mesh: what localised operators ("mesh.embedding") call.
+        device: where operators without tensor operands (zeros, arange) create their result.
+        mesh: the object whose methods localised operators ("mesh.embedding") call.
 
     Returns:
         A tensor, or a tuple or list of them for an operator with several results.
@@ -225,7 +225,7 @@ def execute(
     if node.op.startswith("mesh."):
         return getattr(mesh, node.op.removeprefix("mesh."))(*args, **kwargs)
     if node.op.startswith(PREFIX):
-        # Importing them makes torch operators of them, which most graphs have no use for.
+        # Importing them registers torch operators, which most graphs do not need.
         kernels = importlib.import_module("autopar.operators.kernels")
         return getattr(kernels, node.op.removeprefix(PREFIX))(*args, **kwargs)
     if node.op in ("autopar.share", "autopar.shard"):
@@ -242,8 +242,8 @@ def execute(
         name, first = function
         return find(name).apply(*args[first:])
     operator = _operator(node)
-    # Operators that create a tensor out of nothing must be told where. Which take a device, only
-    # their schema tells, private as the attribute is.
+    # Operators that create tensors must be given a device. Only their schema, which is private like
+    # the attribute, says which ones take one.
     takes_device = any(argument.name == "device" for argument in operator._schema.arguments)
     if takes_device and not node.inputs:
         kwargs["device"] = device

@@ -1,7 +1,7 @@
 """The kernels as graphs and generated programs call them.
 
-What a kernel keeps for its own backward is no result here. Importing this module makes torch
-operators of them; on a GPU Triton's kernels run, elsewhere their references.
+Tensors that a kernel saves for its own backward are not results here. Importing this module
+registers the kernels as torch operators; on a GPU Triton's kernels run, elsewhere their references.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from autopar.operators.across import CHUNK
 from autopar_kernels.registry import register
 
-_LIBRARY = register()  # holds the operators
+_LIBRARY = register()  # keeps the operators registered
 _OPS = torch.ops.autopar_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over the root of its mean square, times the weight."""
+    """Returns x over the root of its mean square, times the weight."""
     y: Tensor = _OPS.rms_norm(x, weight, eps)[0]
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum."""
+    """Returns the norm of x + residual, and that sum."""
     y, h, _ = _OPS.add_rms_norm(x, residual, weight, eps)
     return y, h
 
@@ -32,36 +32,36 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The layer norm of x + residual, and that sum."""
+    """Returns the layer norm of x + residual, and that sum."""
     y, h, *_ = _OPS.add_layer_norm(x, residual, weight, bias, eps)
     return y, h
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up."""
+    """Returns silu(gate) up."""
     y: Tensor = _OPS.swiglu(gate, up)
     return y
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) up, in the tanh form."""
+    """Returns gelu(gate) up, in the tanh form."""
     y: Tensor = _OPS.geglu(gate, up)
     return y
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form, which torch has in one kernel."""
+    """Returns GELU in the tanh form, for which torch has one kernel."""
     return F.gelu(x, approximate="tanh")
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x, (batch, row, head, width), rotated by angles (row, width) whose halves are alike."""
+    """Rotates x, (batch, row, head, width), by angles (row, width) with equal halves."""
     y: Tensor = _OPS.rotary(x, cos, sin)
     return y
 
 
 def rotary_pack(x: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
-    """`rotary` as an all_to_all of rows for heads sends it: (part, row, batch, head, width)."""
+    """`rotary` in the order in which an all_to_all sends it: (part, row, batch, head, width)."""
     packed: Tensor = _OPS.rotary_pack(x, None, None, cos, sin, parts)
     return packed
 
@@ -73,21 +73,21 @@ def rotary_unpack(packed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def experts_permute(x: Tensor, slots: Tensor, inverse: Tensor) -> Tensor:
-    """The rows of x in the order of `slots`, of which each row has some; see `mixture.py`."""
+    """Returns the rows of x in the order of `slots`, several per row; see `mixture.py`."""
     rows: Tensor = _OPS.experts_permute(x.contiguous(), slots, inverse)
     return rows
 
 
 def experts_unpermute(y: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """The weighted sum of each token's rows of y, those left out that are not there."""
+    """Returns the weighted sum of each token's rows of y, without absent ones."""
     total: Tensor = _OPS.experts_unpermute(y.contiguous(), inverse, weight.contiguous())
     return total
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """The sum of the losses of logits x weightᵀ, a chunk of rows at a time.
+    """Returns the summed losses of logits x weightᵀ, computed a chunk of rows at a time.
 
-    x is (..., features), labels are (...); those that are `ignored` do not count.
+    x is (..., features), labels are (...); labels equal to `ignored` do not count.
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)

@@ -1,9 +1,9 @@
-"""An operator as one device runs it: shape arguments become those of the local part.
+"""Localises operators: shape arguments become those of one device's part.
 
-Nearly every operator runs on local parts with the arguments of the whole: sizes are read off the
-operands. Those that are told a size (reshape, expand, full) must be told the local one, and those
-that look into a split dimension ask the other devices (see exchange.py). Code generation prints the
-localised nodes and the proofs of the rules run them, so that what is proved is what is emitted.
+Nearly every operator runs on shards with its global arguments, since sizes are taken from the
+operands. Those with explicit sizes (reshape, expand, full) need local ones, and those that look
+into a split dimension communicate (see exchange.py). Code generation prints the localised nodes and
+the proofs of the rules run them, so that exactly what is emitted is proved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.graph import Arg, Node
 from autopar.ir.tensor import Layout, TensorType
 from autopar.operators.exchange import across
 
-# Operator -> position of the argument that holds the shape of the result.
+# Operator -> index of the argument with the shape of the result.
 SHAPE_ARGUMENT = {
     "aten.view": 1,
     "aten.reshape": 1,
@@ -38,18 +38,17 @@ def localise(
     results: tuple[Layout, ...],
     extent: Callable[[int, tuple[str, ...]], Arg],
 ) -> tuple[Node, ...]:
-    """`node` as one device runs it.
+    """Returns `node` as one device runs it.
 
     Args:
         node: an operator with global shapes.
-        types, operands: global types and layouts of what it reads.
+        types, operands: global types and layouts of its operands.
         results: the layouts of its results.
-        extent: how many of a dimension's elements a device holds if these axes split it: a number,
-            or a symbol for one where devices hold different numbers.
+        extent: returns the local size of a dimension of given size that these axes split: a number,
+            or a symbol if it differs between devices.
 
     Returns:
-        The steps, nearly always one, the last of which gives the results. Their `types` stay
-        global.
+        The steps, nearly always one; the last gives the results. Their `types` stay global.
     """
     steps = across(node, types, operands)
     if steps:

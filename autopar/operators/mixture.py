@@ -1,4 +1,4 @@
-"""A mixture of experts as one operator: tokens go to their experts, through them and back.
+"""A mixture of experts as one operator: tokens go through their experts and back.
 
     y = mixture(gate, up, down, x, ids, weights, "silu")
 
@@ -8,9 +8,9 @@ is down @ (act(gate @ x) * (up @ x)): Shazeer et al., "Outrageously Large Neural
 Rows are sorted by expert, so that each expert multiplies its own (MegaBlocks, arXiv:2211.15841,
 section 4); no row is dropped and none is padded.
 
-A device that holds some of the experts adds up what these give, which is a part of the sum. How
-many rows that are depends on the router; prices take all experts to be chosen equally often, which
-is what a router's loss for balance asks for.
+A device with some of the experts sums their results, which gives a partial sum. The number of its
+rows depends on the router; prices assume that all experts are chosen equally often, which a
+router's balancing loss encourages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout, TensorType
 
 MIXTURE = "autopar.mixture"
-# By the name that the operator takes.
+# By the operator's argument.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-_ALIGNMENT = 16  # bytes, of what torch's own grouped product takes
+_ALIGNMENT = 16  # bytes, required by torch's own grouped product
 
 
 def mixture(
@@ -50,26 +50,26 @@ def mixture(
     size: int = 0,
     kernels: bool = False,
 ) -> Tensor:
-    """What the experts first, first + 1, ... of `size` add to every token.
+    """Returns the contribution of the experts first, first + 1, ... of `size` to every token.
 
     Args:
-        gate, up: of these experts, [experts, inner, width].
+        gate, up: weights of these experts, [experts, inner, width].
         down: [experts, width, inner].
         x: tokens, [..., width].
         ids: the experts of every token, [..., k], from 0 up to `size`.
-        weights: of every token's experts, [..., k].
+        weights: weights of every token's experts, [..., k].
         act: one of `ACTIVATIONS`.
-        first, size: which experts are here and how many there are; by default these are all.
-        kernels: whether rows are taken, weighted and added up by kernels, in float32 at least.
+        first, size: the first local expert and the total number; by default all are local.
+        kernels: whether kernels gather, weight and sum rows, in at least float32.
 
     Returns:
-        A tensor like x, added up in the wider dtype of x and weights.
+        A tensor like x, summed in the wider dtype of x and weights.
     """
     experts = gate.shape[0]
     chosen, places = ids.flatten().sort(stable=True)
     ranges = torch.arange(first, first + experts + 1, device=ids.device)
     bounds = torch.searchsorted(chosen, ranges)
-    if 0 < experts < size:  # the other experts' rows come before and after
+    if 0 < experts < size:  # rows of other experts come before and after
         start, end = bounds[:: bounds.shape[0] - 1].tolist()
         places = places[start:end]
     ends = (bounds[1:] - bounds[0]).int()
@@ -82,28 +82,28 @@ def mixture(
     if inverse is not None:
         return _added(given, inverse, weights.flatten(0, -2)).view(x.shape)
     given = given * weights.flatten()[places].unsqueeze(-1)
-    # Unlike index_add, this is determined on every device, and its backward keeps indices only.
+    # Unlike index_add, this is deterministic on every device, and its backward saves indices only.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
 
 
 def _taken(x: Tensor, places: Tensor, inverse: Tensor) -> Tensor:
-    """[places, width]: for each of these places its token's row of x."""
-    # Not at the top: it makes torch operators of them, which most graphs have no use for.
+    """Returns [places, width]: the token row of x for each of these places."""
+    # Imported here because it registers torch operators, which most graphs do not need.
     from autopar.operators import kernels
 
     return kernels.experts_permute(x, places, inverse)
 
 
 def _added(given: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, width]: the weighted sum of each token's rows, of those that are here."""
+    """Returns [tokens, width]: the weighted sum of each token's local rows."""
     from autopar.operators import kernels
 
     return kernels.experts_unpermute(given, inverse, weights)
 
 
 def _inverse(places: Tensor, count: int) -> Tensor:
-    """[count]: where in `places` each number is, -1 where it is not."""
+    """Returns [count]: the index in `places` of each number, -1 if absent."""
     inverse = places.new_full((count,), -1)
     inverse[places] = torch.arange(places.shape[0], device=places.device)
     return inverse
@@ -112,9 +112,9 @@ def _inverse(places: Tensor, count: int) -> Tensor:
 def rows_near(
     node: Node, types: Sequence[TensorType], into: Sequence[Layout]
 ) -> list[tuple[tuple[int, ...], Layout]]:
-    """Shapes and layouts of what the operator computes for its rows, if `node` is one.
+    """Returns shapes and layouts of a mixture's row tensors, none for other operators.
 
-    Rows are split as tokens are and as experts are, the experts being chosen equally often.
+    Rows are split like tokens and like experts, assuming that experts are chosen equally often.
     """
     if node.op != MIXTURE:
         return []
@@ -126,7 +126,7 @@ def rows_near(
 
 
 def with_kernels(graph: Graph) -> Graph:
-    """`graph` with mixtures that use kernels."""
+    """Returns `graph` with mixtures that use kernels."""
     nodes = (
         replace(node, kwargs=(("kernels", True),)) if node.op == MIXTURE else node
         for node in graph.nodes
@@ -135,16 +135,16 @@ def with_kernels(graph: Graph) -> Graph:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows [rows, n], those up to ends[0] times the transpose of weight[0], and so on."""
+    """Multiplies rows [rows, n]: those up to ends[0] by the transpose of weight[0], and so on."""
     found: Tensor = grouped_linear(x, weight, ends)
     return found
 
 
-# Operators of their own, because torch's grouped product knows neither float64 nor, for shapes
-# alone, float32; and because how many rows an expert has cannot be traced.
+# Separate operators, because torch's grouped product supports neither float64 nor, for shapes
+# alone, float32; and because the number of an expert's rows cannot be traced.
 @torch.library.custom_op("autopar::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [rows, k], weight [experts, n, k], ends int32 [experts], of each expert's rows."""
+    """Multiplies each expert's rows: x [rows, k], weight [experts, n, k], ends int32 [experts]."""
     if _fits(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     out = x.new_zeros(x.shape[0], weight.shape[1])
@@ -155,7 +155,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopar::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """For each expert the product x.T @ y of its rows: [experts, columns of x, columns of y]."""
+    """Returns x.T @ y over each expert's rows: [experts, columns of x, columns of y]."""
     if _fits(x, y):
         return F.grouped_mm(x.T, y, offs=ends)
     out = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
@@ -165,7 +165,7 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fits(*operands: Tensor) -> bool:
-    """Whether torch's grouped product takes them."""
+    """Returns whether torch's grouped product accepts the operands."""
     return all(
         x.dtype == torch.bfloat16
         and x.numel()

@@ -1,9 +1,9 @@
-"""The user's own `torch.autograd.Function` as an operator of a graph.
+"""The user's own `torch.autograd.Function`s as operators of a graph.
 
     %y = function.models.bloom:GeLUFunction(%x, 2.0) : f32[8, 16] grad
 
-names the class by module and name, and has the arguments of its `apply`. What runs is the class
-itself, forward and backward; so it must be found by its name wherever the program runs.
+names the class by module and name, and has the arguments of its `apply`. The class itself runs,
+forward and backward, so it must be importable by this name wherever the program runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph, Node
 
-FUNCTION = "function."  # of operators that are the user's own Functions
-SPLIT = (
-    "autopar.function"  # one with a rule beside its name, see intra_op/proofs/own_function_rules.py
-)
+FUNCTION = "function."  # prefix of operators that are the user's Functions
+SPLIT = "autopar.function"  # a Function with a rule, see intra_op/proofs/own_function_rules.py
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Joint:
     """The operators of a forward and a backward.
 
     Attributes:
-        graph: inputs are the operands and the gradients of results; there are no outputs.
+        graph: its inputs are the operands and the gradients of results; it has no outputs.
         operands, results: the values of the forward.
         cotangents: for each result the value of its gradient, "" where it has none.
         gradients: for each operand the value of its gradient, "" where it has none.
@@ -40,14 +38,14 @@ class Joint:
 
 
 def called(node: Node) -> tuple[str, int] | None:
-    """The name "module:Name" of the Function that a node calls, and where its arguments begin."""
+    """Returns the name "module:Name" of a node's Function, and the index of its first argument."""
     if node.op == SPLIT:
         return str(node.args[0]), 2
     return (node.op.removeprefix(FUNCTION), 0) if node.op.startswith(FUNCTION) else None
 
 
 def find(called: str) -> Any:
-    """The class "module:Name".
+    """Returns the class "module:Name".
 
     Raises:
         ProgramError: there is no such class.
@@ -61,11 +59,11 @@ def find(called: str) -> Any:
         raise ProgramError(
             f"there is no torch.autograd.Function {module}:{name}",
             why=f"{type(error).__name__}: {error}",
-            todo="a program calls it by its name: let it be imported where the program runs",
+            todo="a program calls it by its name: make it importable where the program runs",
         ) from None
     return found
 
 
 def find_all(*names: str) -> dict[str, Any]:
-    """The classes of a program by name, "module:Name"; ProgramError if one is not there."""
+    """Returns a program's classes by name, "module:Name"; raises ProgramError for a missing one."""
     return {name: find(name) for name in names}

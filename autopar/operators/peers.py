@@ -1,7 +1,7 @@
-"""The devices along a split dimension, and functions across them with derivatives of their own.
+"""Devices along a split dimension, and differentiable functions across them.
 
-autograd does not see what devices tell one another. So each function says what it asks of the
-others forwards, and what its gradient asks of them.
+autograd does not see communication between devices, so each function defines both its forward
+communication and that of its gradient.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ class Peers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Returns the number of devices."""
         ...
 
     def own(self, extent: int) -> tuple[int, int]:
-        """(start, length) of this device's part of a dimension of `extent` elements."""
+        """Returns (start, length) of this device's part of a dimension of `extent` elements."""
         ...
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum over all devices, on each."""
+        """Returns the sum over all devices, on each."""
         ...
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest over all devices, on each."""
+        """Returns the maximum over all devices, on each."""
         ...
 
     def stack(self, x: Tensor) -> Tensor:
-        """What each device has, all of equal shapes, side by side along a new first dimension."""
+        """Stacks the tensors of all devices, of equal shapes, along a new first dimension."""
         ...
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the devices before and after this one sent here, None at the ends.
+        """Returns the tensors sent by the previous and the next device, None at the ends.
 
-        `before` goes to the device before, `after` to the one after. All devices send equal shapes.
+        `before` is sent to the previous device, `after` to the next. All devices send equal shapes.
         """
         ...
 
 
 def widened(x: Tensor) -> Tensor:
-    """Sums of half precision are made in float32, as torch's own kernels do."""
+    """Widens half precision to float32 for sums, as torch's own kernels do."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def summed(
     x: Tensor, peers: Peers, share: Tensor | float = 1.0, known: Tensor | None = None
 ) -> Tensor:
-    """The sum over the devices, or what it is `known` to be; x gets `share` of the gradient."""
+    """Returns the sum over devices, or its `known` value; x gets `share` of the gradient."""
     total: Tensor = _Total.apply(x, peers, share, known)  # type: ignore[no-untyped-call]
     return total
 
 
 def softmax(x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
-    """softmax, or its logarithm, over a dimension of which each device has a part."""
+    """Returns softmax, or its logarithm, over a dimension of which each device has a part."""
     found: Tensor = _Softmax.apply(x, dim, log, peers)  # type: ignore[no-untyped-call]
     return found
 
@@ -72,16 +72,16 @@ def cross_entropy(
     peers: Peers,
     size: int,
 ) -> Tensor:
-    """One loss for each label, of logits of whose classes each device has a part.
+    """Returns one loss per label, for logits of whose classes each device has a part.
 
     Args:
-        logits: of this device's classes, in dimension 1, or the only one.
-        own: each label's place in them, 0 where it is `elsewhere`.
-        elsewhere: where another device has the label.
-        ignored: which labels count as no loss.
-        smoothing: the share of a label that all classes get.
+        logits: logits of this device's classes, in dimension 1, or the only one.
+        own: each label's index in them, 0 where it is `elsewhere`.
+        elsewhere: whether another device has the label.
+        ignored: whether the label has no loss.
+        smoothing: the share of a label that is spread over all classes.
         peers: the devices.
-        size: how many classes there are.
+        size: the total number of classes.
     """
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, own, elsewhere, ignored, smoothing, peers, size
@@ -90,7 +90,7 @@ def cross_entropy(
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers) -> Tensor:
-    """x with so many elements of its neighbours in front and behind, `fill` at the ends."""
+    """Returns x with elements of its neighbours before and after it, `fill` at the ends."""
     found: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
     return found
 
@@ -135,7 +135,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """One loss for each label: a maximum and two or three sums forwards, nothing backwards."""
+    """One loss per label: a maximum and two or three sums forwards, nothing backwards."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Halo(torch.autograd.Function):
-    """Borders travel to the neighbours, their gradients travel back."""
+    """Sends borders to the neighbours, and their gradients back."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ class _Halo(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.before, ctx.after, ctx.peers = dim, before, after, peers
         length = x.shape[dim]
-        # The device before needs this one's first elements after its own.
+        # The previous device needs this one's first elements after its own.
         first, last = x.narrow(dim, 0, after), x.narrow(dim, length - before, before)
         head, tail = peers.neighbours(first, last)
         parts = [last.new_full(last.shape, fill) if head is None else head, x]

@@ -1,8 +1,8 @@
-"""Convolutions and pooling as windows that slide: what a part of an image needs of its neighbours.
+"""Convolutions and pooling as sliding windows: the elements that shards need of their neighbours.
 
 Output o sees the inputs from o s - p to o s - p + d (k - 1), for kernel k, stride s, padding p and
-dilation d. Where the input is s times as long as the output, a device with the outputs [a, b) holds
-the inputs [a s, b s) and lacks p before them and d (k - 1) + 1 - s - p after.
+dilation d. If the input is s times as long as the output, a device with the outputs [a, b) has the
+inputs [a s, b s) and lacks p before them and d (k - 1) + 1 - s - p after.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CEIL = {"max_pool": 5, "avg_pool": 4}
 
 @dataclass(frozen=True)
 class Halo:
-    """What a part of one dimension needs: inputs `before` and `after` its own, negative if fewer.
+    """The inputs that a shard of one dimension needs before and after its own; negative if fewer.
 
     Attributes:
         before, after: numbers of elements.
-        stride: inputs for each output.
-        fill: what stands beyond the ends.
+        stride: inputs per output.
+        fill: value beyond the ends.
     """
 
     before: int
@@ -36,21 +36,21 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """The fewest outputs of a part whose neighbours alone have all it needs."""
+        """The fewest outputs of a shard that needs only its direct neighbours."""
         return max(1, -(-max(self.before, self.after) // self.stride))
 
 
 def windowed(node: Node) -> bool:
-    """Whether the operator slides a window."""
+    """Returns whether the operator slides a window."""
     return _OPERATOR.match(node.op) is not None
 
 
 def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
-    """Dimension of the input that can be split -> what its parts need of one another.
+    """Returns the splittable dimensions of the input, with the halo that their shards need.
 
     Args:
-        node: an operator of which `windowed` is true.
-        types: of its operands.
+        node: an operator for which `windowed` is true.
+        types: types of its operands.
     """
     kind, space = _kind(node)
     kernel, stride, padding, dilation = _window(node, types)
@@ -72,7 +72,7 @@ def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
 def without_padding(
     node: Node, value: Arg, types: tuple[TensorType, ...], dims: frozenset[int]
 ) -> Node:
-    """The operator on `value`, whose borders along `dims` are there."""
+    """Returns the operator on `value`, which already has the borders along `dims`."""
     kind, space = _kind(node)
     kernel, stride, padding, dilation = _window(node, types)
     first = len(types[0].shape) - space
@@ -99,9 +99,9 @@ def _kind(node: Node) -> tuple[str, int]:
 def _window(
     node: Node, types: tuple[TensorType, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(kernel, stride, padding, dilation), one number for each dimension.
+    """Returns (kernel, stride, padding, dilation), one number per dimension.
 
-    No padding where it is not the same on both sides.
+    Padding is empty if it differs between the two sides.
     """
     kind, space = _kind(node)
     if kind != "conv":
@@ -124,7 +124,7 @@ def _window(
 
 
 def _numbers(arg: Arg, space: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """One number for each dimension."""
+    """Returns one number per dimension."""
     if isinstance(arg, int):
         return (arg,) * space
     numbers = tuple(int(str(n)) for n in arg) if isinstance(arg, tuple) else ()
@@ -132,7 +132,7 @@ def _numbers(arg: Arg, space: int, default: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _refused(node: Node, kind: str, padding: tuple[int, ...]) -> bool:
-    """Whether windows at the ends are not like those inside."""
+    """Returns whether windows at the ends differ from those inside."""
     if kind == "conv":
         return False
     if argument(node, _CEIL[kind], "ceil_mode", False) is True:

@@ -1,1 +1,1 @@
-"""Graph -> Graph: passes that turn a captured graph into the one that is planned."""
+"""Passes that turn a captured graph into the one that is planned."""

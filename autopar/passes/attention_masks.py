@@ -1,4 +1,4 @@
-"""Passes on attention: masks that were written out at length, heads that were repeated."""
+"""Passes on attention: masks written out at length, and repeated heads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from autopar.ir.rewrite import Editor, argument, rewrite, writes
 from autopar.operators.interpret import execute
 
 _ATTENTION = "aten.scaled_dot_product_attention"
-# A constant of more elements than this, repetitions not counted, is left as it was written: looking
-# at it would cost gigabytes.
+# Larger constants, repetitions not counted, are not evaluated, since that would need gigabytes.
 _LARGEST = 2**28
 
 
@@ -23,10 +22,10 @@ _ANDS = {"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and"}
 
 
 def simplify_masks(graph: Graph) -> Graph:
-    """`graph` with masks of padding in short: what is known to select everything goes.
+    """Returns `graph` without parts of padding masks that select everything.
 
-    A look-up `x[i, j]` whose indices are all of each dimension, in order, is a reshape of x, and
-    an `and` with a constant that is true everywhere is its other operand.
+    A look-up `x[i, j]` whose indices cover each dimension in order is a reshape of x, and an `and`
+    with a constant that is true everywhere is its other operand.
     """
     numbers = _constants(graph)
 
@@ -52,7 +51,7 @@ def simplify_masks(graph: Graph) -> Graph:
 
 
 def _everything(shape: tuple[int, ...], indices: list[Tensor | None]) -> bool:
-    """Whether `x[indices]` is a reshape of x: each index counts up along a later dimension."""
+    """Returns whether `x[indices]` is a reshape: each index counts up along a later dimension."""
     known = [index for index in indices if index is not None]
     if len(known) != len(shape) or len(known) != len(indices):
         return False
@@ -69,10 +68,10 @@ def _everything(shape: tuple[int, ...], indices: list[Tensor | None]) -> bool:
 
 
 def causal_masks(graph: Graph) -> Graph:
-    """`graph` with attention masks that are causal as `is_causal=True`, and full ones left out.
+    """Returns `graph` with causal attention masks as `is_causal=True`, and without full masks.
 
-    A mask can be judged if it depends on no input, parameter, buffer or random number. It is then
-    computed, once for all equal subgraphs: bool, or float with 0 where to look and the dtype's
+    A mask is evaluated if it depends on no input, parameter, buffer or random number, once for all
+    equal subgraphs. It may be bool, or float with 0 where attention is allowed and the dtype's
     lowest value or less elsewhere. Any other mask stays.
     """
     numbers = _constants(graph)
@@ -103,7 +102,7 @@ def causal_masks(graph: Graph) -> Graph:
 
 
 def _constants(graph: Graph) -> dict[str, int]:
-    """For each value that depends on no leaf and no chance a number, equal for equal values."""
+    """Numbers values that depend on no leaf and no randomness; equal values get equal numbers."""
     numbers: dict[str, int] = {}
     seen: dict[str, int] = {}
     for node in graph.nodes:
@@ -117,14 +116,14 @@ def _constants(graph: Graph) -> dict[str, int]:
 
 
 def _deterministic(op: str) -> bool:
-    """Whether torch knows the operator and it draws no random numbers."""
+    """Returns whether torch has the operator and it draws no random numbers."""
     if op in ("getitem", "autopar.detach", "autopar.share"):
         return True
     return _overload(op) is not None and not _has_tag(op, torch.Tag.nondeterministic_seeded)
 
 
 def _overload(op: str) -> Any:
-    """torch's operator of that name, None if it has none."""
+    """Returns torch's operator of that name, None if it has none."""
     namespace, name, overload = (*op.split("."), "default", "default")[:3]
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return getattr(packet, overload, None)
@@ -135,21 +134,21 @@ def _has_tag(op: str, tag: torch.Tag) -> bool:
 
 
 def _elementwise(op: str) -> bool:
-    """Whether each element of the result depends on the operands' elements in its place only."""
+    """Returns whether each element of the result depends only on the operands' same element."""
     return _has_tag(op, torch.Tag.pointwise) or op in _ANDS or op.startswith("aten.to.")
 
 
 def _views(op: str) -> bool:
-    """Whether the result shares its operand's storage."""
+    """Returns whether the result shares its operand's storage."""
     schema = getattr(_overload(op), "_schema", None)
     return schema is not None and any(result.alias_info for result in schema.returns)
 
 
 def _evaluate(graph: Graph, name: str) -> Tensor | None:
-    """The value `name`, computed on the CPU; None if that would take too much memory.
+    """Returns the value `name`, computed on the CPU; None if that would need too much memory.
 
-    What a mask repeats for every sequence of the batch is computed once: elementwise operators see
-    one element of every dimension that only repeats it.
+    Repetitions of a mask for every sequence of the batch are computed once: elementwise operators
+    see one element of every repeated dimension.
     """
     needed = {name}
     stack = [name]
@@ -182,7 +181,7 @@ def _evaluate(graph: Graph, name: str) -> Tensor | None:
 
 
 def _unexpanded(value: Tensor) -> Tensor:
-    """`value` with one element along each dimension that repeats it."""
+    """Returns `value` with one element along each expanded dimension."""
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         if size > 1 and stride == 0:
             value = value.narrow(dim, 0, 1)
@@ -190,7 +189,7 @@ def _unexpanded(value: Tensor) -> Tensor:
 
 
 def _repeating(value: Tensor) -> Tensor:
-    """`value` with one element along each dimension whose elements are all equal."""
+    """Returns `value` with one element along each dimension whose elements are all equal."""
     value = _unexpanded(value)
     for dim, size in enumerate(value.shape):
         first = value.narrow(dim, 0, min(size, 1))
@@ -200,7 +199,7 @@ def _repeating(value: Tensor) -> Tensor:
 
 
 def _kind(mask: Tensor | None) -> str:
-    """ "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
+    """Returns "full", "causal" (square, lower triangle with diagonal) or "" for any other mask."""
     if mask is None:
         return ""
     mask = _unexpanded(mask)
@@ -221,7 +220,7 @@ def _kind(mask: Tensor | None) -> str:
 
 
 def group_heads(graph: Graph) -> Graph:
-    """`graph` with keys and values that are repeated for grouped queries read unrepeated.
+    """Returns `graph` with keys and values that are repeated for grouped queries read unrepeated.
 
     Both must be repeated alike, each head n times in a row; attention then has enable_gqa=True.
     """
@@ -244,7 +243,7 @@ def group_heads(graph: Graph) -> Graph:
 
 
 def _unrepeated(arg: Arg, editor: Editor) -> Ref | None:
-    """[batch, heads, length, width] of which `arg` repeats each head in a row."""
+    """Returns [batch, heads, length, width] whose heads `arg` repeats in a row."""
     if not isinstance(arg, Ref):
         return None
     node = editor[arg.name]

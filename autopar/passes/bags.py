@@ -1,4 +1,4 @@
-"""A pass that writes bags of one size as look-ups and sums, which split by bags and by columns."""
+"""A pass that rewrites bags of equal size as look-ups and sums, which can be split."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SUM, _MEAN, _MAX = 0, 1, 2  # at::native::EmbeddingBagMode
 
 
 def lower_bags(graph: Graph) -> Graph:
-    """`graph` with an embedding_bag as an embedding, reshaped, and a sum, a mean or a maximum.
+    """Returns `graph` with each embedding_bag as an embedding and a sum, mean or maximum.
 
-    Bags must be of one size, that is, their offsets a count; and none of their indices is left out
-    as padding. Bags of one index are plain look-ups.
+    All bags must have one size (their offsets count up evenly) and no index may be padding. Bags of
+    one index are plain look-ups.
     """
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
@@ -69,7 +69,7 @@ def _lowered(node: Node, bag: Node, editor: Editor) -> Node | None:
 
 
 def _bag_length(bag: Node, editor: Editor) -> int:
-    """The size of all bags, or 0 if they differ or it is not known."""
+    """Returns the size of all bags, or 0 if they differ or it is unknown."""
     offsets, indices = (editor[bag.inputs[i]] for i in (2, 1))
     if offsets.op != "aten.arange.start_step" or argument(bag, 7, "include_last_offset") is True:
         return 0

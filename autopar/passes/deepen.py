@@ -1,9 +1,9 @@
-"""A deep model's graph from two shallow ones: blocks are traced a few times, not a hundred.
+"""Extrapolates a deep model's graph from two shallow ones, to trace few blocks instead of many.
 
-Tracing takes most of the time of planning, and it is spent on equal blocks. From n blocks to n + 1
-a graph's text grows by one block, and the numbers in names grow evenly: those of `%linear_21` by as
-many linears as a block has, that in 'layers.3.mlp' by one. So the text of any depth follows, line
-by line. What does not grow so is refused; nothing else in a line may change.
+Most of the planning time goes into tracing equal blocks. From n blocks to n + 1 a graph's text
+grows by one block, and the numbers in names grow evenly: those of `%linear_21` by the number of
+linears in a block, that in 'layers.3.mlp' by one. The text of any depth thus follows line by line.
+Anything that grows differently is refused; nothing else in a line may change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.verify import verify
 
-# Names of the first block may stand without a number, in the second, too.
+# Names of the first block may lack a number, and those in the second, too.
 LEAST = 4
 _DIGITS = re.compile(r"(\d+)")
 _NAMES = re.compile(r"%\w+|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|  # .*")
@@ -28,12 +28,12 @@ Numbers = tuple[int, ...]
 
 
 def deepen(shallow: Graph, deep: Graph, more: int) -> Graph:
-    """The prepared graph of the model with `more` blocks than `deep` has.
+    """Returns the prepared graph of the model with `more` blocks than `deep` has.
 
     Args:
-        shallow: of the model with one block less than `deep`.
-        deep: of a model with `LEAST` blocks or more.
-        more: how many are added to each run of equal blocks.
+        shallow: graph of the model with one block less than `deep`.
+        deep: graph of a model with at least `LEAST` blocks.
+        more: number of blocks to add to each run.
 
     Raises:
         GraphError: the blocks are not equal, or names do not grow evenly.
@@ -64,7 +64,7 @@ def deepen(shallow: Graph, deep: Graph, more: int) -> Graph:
         for row in rows:
             old, before, line = (_at(many, (run, last - back), row) for back in (2, 1, 0))
             steps.append(_growth(before, line))
-            # What the first block made stands without a number where the second reads it.
+            # Values of the first block have no number where the second block reads them.
             alike = _DIGITS.split(old)[::2] == _DIGITS.split(before)[::2]
             if alike and _growth(old, before) != steps[-1]:
                 raise _uneven(line)
@@ -75,7 +75,7 @@ def deepen(shallow: Graph, deep: Graph, more: int) -> Graph:
 
 
 def _tagged(graph: Graph) -> Iterator[tuple[Home, str]]:
-    """Each line of the graph's text, with the block that it belongs to."""
+    """Yields each line of the graph's text, with its block."""
     homes: dict[str, Home] = {
         name: (run, block)
         for run, repeat in enumerate(graph.repeats)
@@ -103,14 +103,14 @@ def _at(lines: dict[Home, list[str]], home: Home, row: int) -> str:
     if row >= len(rows):
         raise GraphError(
             "the graphs cannot be deepened",
-            why=f"they differ outside of blocks or between them, at line {row + 1} of {home}",
+            why=f"they differ outside blocks or between them, at line {row + 1} of {home}",
             todo="trace the model whole",
         )
     return rows[row]
 
 
 def _growth(before: str, after: str) -> Numbers:
-    """How much each number of a line grows, 0 where it stays; GraphError if more changes."""
+    """Returns how much each number of a line grows; raises GraphError if anything else changes."""
     if before == after:
         return ()
     old, new = _DIGITS.split(before), _DIGITS.split(after)
@@ -128,7 +128,7 @@ def _growth(before: str, after: str) -> Numbers:
 
 
 def _moved(line: str, growth: Numbers, times: int) -> str:
-    """The line with its numbers grown `times` over."""
+    """Returns the line with its numbers grown `times` over."""
     if not any(growth):
         return line
     pieces = _DIGITS.split(line)

@@ -1,6 +1,6 @@
-"""Puts kernels in the place of what models write out, where a pattern is found.
+"""Replaces operators by fused kernels where patterns match.
 
-A pattern does not reach over the border of a repeated block, so that all blocks stay alike.
+A pattern does not cross the boundary of a repeated block, so that all blocks stay alike.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Known = dict[tuple[str, tuple[Arg, ...]], Ref]
 def _matches(
     graph: Graph, chosen: tuple[str, ...], home: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[Pattern, Match], ...]:
-    """Where the patterns called `chosen` are found, in execution order, none in two."""
+    """Returns non-overlapping matches of the `chosen` patterns, in execution order."""
     wanted = [pattern for pattern in patterns() if pattern.name in chosen]
     found: list[tuple[Pattern, Match]] = []
     taken: set[str] = set()
-    # From the end: what a longer pattern holds inside is no match of its own.
+    # From the end, so that parts of a longer match are not matched by themselves.
     for node in reversed(graph.nodes):
         for pattern in wanted:
             match = find(pattern, graph, node)
@@ -42,7 +42,7 @@ def _matches(
 
 
 def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
-    """`graph` with kernels in the place of the patterns called `chosen`."""
+    """Returns `graph` with kernels in place of the patterns called `chosen`."""
     home = _blocks(graph)
     found = _matches(graph, chosen, home)
     if not found:
@@ -59,7 +59,7 @@ def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
 
 
 def _in_order(graph: Graph, nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """The nodes in execution order: as they were, but each after what it reads."""
+    """Returns the nodes in execution order: as they were, but each after what it reads."""
     placed: dict[str, Node] = {}
 
     def place(name: str) -> None:
@@ -84,7 +84,7 @@ def _in_order(graph: Graph, nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _blocks(graph: Graph) -> dict[str, tuple[int, int]]:
-    """The run and the block to which each node belongs that is in one."""
+    """Returns the run and the block of each node that is in one."""
     return {
         name: (run, number)
         for run, repeat in enumerate(find_repeats(graph).repeats)

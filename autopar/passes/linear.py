@@ -1,4 +1,4 @@
-"""A pass that gives products with weights one spelling."""
+"""A pass that writes all products with weights as linears."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from autopar.ir.tensor import TensorType
 
 
 def lower_linears(graph: Graph) -> Graph:
-    """`graph` with products by a parameter as `aten.linear(x, weight, bias)`.
+    """Returns `graph` with products by a parameter as `aten.linear(x, weight, bias)`.
 
     `addmm`, `mm` and `matmul` with a two-dimensional parameter on the right become a linear of its
-    transpose; the reshapes around one that only fold the batch dimensions go. `x @ w.T` reads w.
+    transpose, or of w for `x @ w.T`; reshapes around it that only fold batch dimensions are
+    dropped.
     """
     results = {name for _, name in graph.outputs}
 
@@ -47,7 +48,7 @@ def lower_linears(graph: Graph) -> Graph:
 
 
 def _product(node: Node, editor: Editor) -> tuple[str, str, str | None] | None:
-    """The names of (x, w, bias) of a product x @ w + bias with a matrix w."""
+    """Returns the names of (x, w, bias) of a product x @ w + bias with a matrix w."""
     if node.op in ("aten.mm", "aten.matmul"):
         x, w = node.inputs
         return (x, w, None) if len(editor[w].type.shape) == 2 else None
@@ -59,7 +60,7 @@ def _product(node: Node, editor: Editor) -> tuple[str, str, str | None] | None:
 
 
 def _transposed(name: str, editor: Editor) -> Node | Ref | None:
-    """A parameter that is to be transposed, or the one whose transpose `name` is."""
+    """Returns a parameter that is to be transposed, or the one whose transpose `name` is."""
     node = editor[name]
     if node.op == "param":
         return node

@@ -1,4 +1,4 @@
-"""A pass that writes means as sums over counts: a part of a batch then owes a part of a sum."""
+"""A pass that rewrites means as sums over counts, so that parts of a batch give partial sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.ir.rewrite import Editor, argument, number, rewrite
 from autopar.ir.tensor import TensorType
 
 _MEAN, _SUM = 1, 2  # at::Reduction
-# Losses whose mean is over the elements of their broadcast operands -> position of `reduction`.
+# Losses whose mean is over the elements of their broadcast operands -> index of `reduction`.
 _ELEMENTWISE = {
     "aten.mse_loss": 2,
     "aten.l1_loss": 2,
@@ -26,11 +26,11 @@ _LABELLED = {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "at
 
 
 def lower_means(graph: Graph) -> Graph:
-    """`graph` with means, and losses that are means, as a sum and a division by the count.
+    """Returns `graph` with means and mean losses as a sum and a division by the count.
 
-    The count is a number, or, for labels of which some may be ignored, the sum of those that are
-    not. Class weights, whose sum would be the count, stay as they are, and so does float16, whose
-    sums overflow.
+    The count is a number or, for labels of which some may be ignored, the number of those that are
+    not. Losses with class weights, whose sum would be the count, stay, and so do those in float16,
+    whose sums overflow.
     """
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
@@ -59,7 +59,7 @@ def _mean(node: Node, editor: Editor) -> Node | None:
 
 
 def _pooled(node: Node, editor: Editor) -> Node | None:
-    """Pooling to a single pixel is a mean over space."""
+    """Rewrites pooling to a single pixel as a mean over space."""
     space = _POOLED[node.op]
     dims = tuple(range(-space, 0))
     if any(size != 1 for size in node.type.shape[-space:]):
@@ -69,13 +69,13 @@ def _pooled(node: Node, editor: Editor) -> Node | None:
 
 
 def _divided(node: Node, total: Node, count: Arg, editor: Editor) -> Node:
-    """`total / count` under the name of `node`."""
+    """Returns `total / count` under the name of `node`."""
     editor.put(total)
     return replace(node, op="aten.div.Tensor", args=(Ref(total.name), count), kwargs=())
 
 
 def _summed(node: Node, position: int, editor: Editor) -> Node:
-    """The loss with its sum as result."""
+    """Returns the loss with a sum instead of a mean."""
     kwargs = tuple(item for item in node.kwargs if item[0] != "reduction")
     name = editor.fresh(f"{node.name}_sum")
     if len(node.args) <= position:
@@ -107,7 +107,7 @@ def _labelled(node: Node, editor: Editor) -> Node | None:
     scores, labels = (editor[name] for name in node.inputs[:2])
     shape = scores.type.shape
     count: Arg
-    if labels.type.floating:  # probabilities: every position counts
+    if labels.type.floating:  # class probabilities: every position counts
         count = scores.type.numel // shape[1 if len(shape) > 1 else 0] if scores.type.numel else 0
         if not count:
             return None

@@ -1,4 +1,4 @@
-"""Graph -> Graph: what capture wrote becomes what the planner reads."""
+"""Turns a captured graph into the one that the planner reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.passes.simplify import drop_identities, lower_splits
 
 Pass = Callable[[Graph], Graph]
 Trace = Callable[[str, Graph], None]
-# What gives every operator one spelling. A graph is cut into stages after these.
+# Passes that give every operator one spelling. A graph is cut into stages after these.
 NORMALISING: tuple[Pass, ...] = (
     drop_identities,
     lower_splits,
@@ -35,7 +35,7 @@ NORMALISING: tuple[Pass, ...] = (
     group_heads,
     eliminate_dead,
 )
-# What is found in a whole model, or in a stage of it.
+# Passes that analyse a whole model, or one stage.
 FINDING: tuple[Pass, ...] = (find_repeats, annotate)
 PASSES = (*NORMALISING, *FINDING)
 
@@ -45,13 +45,13 @@ def prepare(
     trace: Trace = lambda name, graph: None,
     passes: tuple[Pass, ...] = PASSES,
 ) -> Graph:
-    """The graph that is planned: normalised, with shares, repeats and what autograd keeps.
+    """Returns the graph to plan: normalised, with shares, repeats and saved tensors.
 
-    The result computes the outputs of `graph` up to rounding. Every one of `passes` is followed
-    by `verify` and by `trace(name of the pass, its result)`.
+    It computes the outputs of `graph` up to rounding. Every one of `passes` is followed by `verify`
+    and by `trace(name of the pass, its result)`.
 
     Raises:
-        GraphError: a pass made a graph that breaks an invariant, or torch refuses an operator.
+        GraphError: a pass produced a graph that breaks an invariant, or torch refuses an operator.
     """
     for step in passes:
         graph = verify(step(graph))

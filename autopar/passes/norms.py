@@ -1,7 +1,7 @@
-"""A pass that writes batch norms in training as sums over the batch, which may then be split.
+"""A pass that writes training batch norms as sums over the batch, which can be split.
 
-One without running figures is an `aten.batch_norm`; one with them has the new ones among its
-results, see `writes.NORM`.
+A norm without running statistics is an `aten.batch_norm`; one with them returns the new ones among
+its results, see `in_place.NORM`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _HALF = ("f16", "bf16")
 
 
 def lower_batch_norms(graph: Graph) -> Graph:
-    """`graph` with batch norms that take their statistics from the batch written out.
+    """Returns `graph` with batch norms that use batch statistics written out.
 
     The statistics are sums over the batch and over space, divided by their counts, as in "Batch
-    Normalization" (Ioffe & Szegedy, arXiv:1502.03167, algorithm 1). Parts of a batch owe parts of
-    these sums, so devices that hold parts agree on statistics of the whole batch, as one device
-    would have them. Autograd keeps one tensor of the input's size, the centred input.
+    Normalization" (Ioffe & Szegedy, arXiv:1502.03167, algorithm 1). Parts of a batch give partial
+    sums, so that devices with parts of it agree on the statistics of the whole batch. Autograd
+    saves one tensor of the input's size, the centred input.
     """
 
     tracking: dict[str, dict[int, Node]] = {}
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:
         if node.op == "getitem" and node.inputs[0] in tracking:
-            # Under the name that it has among the results.
+            # The name it has among the results.
             return replace(tracking[node.inputs[0]][int(str(node.args[1]))], name=node.name)
         if node.types[0].numel == 0:
             return None
@@ -52,7 +52,7 @@ class _BatchNorm:
         self.dims = tuple(i for i in range(len(shape)) if i != 1)
         self.each = tuple(size if i == 1 else 1 for i, size in enumerate(shape))
         self.count = node.type.numel // shape[1]
-        # Half precision would lose the statistics: torch takes them in float32 too.
+        # Half precision would lose the statistics; torch computes them in float32 too.
         self.dtype = "f32" if node.type.dtype in _HALF else node.type.dtype
         x, eps = self._exact(node.args[0]), node.args[7]
         self.momentum = node.args[6]
@@ -64,7 +64,7 @@ class _BatchNorm:
         self.scale = self._new("scale", "aten.rsqrt", (shifted,), self.each)
 
     def result(self) -> Node:
-        """The normalised input, under the name of the norm."""
+        """Returns the normalised input, under the name of the norm."""
         node, scale = self.node, self.scale
         weight, bias = (self._affine(argument(node, i, name)) for i, name in _AFFINE)
         if weight is not None:
@@ -79,11 +79,11 @@ class _BatchNorm:
         return replace(made, op="aten.to.dtype", args=(exact, Name(node.type.dtype)), kwargs=())
 
     def running(self, place: int) -> Node:
-        """(1 - momentum) running + momentum new, of the mean (3) or the variance (4)."""
+        """Returns (1 - momentum) running + momentum new, for the mean (3) or the variance (4)."""
         running, momentum = self.node.args[place], self.momentum
         assert isinstance(running, Ref)
         assert isinstance(momentum, float)
-        # The running variance is the unbiased one.
+        # The running variance is unbiased.
         correction = 1.0 if place == 3 else self.count / max(self.count - 1, 1)
         value = self.mean if place == 3 else self.variance
         kind = self.editor[running.name].type
@@ -106,7 +106,7 @@ class _BatchNorm:
         return self._new(name, "aten.div.Tensor", (total, self.count), self.each)
 
     def _affine(self, value: Arg) -> Ref | None:
-        """A weight or bias, aligned with the channels."""
+        """Returns a weight or bias, aligned with the channels."""
         if not isinstance(value, Ref):
             return None
         return self._new("each", "aten.reshape", (self._exact(value), self.each), self.each)

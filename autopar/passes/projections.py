@@ -1,7 +1,8 @@
-"""A pass that takes fused projections apart, so that each part shards on its own.
+"""A pass that splits fused projections, so that each part can be sharded separately.
 
 Queries, keys and values often come from one linear whose result is cut in three. Split over a mesh
-axis, that result does not fall into whole parts; three linears on pieces of the weight do.
+axis, shards of that result would not align with the three parts; three linears on pieces of the
+weight do.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, number, rewrite
 from autopar.ir.tensor import TensorType
 
-# More pieces than this are a loop over heads or steps, not projections side by side.
+# More pieces than this are a loop over heads or steps, not parallel projections.
 _MOST_PIECES = 8
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A slice or select of a linear's result, perhaps seen through views.
+    """A slice or select of a linear's result, perhaps through views.
 
     Attributes:
         node: the slice or select.
-        views: from the linear's result to what is cut.
-        dims: for the linear's result and each view the dimension that is cut.
-        start, length: of the cut in the linear's last dimension.
-        width: of that dimension.
+        views: views between the linear's result and the cut.
+        dims: for the linear's result and each view, the dimension that is cut.
+        start, length: position of the cut in the linear's last dimension.
+        width: size of that dimension.
     """
 
     node: str
@@ -43,9 +44,9 @@ class _Fused:
 
     Attributes:
         linear, weight, bias: names of the nodes, the last two parameters.
-        dim: the dimension of the weight that the linear's last one comes from.
+        dim: the dimension of the weight that becomes the linear's last one.
         pieces: (start, length), covering that dimension in order.
-        cuts: what reads the pieces.
+        cuts: readers of the pieces.
     """
 
     linear: str
@@ -57,11 +58,11 @@ class _Fused:
 
 
 def split_fused(graph: Graph) -> Graph:
-    """`graph` with each fused projection as one linear a piece, on pieces of its parameters.
+    """Returns `graph` with each fused projection as one linear per piece of its parameters.
 
     A linear is fused if its only readers, perhaps through views, are slices and selects that
     together cover its last dimension without overlap. Its weight and bias must be whole parameters
-    that nobody else reads.
+    that nothing else reads.
     """
     found = [f for node in graph.nodes if node.op == "aten.linear" and (f := _fused(node, graph))]
     linears = {fused.linear: fused for fused in found}
@@ -108,7 +109,7 @@ def _resized(kind: TensorType, dim: int, size: int) -> TensorType:
 
 
 def _fused(node: Node, graph: Graph) -> _Fused | None:
-    """What there is to split, if anything."""
+    """Returns the fused projection of a node, None if it is not one."""
     cuts = _cuts(node, graph)
     pieces = sorted({(cut.start, cut.length) for cut in cuts or ()})
     ends = [0, *(start + length for start, length in pieces)]
@@ -135,7 +136,7 @@ def _fused(node: Node, graph: Graph) -> _Fused | None:
 
 
 def _cuts(linear: Node, graph: Graph) -> list[_Cut] | None:
-    """Every cut of a linear's last dimension; None if it is read in any other way."""
+    """Returns all cuts of a linear's last dimension; None if it is read in any other way."""
     results = {name for _, name in graph.outputs}
     cuts: list[_Cut] = []
     paths: list[tuple[Node, ...]] = [(linear,)]
@@ -156,7 +157,7 @@ def _cuts(linear: Node, graph: Graph) -> list[_Cut] | None:
 
 
 def _cut(node: Node, path: tuple[Node, ...]) -> _Cut | None:
-    """`node` as a cut of the first value of `path`, which is seen through the others."""
+    """Returns `node` as a cut of the first value of `path`, seen through the other values."""
     if node.op == "aten.slice.Tensor" and len(node.args) == 4:
         start, end = number(node.args[2], 0), number(node.args[3], 0)
     elif node.op == "aten.select.int":
@@ -179,7 +180,7 @@ def _cut(node: Node, path: tuple[Node, ...]) -> _Cut | None:
 
 
 def _dim_before(view: Node, shape: tuple[int, ...], dim: int) -> int | None:
-    """The dimension of the operand, of `shape`, whose outermost factor is the view's `dim`."""
+    """Returns the operand's dimension, of `shape`, whose outermost factor is the view's `dim`."""
     if view.op == "aten.transpose.int":
         swap = dict(zip(view.args[1:], view.args[:0:-1], strict=True))
         return number(swap.get(dim, dim), dim)
@@ -200,7 +201,7 @@ def _dim_before(view: Node, shape: tuple[int, ...], dim: int) -> int | None:
 
 
 def _viewed(piece: str, cut: _Cut, node: Node, editor: Editor) -> Ref:
-    """The views of a cut, on its piece of the linear; reshapes in a row become one."""
+    """Applies the views of a cut to its piece of the linear, merging adjacent reshapes."""
     value, kind = Ref(piece), editor[piece].type
     for view, dim in zip(cut.views, cut.dims[1:], strict=True):
         whole = view.type.shape[dim]
@@ -214,7 +215,7 @@ def _viewed(piece: str, cut: _Cut, node: Node, editor: Editor) -> Ref:
 
 
 def _moves_ones(view: Node, source: Node) -> bool:
-    """Whether a transpose or permute of `source` moves nothing but dimensions of size one."""
+    """Returns whether a transpose or permute of `source` moves only dimensions of size one."""
     rank = len(source.type.shape)
     order = list(range(rank))
     if view.op == "aten.permute":

@@ -1,8 +1,8 @@
-"""A graph for any batch from traces on two: only sizes differ, in proportion to the samples.
+"""Derives a graph for any batch size from traces on two: sizes grow with the number of samples.
 
-A search for pipelines looks at many sizes of a microbatch, and tracing takes longer than pricing.
-What does not grow in proportion is refused. One sample is a case of its own, which is to be traced:
-where a dimension has one element, tracing may choose other operators.
+A search for pipelines needs many microbatch sizes, and tracing takes longer than pricing. Sizes
+that do not grow in proportion are refused. A batch of one sample must be traced itself, since
+tracing may choose other operators for dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Value = TypeVar("Value")
 
 
 def rebatch(few: Graph, many: Graph, samples: tuple[int, int], wanted: int) -> Graph:
-    """The graph of a model on `wanted` samples.
+    """Returns the graph of a model on `wanted` samples.
 
     Args:
-        few, many: of the same model on two batches.
-        samples: of these batches, two or more each.
-        wanted: two or more.
+        few, many: graphs of the same model on two batches.
+        samples: sizes of these batches, at least two each.
+        wanted: at least two.
 
     Raises:
         GraphError: the graphs differ in more than sizes that grow in proportion to the samples.
@@ -34,7 +34,7 @@ def rebatch(few: Graph, many: Graph, samples: tuple[int, int], wanted: int) -> G
 
 
 def _between(few: Value, many: Value, samples: tuple[int, int], wanted: int) -> Value:
-    """A value as it is on `wanted` samples, given what it is on two numbers of them."""
+    """Returns a value for `wanted` samples, given its values on two batches."""
     made: Any
     if type(few) is not type(many):
         raise _unlike(f"{few!r} and {many!r}")
@@ -68,5 +68,5 @@ def _unlike(why: str) -> GraphError:
     return GraphError(
         "the graph does not grow in proportion to the batch",
         why=why,
-        todo="trace the model on the batch that is wanted",
+        todo="trace the model on the desired batch",
     )

@@ -1,17 +1,16 @@
-"""Finding runs of equal blocks by structure.
+"""Finds runs of equal blocks by structure.
 
-The operators stand in a row, in execution order. Two of them look alike if they have the same
-operator, literals, result types and operand types. For each period p the row is compared with
-itself shifted by p, which is one vectorised comparison; where it looks alike for p operators or
-more there may be a run. Such a candidate, a start t, p and a number of blocks n, is then checked
-exactly: every operand must be
+Operators are compared in execution order. Two of them look alike if they have the same operator,
+literals, result types and operand types. For each period p the sequence is compared with itself
+shifted by p, in one vectorised comparison; where it looks alike for at least p operators there may
+be a run. Each candidate (a start, a period p and a number of blocks n) is then checked exactly.
+Every operand must be
 
-    inner      the same place of its own block,
-    carried    the same place of the block before; for the first block a value from before the run,
-    invariant  one and the same value from before the run, for all blocks, or
-    own        a parameter or buffer that this block alone reads,
+    inner      the same place of its own block, carried    the same place of the previous block; for
+    the first block a value from before the run, invariant  one and the same value from before the
+    run, for all blocks, or own        a parameter or buffer that this block alone reads,
 
-alike in all blocks, and nothing but carried values may leave a block.
+alike in all blocks, and only carried values may leave a block.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.passes.shares import Run, insert_shares
 
 _NONE = -(2**62)  # no operand
-# Cuts tried for one period and number of blocks, those that few values cross first.
+# Cuts tried per period and number of blocks, those crossed by few values first.
 _CUTS = 32
 
 Ints = NDArray[np.int64]
 
 
 def find_repeats(graph: Graph) -> Graph:
-    """`graph` with shares between values and their readers and with its `repeats`.
+    """Returns `graph` with shares between values and their readers, and with its `repeats`.
 
-    Of all runs those are taken that cover the most operators, with the smallest period; where the
-    cut between blocks is free, it goes where the fewest values cross it. A block holds a parameter
-    or reads one.
+    Of all runs, those that cover the most operators are taken, with the smallest period; where the
+    cut between blocks is free, it goes where the fewest values cross it. A block contains or reads
+    a parameter.
     """
     return insert_shares(graph, _search(_Row(graph)))
 
@@ -49,14 +48,14 @@ class _Row:
     Attributes:
         nodes: the operators, in execution order.
         token: number of each operator's looks; equal for operators that look alike.
-        operands: for each operator its operands, padded: the place of an operator in `nodes`, or
-            -1 - the number of a leaf.
+        operands: for each operator its operands, padded: the place of an operator in `nodes`, or -1
+            - the number of a leaf.
         single: whether each operator has one result.
-        used: whether each operator is in a run already.
-        last: place of each operator's last reader; beyond the end for what is an output.
-        leaves, looks, kinds: of each leaf the name, a number equal for leaves that look alike, and
-            what it is.
-        reads: how often each leaf is read.
+        used: whether each operator is already in a run.
+        last: place of each operator's last reader; beyond the end for outputs.
+        leaves, looks, kinds: for each leaf its name, a number equal for leaves that look alike, and
+            its kind.
+        reads: number of reads of each leaf.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -91,14 +90,14 @@ class _Row:
 
     @cached_property
     def crossing(self) -> Ints:
-        """For each place the number of values from before it that it or a later place reads."""
+        """For each place, the number of earlier values that it or a later place reads."""
         change = np.zeros(len(self.nodes) + 2, dtype=np.int64)
         np.add.at(change, np.arange(len(self.nodes)) + 1, 1)
         np.add.at(change, np.minimum(self.last, len(self.nodes)) + 1, -1)
         return np.cumsum(change)
 
     def name(self, place: int) -> str:
-        """The name of an operator or leaf."""
+        """Returns the name of an operator or leaf."""
         return self.nodes[place].name if place >= 0 else self.leaves[-1 - place]
 
 
@@ -108,14 +107,14 @@ def _numbered(looks: list[object]) -> Ints:
 
 
 def _looks(node: Node, graph: Graph) -> object:
-    """All of an operator that must be equal in every block, references aside."""
+    """Returns everything of an operator that must be equal in all blocks, except references."""
     operands = tuple((graph[name].types, graph[name].requires_grad) for name in node.inputs)
     literals = (_literals(node.args), tuple((key, _literals(arg)) for key, arg in node.kwargs))
     return (node.op, literals, node.types, node.requires_grad, node.saved_types, operands)
 
 
 def _literals(arg: Arg) -> object:
-    """An argument without its references."""
+    """Returns an argument without its references."""
     if isinstance(arg, tuple):
         return tuple(map(_literals, arg))
     # repr, because True == 1 and nan != nan.
@@ -127,7 +126,7 @@ def _leaf_looks(node: Node) -> object:
 
 
 def _search(row: _Row) -> list[Run]:
-    """Runs, in execution order, no two of which overlap."""
+    """Returns runs in execution order, without overlap."""
     runs: list[Run] = []
     while (run := _best(row)) is not None:
         runs.append(run)
@@ -136,7 +135,7 @@ def _search(row: _Row) -> list[Run]:
 
 
 def _best(row: _Row) -> Run | None:
-    """The run that covers the most unused operators, of those with the smallest period."""
+    """Returns the run that covers the most unused operators; of equals that of smallest period."""
     candidates = []
     for period in range(1, len(row.nodes) // 2 + 1):
         counts = _counts(row, period)
@@ -155,10 +154,10 @@ def _best(row: _Row) -> Run | None:
 
 
 def _counts(row: _Row, period: int) -> Ints:
-    """For each start the largest number of blocks that may stand there."""
+    """Returns for each start the largest possible number of blocks."""
     size = len(row.nodes)
     alike = row.token[:-period] == row.token[period:]
-    # A value that is read two periods later, or a result, can at most be in the last block.
+    # A value read two periods later, or an output, can only be in the last block.
     alike &= row.last[:-period] < np.arange(size - period) + 2 * period
     alike &= ~row.used[:-period] & ~row.used[period:]
     if np.count_nonzero(alike) < period:
@@ -173,7 +172,7 @@ def _counts(row: _Row, period: int) -> Ints:
     own[leaf] = row.looks[-1 - a[leaf]] == row.looks[-1 - b[leaf]]
     shifted = (a >= 0) & (b == a + period)
     reads_until = _until(((a == b) | shifted | own).all(axis=1))
-    # The first block may read anything in place of what is carried.
+    # The first block may read anything in place of carried values.
     start = np.arange(size - period)
     after = np.minimum(start + period, size - period - 1)
     limit = np.minimum(looks_until, np.maximum(reads_until[after], start + period))
@@ -181,14 +180,14 @@ def _counts(row: _Row, period: int) -> Ints:
 
 
 def _until(holds: NDArray[np.bool_]) -> Ints:
-    """For each place the first place from there on where `holds` is false."""
+    """Returns for each place the first place from there on where `holds` is false."""
     size = len(holds)
     ends = np.where(holds, size, np.arange(size))
     return np.minimum.accumulate(ends[::-1])[::-1]
 
 
 def _of_region(row: _Row, period: int, starts: Ints, counts: Ints) -> Run | None:
-    """The best run that begins at one of `starts`: most blocks, fewest carried values, first."""
+    """Returns the best run that begins in `starts`: most blocks, fewest carried values, first."""
     order = np.lexsort((starts, row.crossing[starts + period]))
     for count in _descending(int(counts.max())):
         cuts = starts[order][counts[order] >= count][:_CUTS]
@@ -199,7 +198,7 @@ def _of_region(row: _Row, period: int, starts: Ints, counts: Ints) -> Run | None
 
 
 def _descending(most: int) -> Iterator[int]:
-    """Numbers of blocks to try: the first or last may differ, or one somewhere between."""
+    """Yields numbers of blocks to try, as the first, the last or a middle block may differ."""
     yield from range(most, max(most - 3, 1), -1)
     half = most // 2
     while half > 1:
@@ -210,7 +209,7 @@ def _descending(most: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Slots:
-    """The operands of a candidate run by what they are; arrays of [period, width]."""
+    """The operands of a candidate run by their kind, as arrays of [period, width]."""
 
     inner: NDArray[np.bool_]
     carried: NDArray[np.bool_]
@@ -219,12 +218,12 @@ class _Slots:
 
 
 def _check(row: _Row, start: int, period: int, count: int) -> Run | None:
-    """The run of `count` blocks of `period` operators from `start` on, if it is one."""
+    """Returns the run of `count` blocks of `period` operators from `start` on, if it is one."""
     stop = start + period * count
     blocks = row.operands[start:stop].reshape(count, period, row.operands.shape[1])
     shift = period * np.arange(count)[:, None, None]
     slots = _slots(blocks, start, period)
-    later = blocks - (shift - period)  # as block 1 would read
+    later = blocks - (shift - period)  # as seen from block 1
     same = (blocks == blocks[1]).all(axis=0)
     moves = (later[1:] == blocks[1]).all(axis=0)
     first = blocks[0]
@@ -237,7 +236,8 @@ def _check(row: _Row, start: int, period: int, count: int) -> Run | None:
     )
     if not fine.all() or not _owned(row, blocks[:, slots.own]):
         return None
-    # A run without parameters is not worth a function; one may enter through its share only.
+    # A run without parameters is not worth a function; an invariant may enter through its share
+    # only.
     leaves = slots.own | (slots.invariant & (first < 0))
     if not _params(row, first[leaves]).any() or _params(row, first[slots.carried]).any():
         return None
@@ -245,7 +245,7 @@ def _check(row: _Row, start: int, period: int, count: int) -> Run | None:
 
 
 def _params(row: _Row, operands: Ints) -> NDArray[np.bool_]:
-    """Which of the leaves among `operands` are parameters."""
+    """Returns which of the leaves among `operands` are parameters."""
     kinds: NDArray[np.str_] = row.kinds[-1 - operands[operands < 0]]
     return np.equal(kinds, "param")
 
@@ -262,7 +262,7 @@ def _slots(blocks: Ints, start: int, period: int) -> _Slots:
 
 
 def _owned(row: _Row, reads: Ints) -> bool:
-    """Whether the leaves that [blocks, slots] read are each block's own, and aligned."""
+    """Returns whether leaves read by [blocks, slots] each belong to one block, and are aligned."""
     if (reads >= 0).any() or (reads == _NONE).any():
         return False
     leaves = -1 - reads
@@ -280,7 +280,7 @@ def _owned(row: _Row, reads: Ints) -> bool:
 
 
 def _closed(row: _Row, blocks: Ints, slots: _Slots, start: int, count: int) -> Run | None:
-    """The run, if every value stays in its block except carried ones, which enter the next."""
+    """Returns the run, if only carried values leave their block, to enter the next one."""
     period = blocks.shape[1]
     entering: dict[tuple[int, int], int] = {}
     ends: dict[int, int] = {}  # place in the block -> number of the carried value

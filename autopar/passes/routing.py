@@ -1,9 +1,9 @@
-"""A pass that writes mixtures of experts as one operator, which then splits as such.
+"""A pass that replaces mixtures of experts by one operator, which can be split.
 
-Sorted by expert, the rows of a token are anywhere: no dimension of what lies between the sort and
-its inverse can be split. The whole can be, see mixture.py. What is looked for is the spelling of
-transformers' `grouped_mm_experts_forward`, up to casts, in bfloat16 with torch's grouped product
-and in other dtypes with that of transformers.
+Sorting by expert moves a token's rows anywhere, so that no dimension between the sort and its
+inverse can be split. The mixture as a whole can be, see mixture.py. The pass matches transformers'
+`grouped_mm_experts_forward`, up to casts: in bfloat16 with torch's grouped product, in other dtypes
+with that of transformers.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _OPERANDS = ("gate_up", "down", "x", "ids", "weights")
 
 @dataclass(frozen=True)
 class _Mixture:
-    """What a mixture's nodes are called.
+    """Names of a mixture's nodes.
 
     Attributes:
         total: the sum over a token's experts, in the dtype of its input.
-        gate_up: a parameter, first of the gates, then of the rest.
-        down, x, ids, weights: what the operator reads.
+        gate_up: a parameter, first the gates, then the others.
+        down, x, ids, weights: operands of the operator.
         act: the activation, as in `mixture.ACTIVATIONS`.
     """
 
@@ -75,9 +75,9 @@ class _Mixture:
 
 
 def find_mixtures(graph: Graph) -> Graph:
-    """`graph` with each mixture of experts as one operator, on halves of its first parameter.
+    """Returns `graph` with each mixture as one operator, on halves of its first parameter.
 
-    That parameter must be whole and read by nobody else.
+    That parameter must be whole and have no other reader.
     """
     ends = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList"]
     found = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
@@ -101,7 +101,7 @@ def find_mixtures(graph: Graph) -> Graph:
 
 
 def _halves(node: Node, editor: Editor) -> tuple[Ref, Ref]:
-    """A parameter [experts, 2 inner, width] as two pieces."""
+    """Returns a parameter [experts, 2 inner, width] as two pieces."""
     experts, both, width = node.type.shape
     kind = TensorType(node.type.dtype, (experts, both // 2, width))
     refs = []
@@ -114,7 +114,7 @@ def _halves(node: Node, editor: Editor) -> tuple[Ref, Ref]:
 
 
 def _mixture(node: Node, graph: Graph) -> _Mixture | None:
-    """The mixture that ends in a sum, if one does."""
+    """Returns the mixture that ends in a sum, None if there is none."""
     bound = _PATTERN.match(node, graph)
     if bound is None:
         return None
@@ -134,14 +134,14 @@ def _mixture(node: Node, graph: Graph) -> _Mixture | None:
 
 
 def _own(node: Node, graph: Graph) -> bool:
-    """Whether a value is a whole parameter that is read once."""
+    """Returns whether a value is a whole parameter that is read once."""
     results = {name for _, name in graph.outputs}
     whole = node.op == "param" and not node.kwargs
     return whole and node.name not in results and len(graph.users[node.name]) == 1
 
 
 def _cast(node: Node, graph: Graph, dtype: str) -> Node | None:
-    """A node, or its only reader that casts it, if that has this dtype."""
+    """Returns a node, or the cast that is its only reader, if it has this dtype."""
     if node.type.dtype == dtype:
         return node
     readers = [graph[name] for name in graph.users[node.name]]

@@ -1,4 +1,4 @@
-"""Shares: the identity between a value and its readers, where it is resharded once for all."""
+"""Shares: identities between a value and its readers, where it is resharded once for all."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Run:
 
     Attributes:
         start: place of the first operator.
-        period: operators a block.
+        period: operators per block.
         count: number of blocks.
-        entering: (place in the block, number of the operand) -> number of the carried value there.
-        ends: for each carried value the place in the block that makes it for the next one.
-        starts: for each carried value what enters the first block.
-        own: for each block the leaves that it alone reads, aligned.
+        entering: (place in the block, index of the operand) -> number of the carried value there.
+        ends: for each carried value, the place in the block that produces it for the next block.
+        starts: for each carried value, the value that enters the first block.
+        own: for each block the leaves that only it reads, aligned.
     """
 
     start: int
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The place after the last operator."""
+        """Place after the last operator."""
         return self.start + self.covered
 
     @property
@@ -46,19 +46,18 @@ class Run:
 
 
 def insert_shares(graph: Graph, runs: Sequence[Run] = ()) -> Graph:
-    """`graph` with `autopar.share`s between values and their readers, and with `runs` as repeats.
+    """Returns `graph` with `autopar.share`s between values and readers, and with `runs` as repeats.
 
-    A parameter that is read at all has one share, any other value if two operators or more read it.
-    Each block of a run reads a carried value by one share of its own, which begins the block. What
-    is read inside its own block is shared there, what all blocks read before the run. Outputs stay
-    the values themselves. A buffer that is written has no share: an `autopar.write` names the
-    buffer itself.
+    Every parameter that is read has one share, any other value only if at least two operators read
+    it. Each block of a run begins with shares that read its carried values. Values read inside
+    their own block are shared there, values read by all blocks before the run. Outputs are the
+    values themselves. A written buffer has no share: an `autopar.write` names the buffer itself.
     """
     return _Sharing(graph, runs).result()
 
 
 def remove_shares(graph: Graph) -> Graph:
-    """The normalised graph that a prepared one was made of, without shares and repeats."""
+    """Returns the normalised graph behind a prepared one, without shares and repeats."""
     source: dict[str, str] = {}
     nodes = []
     for node in graph.nodes:
@@ -72,7 +71,7 @@ def remove_shares(graph: Graph) -> Graph:
 
 
 class _Sharing:
-    """The shares of a graph, by the reads that they stand for."""
+    """The shares of a graph, by the reads that they serve."""
 
     def __init__(self, graph: Graph, runs: Sequence[Run]) -> None:
         self.graph, self.runs = graph, runs
@@ -93,7 +92,7 @@ class _Sharing:
         self.behind: dict[int, list[Node]] = {}
 
     def result(self) -> Graph:
-        """The graph with all shares."""
+        """Returns the graph with all shares."""
         for number, run in enumerate(self.runs):
             for block in range(run.count):
                 for carried, end in enumerate(run.ends):
@@ -139,7 +138,7 @@ class _Sharing:
         )  # fmt: skip
 
     def _entry(self, place: int, node: Node, slot: int) -> tuple[int, int, int] | None:
-        """The carried value that an operand is: (run, block, number)."""
+        """Returns the carried value that an operand is, as (run, block, number), else None."""
         number, block = self.home.get(node.name, _OUTSIDE)
         if number < 0:
             return None
@@ -148,12 +147,12 @@ class _Sharing:
         return None if carried is None else (number, block, carried)
 
     def _group(self, value: str, reader: str) -> tuple[str, Home]:
-        """Reads in the value's own block belong together, and so do all others."""
+        """Groups reads: those in the value's own block, and all others."""
         home = self.home.get(value, _OUTSIDE)
         return value, home if self.home.get(reader, _OUTSIDE) == home else _OUTSIDE
 
     def _groups(self) -> dict[tuple[str, Home], list[str]]:
-        """The groups of reads that want a share, with their readers."""
+        """Returns the groups of reads that need a share, with their readers."""
         groups: dict[tuple[str, Home], dict[str, None]] = {}
         for place, node in enumerate(self.operators):
             for slot, value in enumerate(node.inputs):
@@ -168,7 +167,7 @@ class _Sharing:
         }
 
     def _place(self, group: tuple[str, Home], readers: list[str]) -> str:
-        """Make a share and put it right after its value, or a leaf's before its first reader."""
+        """Creates a share directly after its value, or before the first reader for a leaf."""
         (value, home), first = group, readers[0]
         share = self._share(value)
         made_in = self.home.get(value, _OUTSIDE)
@@ -184,7 +183,7 @@ class _Sharing:
         return share.name
 
     def _reading(self, place: int, node: Node, shares: dict[tuple[str, Home], str]) -> Node:
-        """`node` with its reads led through shares."""
+        """Returns `node` reading through shares."""
         reads = []
         for slot, value in enumerate(node.inputs):
             entry = self._entry(place, node, slot)

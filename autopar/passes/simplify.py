@@ -1,4 +1,4 @@
-"""Passes that write one thing one way: no-ops vanish, spellings of one operation become one."""
+"""Passes that remove no-ops and give each operation one spelling."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SAME = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.contiguo
          "autopar.share"}  # fmt: skip
 _DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout",
              "aten.feature_alpha_dropout"}  # fmt: skip
-# Of the operand only dtype and shape are read: it need not be there, let alone in one piece.
+# Operators that read only dtype and shape of their operand, so that it need not exist or be whole.
 _FILLS = {
     "aten.new_zeros": "aten.zeros", "aten.zeros_like": "aten.zeros",
     "aten.new_ones": "aten.ones", "aten.ones_like": "aten.ones",
     "aten.new_full": "aten.full", "aten.full_like": "aten.full",
     "aten.zero": "aten.zeros", "aten.fill.Scalar": "aten.full",
 }  # fmt: skip
-# Operator -> the number that changes nothing on its right.
+# Operator -> the number on its right that changes nothing.
 _NEUTRAL = {
     "aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.add.Scalar": 0, "aten.sub.Scalar": 0,
     "aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.mul.Scalar": 1, "aten.div.Scalar": 1,
@@ -39,14 +39,16 @@ Simplifier = Callable[[Node, Editor], Node | Ref | None]
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """`graph` without operators that change no value, and with one spelling for each view.
+    """Returns `graph` without operators that change no value, and with one spelling for each view.
 
-    What goes: copies, contiguous, casts to the same dtype, views to the same shape, dropout that
-    drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of what has no gradient,
-    the tensor that a constant one is to be like, and shares, which are put in again at the end.
-    What stays is spelled with all sizes known:
-    `aten.reshape`, which is legal on any strides, `aten.expand`, `aten.transpose.int`,
-    `aten.slice.Tensor(x, dim, start, end)`, and casts are `aten.to.dtype(x, dtype)`.
+    Removed are copies, contiguous, casts to the same dtype, views to the same shape, dropout that
+    drops nothing, empty operands of a cat, arithmetic with 0 or 1, detach of values without
+    gradient, the operand of zeros_like and similar, and shares, which are inserted again at the
+    end.
+
+    Views get known sizes and one spelling: `aten.reshape`, which is legal on any strides,
+    `aten.expand`, `aten.transpose.int`, `aten.slice.Tensor(x, dim, start, end)`; casts are
+    `aten.to.dtype(x, dtype)`.
     """
 
     def simplify(node: Node, editor: Editor) -> Node | Ref | None:
@@ -96,7 +98,7 @@ def _simplified(node: Node, editor: Editor) -> Node | Ref | None:
 
 
 def _filled(node: Node) -> Node | None:
-    """zeros, ones or full of the result's own type."""
+    """Returns zeros, ones or full with the result's own type."""
     args: tuple[Arg, ...] = (node.type.shape,)
     if _FILLS[node.op] == "aten.full":
         value = argument(node, 2 if node.op == "aten.new_full" else 1, "fill_value")
@@ -112,7 +114,7 @@ def _spelled(node: Node, op: str, *rest: Name | int | tuple[int, ...]) -> Node:
 
 
 def _round_trip(node: Node, first: Ref, editor: Editor) -> Ref | None:
-    """The value of this very type from which a chain of reshapes leads to `node`."""
+    """Returns the value of this same type from which a chain of reshapes leads to `node`."""
     source = editor[first.name]
     while source.types != node.types:
         if source.op != "aten.reshape" or not isinstance(source.args[0], Ref):
@@ -148,7 +150,7 @@ def _transpose(node: Node) -> Node | Ref | None:
 
 
 def _cat(node: Node, editor: Editor) -> Node | Ref | None:
-    """Without operands that have no elements."""
+    """Drops operands without elements."""
     parts = node.args[0]
     assert isinstance(parts, tuple)
     types = [editor[part.name].type for part in parts if isinstance(part, Ref)]
@@ -163,10 +165,10 @@ def _cat(node: Node, editor: Editor) -> Node | Ref | None:
 
 
 def lower_splits(graph: Graph) -> Graph:
-    """`graph` with pieces of a split as `aten.slice.Tensor`, of an unbind as `aten.select.int`.
+    """Returns `graph` with each split as `aten.slice.Tensor`s, each unbind as `aten.select.int`s.
 
-    What comes out of `aten.broadcast_tensors`, with which torch's losses of two tensors begin, is
-    an `aten.expand` or the operand itself.
+    Results of `aten.broadcast_tensors`, with which torch's losses of two tensors begin, become an
+    `aten.expand` or the operand itself.
     """
 
     def lower(node: Node, editor: Editor) -> Node | Ref | None:

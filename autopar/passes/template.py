@@ -1,11 +1,11 @@
-"""Patterns: a few lines of a graph, with names for what may differ.
+"""Templates: a few lines of a graph, with names for the parts that vary.
 
     %h = activation(%x) : ()
     %y = aten.mul.Tensor(%h, SCALE) : ()
 
-matches any y that is made like this. A reference that no line defines stands for any value, a name
-in capitals for any argument, each the same wherever it stands. An operator without a namespace
-stands for one of several. Casts of integers are looked through.
+matches any y computed like this. A reference that no line defines stands for any value, a name in
+capitals for any argument, each the same in all places. An operator without a namespace stands for
+one of several. Casts of integers are ignored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autopar.ir.graph_text import parse_graph
 
 
 class Pattern:
-    """A pattern and what its operators without a namespace stand for.
+    """A template, and the operators that its names without a namespace stand for.
 
     Args:
-        text: its lines, as in a graph; the last one is what is looked for.
-        alike: the operators that each operator without a namespace stands for.
+        text: its lines, as in a graph; the last one is matched against a node.
+        alike: operators that each name without a namespace stands for.
     """
 
     def __init__(self, text: str, alike: Mapping[str, Sequence[str]]) -> None:
@@ -30,7 +30,7 @@ class Pattern:
         self.alike = alike
 
     def match(self, node: Node, graph: Graph) -> dict[str, Arg] | None:
-        """What the names stand for (values by a Ref) if `node` of `graph` is made so, else None."""
+        """Returns bindings of names (values as Refs) if `node` of `graph` matches, else None."""
         bound: dict[str, Arg] = {}
         return bound if self._value(self.end, node.name, graph, bound) else None
 

@@ -1,4 +1,4 @@
-"""A kernel as the operators whose place it has taken: its pattern's first spelling, as a graph."""
+"""Expands a kernel into the operators it replaced: its pattern's first spelling, as a graph."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _OVERLOADS = {
     "add": "add.Tensor", "sub": "sub.Tensor", "mul": "mul.Tensor", "div": "div.Tensor",
     "pow": "pow.Tensor_Scalar", "slice": "slice.Tensor",
 }  # fmt: skip
-_REST: dict[str, tuple[Arg, ...]] = {"cross_entropy_loss": (None, 2)}  # what `...` stands for
-_SCALE = 0.7978845608028654  # of a written-out GELU: the square root of 2 / π
+_REST: dict[str, tuple[Arg, ...]] = {"cross_entropy_loss": (None, 2)}  # matched by `...`
+_SCALE = 0.7978845608028654  # scale of a written-out GELU: the square root of 2 / π
 
 
 def written(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -> Graph:
-    """The operators that compute a kernel's first result, with what autograd keeps of each.
+    """Returns the operators that compute a kernel's first result, each with its saved tensors.
 
     Args:
-        node: a call of a kernel that stands for a pattern.
+        node: a call of a kernel that has a pattern.
         operands: the nodes that it reads.
-        types: of the parts of them that one device has.
+        types: local types of the operands on one device.
     """
     kernel = node.op.removeprefix(PREFIX)
     pattern = next(item for item in patterns() if item.kernel == kernel)
@@ -46,7 +46,7 @@ def written(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -
 
 
 def _leaf_types(kernel: str, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
-    """Types of the operands as the spelling has them."""
+    """Returns the types of the operands in the spelling."""
     if kernel == "rotary":  # (batch, row, head, width) and angles beside it
         x, *angles = types
         wide = (TensorType(t.dtype, (1, t.shape[0], 1, t.shape[1])) for t in angles)
@@ -67,18 +67,18 @@ class _Written:
     values: dict[str, Arg] = field(default_factory=dict)
 
     def leaf(self, name: str, like: Node) -> None:
-        """An operand."""
+        """Adds an operand."""
         kind = self.types[len(self.nodes)]
         op = "param" if like.requires_grad else "input"
         self.nodes.append(Node(name, op, (name,), (), (kind,), requires_grad=like.requires_grad))
         self.values[name] = Ref(name)
 
     def number(self, name: str, value: Arg) -> None:
-        """What a name stands for, unless it is an operand."""
+        """Binds a name to a value, unless it is an operand."""
         self.values.setdefault(name, value)
 
     def value(self, text: ast.expr) -> Arg:
-        """What an expression stands for."""
+        """Returns the value of an expression, adding the nodes that compute it."""
         if isinstance(text, ast.Constant):
             assert isinstance(text.value, int | float | str)
             return text.value

@@ -1,6 +1,6 @@
 """Published model configurations as data, and the `MODEL` argument of the command line.
 
-Imported by the command line, the benchmarks and the tests; the compiler knows nothing of it.
+Used by the command line, the benchmarks and the tests; the compiler does not depend on it.
 """
 
 from autopar.zoo.construction import build, example_inputs

@@ -1,4 +1,4 @@
-"""Spec -> model and example inputs, by default on the meta device: shapes without memory."""
+"""Builds a model and example inputs from a spec, by default on the meta device (shapes only)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def build(spec: Spec | str, *, layers: int | None = None, meta: bool = True) -> nn.Module:
-    """The model of `spec`, in training mode and in its own dtype.
+    """Returns the model of `spec`, in training mode and in its own dtype.
 
     Args:
         spec: a configuration, or the name of one.
         layers: build this many blocks in place of the published number.
-        meta: build on the meta device, where neither weights nor buffers hold values or memory;
-            otherwise on the CPU, with freshly initialised weights.
+        meta: build on the meta device, where weights and buffers have no values; otherwise on the
+            CPU, with freshly initialised weights.
 
     Raises:
-        UnknownModelError: no such name, or fewer than one layer asked for.
+        UnknownModelError: no such name, or fewer than one layer requested.
         ModelFileError: transformers has no such architecture or refuses the configuration.
         MissingDependencyError: transformers is not installed.
     """
@@ -49,23 +49,23 @@ def example_inputs(
     *,
     device: str | torch.device = "meta",
 ) -> dict[str, torch.Tensor]:
-    """Keyword arguments of the forward pass of `build(spec)`; with labels, so it returns a loss.
+    """Returns keyword arguments for the forward pass of `build(spec)`, with labels for its loss.
 
-    Language models get `input_ids` and `labels`, int64[batch, seq]; masked ones
-    `attention_mask` too. Image classifiers get `pixel_values`, [batch, channels, height, width] in
-    the model's dtype, and `labels`, int64[batch]. No two share memory. On a device other than meta
-    the values are drawn from torch's own generator.
+    Language models get `input_ids` and `labels`, int64[batch, seq]; masked ones also
+    `attention_mask`. Image classifiers get `pixel_values`, [batch, channels, height, width] in the
+    model's dtype, and `labels`, int64[batch]. No two share memory. On a device other than meta the
+    values are drawn from torch's own generator.
 
     Raises:
-        BatchError: `batch` or `seq` is below one, or `seq` beyond the model's positions.
-        ModelFileError: the architecture takes other inputs than these.
+        BatchError: `batch` or `seq` is below one, or `seq` exceeds the model's positions.
+        ModelFileError: the architecture needs other inputs.
     """
     spec = find_spec(spec) if isinstance(spec, str) else spec
     model_class = _model_class(spec)
     config = _config(spec, model_class, None)
     batch = spec.batch if batch is None else batch
     if batch < 1:
-        raise BatchError(f"a batch of {batch} samples", where=spec.name, todo="give at least 1")
+        raise BatchError(f"a batch of {batch} samples", where=spec.name, todo="pass at least 1")
     accepted = inspect.signature(model_class.forward).parameters
     if "labels" in accepted and "pixel_values" in accepted and "input_ids" not in accepted:
         return _image_inputs(spec, config, batch, device)
@@ -74,19 +74,19 @@ def example_inputs(
     raise ModelFileError(
         f"no example inputs are known for {spec.architecture}",
         where=spec.name,
-        why="known are causal and masked language models and image classifiers",
+        why="supported are causal and masked language models and image classifiers",
         todo="write a file.py:function that returns (model, example_inputs)",
     )
 
 
 def number_of_layers(spec: Spec, layers: int | None = None) -> int | None:
-    """How many blocks `build` makes of `spec`, None where its configuration does not say."""
+    """Returns the number of blocks that `build` makes, None if the configuration has none."""
     found = getattr(_config(spec, _model_class(spec), layers), "num_hidden_layers", None)
     return found if isinstance(found, int) else None
 
 
 def import_transformers() -> Any:
-    """The package transformers.
+    """Returns the package transformers.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -120,9 +120,9 @@ def _config(spec: Spec, model_class: Any, layers: int | None) -> Any:
     if layers is not None:
         if layers < 1:
             raise UnknownModelError(
-                f"{spec.name} with {layers} layers", todo="ask for at least 1 layer"
+                f"{spec.name} with {layers} layers", todo="request at least 1 layer"
             )
-        # GPT-2 and some others store the common name under their own.
+        # GPT-2 and some others store this setting under their own name.
         settings[config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
         if isinstance(settings.get("layer_types"), list):
             settings["layer_types"] = settings["layer_types"][:layers]
@@ -149,14 +149,14 @@ def _dtype(spec: Spec) -> torch.dtype:
         raise ModelFileError(
             f"cannot train weights of dtype {spec.dtype!r}",
             where=spec.name,
-            todo=f"take one of {', '.join(_DTYPES)}",
+            todo=f"use one of {', '.join(_DTYPES)}",
         )
     return _DTYPES[spec.dtype]
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Build in `dtype`: unlike `model.to`, leaves alone what a model asks to have in float32."""
+    """Sets torch's default dtype; unlike `model.to`, this keeps a model's float32 parts."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -176,7 +176,7 @@ def _checked_seq(spec: Spec, config: Any, seq: int | None) -> int:
     if seq < 1 or (positions is not None and seq > positions):
         limit = f"the model has {positions} positions" if positions else ""
         raise BatchError(
-            f"a sequence of {seq} tokens", where=spec.name, why=limit, todo="give another seq"
+            f"a sequence of {seq} tokens", where=spec.name, why=limit, todo="pass another seq"
         )
     return seq
 

@@ -1,6 +1,6 @@
-"""The `MODEL` argument of the command line -> model and example inputs.
+"""Loads a model and example inputs from the `MODEL` argument of the command line.
 
-Three spellings: a name of the zoo (`gpt2`), `hf:path/to/config.json` for a configuration of
+It has three forms: a name of the zoo (`gpt2`), `hf:path/to/config.json` for a configuration of
 transformers on this machine, and `file.py:function` for anything else.
 """
 
@@ -34,14 +34,14 @@ from autopar.zoo.spec import Spec, spec
 FILE = Kind(
     "the model's configuration",
     ModelFileError,
-    "give the path of a config.json",
+    "pass the path of a config.json",
     limit=16 * MIB,
     bad="the file is not JSON",
 )
-# A model is built of modules one by one: a count beyond these would be built for hours.
+# Larger counts are refused, since building that many modules would take hours.
 _COUNTED, _MOST_PARTS, _MOST = ("layer", "depth", "block", "stage", "expert", "head"), 2**14, 2**48
-# Settings that would have transformers run code of the model's author, fetch kernels or fetch
-# weights. A configuration file is data: the model is built from transformers' own classes alone.
+# Settings that would make transformers run code of the model's author, or fetch kernels or weights.
+# A configuration file is data: the model is built from transformers' own classes alone.
 _NEVER = (
     "auto_map",
     "attn_implementation",
@@ -58,17 +58,17 @@ _NEVER = (
 def load(
     text: str, *, batch: int | None = None, seq: int | None = None, layers: int | None = None
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model that `text` names and keyword arguments for its forward pass.
+    """Returns the model that `text` names and keyword arguments for its forward pass.
 
-    Models of the zoo and of `hf:` come on the meta device. A function is called with those of
-    `batch`, `seq` and `layers` that are given, and returns a model or (model, example_inputs);
+    Models of the zoo and of `hf:` are on the meta device. A function is called with those of
+    `batch`, `seq` and `layers` that are set, and returns a model or (model, example_inputs);
     without example inputs the dictionary is empty.
 
     Raises:
-        UnknownModelError: not a name of the zoo, nor spelled as a file.
-        ModelFileError: the file is missing, is not what it should be, or fails when called.
+        UnknownModelError: neither a name of the zoo nor a file.
+        ModelFileError: the file is missing, malformed, or fails when called.
         BatchError: `batch` or `seq` does not fit the model.
-        MissingDependencyError: transformers is needed and not installed.
+        MissingDependencyError: transformers is needed but not installed.
     """
     if text.startswith("hf:"):
         found = read_config(Path(text.removeprefix("hf:")))
@@ -87,7 +87,7 @@ def load(
 
 
 def depth(text: str, layers: int | None = None) -> int | None:
-    """The number of equal blocks of a model of the zoo or of `hf:`, None where it names none.
+    """Returns the number of equal blocks of a model of the zoo or of `hf:`, None if unknown.
 
     Raises:
         UnknownModelError, ModelFileError, MissingDependencyError: see `load`.
@@ -100,9 +100,9 @@ def depth(text: str, layers: int | None = None) -> int | None:
 
 
 def read_config(path: Path) -> Spec:
-    """The configuration of transformers in the JSON file `path`, or in its folder's `config.json`.
+    """Reads the transformers configuration in the JSON file `path`, or a folder's `config.json`.
 
-    Reads that file only: no network, no code from beside it.
+    Reads that file only: no network, no code beside it.
 
     Raises:
         ModelFileError: no such file, not JSON, or not the configuration of a known model.
@@ -126,7 +126,7 @@ def read_config(path: Path) -> Spec:
 
 
 def _check_counts(settings: Any, path: Path) -> None:
-    """ModelFileError if a number of the configuration is one that no model is built of."""
+    """Raises ModelFileError if a count of the configuration is too large to build."""
     waiting: list[tuple[str, Any]] = [("", settings)]
     while waiting:
         name, value = waiting.pop()
@@ -141,13 +141,13 @@ def _check_counts(settings: Any, path: Path) -> None:
                 raise ModelFileError(
                     f"the configuration says {shown(name)} = {shown(value)}",
                     where=str(path),
-                    why=f"no more than {most} are built",
+                    why=f"at most {most} are supported",
                     todo="correct that number",
                 )
 
 
 def _architecture(path: Path, settings: Any) -> str:
-    """The model class that the file asks for, else the causal language model of its type."""
+    """Returns the model class that the file names, else the causal language model of its type."""
     transformers = import_transformers()
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
@@ -155,7 +155,7 @@ def _architecture(path: Path, settings: Any) -> str:
             "the file is not the configuration of a model that transformers knows",
             where=str(path),
             why=f"model_type is {kind!r}" if kind else "it has no model_type",
-            todo="give a model's config.json",
+            todo="pass a model's config.json",
         )
     asked = settings.get("architectures")
     if isinstance(asked, list) and asked:
@@ -194,10 +194,10 @@ def _call_file(
 
 @contextmanager
 def opened(path: Path) -> Iterator[ModuleType]:
-    """A Python file of the user's, run; what it raises, then or inside of the block, is named.
+    """Runs a user's Python file; its errors, then or inside the block, point at its line.
 
     Raises:
-        ModelFileError: the file is missing, is no Python or fails.
+        ModelFileError: the file is missing, is not Python or fails.
     """
     if not os.path.isfile(path) or path.suffix != ".py":
         raise ModelFileError("there is no such file", where=str(path), todo="correct the path")
@@ -219,7 +219,7 @@ def _function(path: Path, module: ModuleType, name: str) -> Callable[..., object
         raise ModelFileError(
             f"the file has no function {name!r}",
             where=str(path),
-            why=f"it has {', '.join(there) or 'no functions'}",
+            why=f"its functions are {', '.join(there) or 'none'}",
             todo="name one of the file's own functions",
         )
     found: Callable[..., object] = function
@@ -237,13 +237,13 @@ def _check_flags(path: Path, function: Callable[..., object], flags: Mapping[str
             f"with ({given})",
             where=str(path),
             why=str(error),
-            todo="let the function take the flags that are given, and default its other arguments",
+            todo="let the function accept the flags that are set, and default its other arguments",
         ) from error
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """As when Python runs a file: modules beside it can be imported."""
+    """Makes modules beside a file importable, as when Python runs it."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:
@@ -255,7 +255,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _named_failures(path: Path) -> Iterator[None]:
-    """Turns whatever the user's file raises into one error that points at its line."""
+    """Turns errors of the user's file into one error that points at its line."""
     try:
         yield
     except AutoparError:
@@ -265,7 +265,7 @@ def _named_failures(path: Path) -> Iterator[None]:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == own]
         line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
         raise ModelFileError(
-            "the file fails when it is run",
+            "the file fails when run",
             where=f"{own}:{line}" if line else own,
             why=f"{type(error).__name__}: {error}",
             todo="make the function run on its own first",

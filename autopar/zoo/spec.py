@@ -1,4 +1,4 @@
-"""The table of published models, read from `models.toml`."""
+"""The table of published models in `models.toml`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Spec:
     """One model configuration.
 
     Attributes:
-        name: the name by which `spec` finds it, or the path of the file it was read from.
+        name: its name for `spec`, or the path of the file it was read from.
         architecture: name of a transformers model class, such as `LlamaForCausalLM`.
         config: keyword arguments of that class's configuration class.
-        dtype: type of the weights, `bfloat16` or `float32`.
+        dtype: dtype of the weights, `bfloat16` or `float32`.
         batch: default number of samples in the example inputs.
-        seq: default number of tokens of a sample; None for image models.
-        source: paper or model card that the figures are from.
-        parameters: the published number of parameters, None where none is published.
+        seq: default number of tokens per sample; None for image models.
+        source: paper or model card with the figures.
+        parameters: the published number of parameters, None if unpublished.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Spec:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all models of the zoo, in the order of the table."""
+    """Returns the names of all models of the zoo, in file order."""
     return tuple(_table())
 
 
 def spec(name: str) -> Spec:
-    """The configuration published under `name`.
+    """Returns the configuration published under `name`.
 
     Raises:
         UnknownModelError: there is none; names the nearest matches.
@@ -54,7 +54,7 @@ def spec(name: str) -> Spec:
         raise UnknownModelError(
             f"no model is named {name!r}",
             why=f"near matches: {', '.join(near)}" if near else f"known: {', '.join(table)}",
-            todo="take one of these, 'hf:path/to/config.json' or 'file.py:function'",
+            todo="use one of these, 'hf:path/to/config.json' or 'file.py:function'",
         )
     return Spec(name=name, **{"seq": None, **table[name]})
 

@@ -1,12 +1,12 @@
-"""Finds the kernels, one file each, and makes torch operators of them when asked to.
+"""Finds the kernels, one file each, and registers them as torch operators on request.
 
     from autopar_kernels.registry import operators, register
 
     register()
     y, rstd = torch.ops.autopar_kernels.rms_norm(x, weight, 1e-6)
 
-Operators are opaque: a graph holds one node for each, with shapes from `Operator.fake`. On a GPU
-the Triton kernel runs, elsewhere the reference. Importing registers nothing.
+Operators are opaque: a graph has one node for each, with shapes from `Operator.fake`. On a GPU the
+Triton kernel runs, elsewhere the reference. Importing registers nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["KernelError", "KernelWarning", "Operator", "operators", "register"]
 
 
 def operators() -> dict[str, Operator]:
-    """All operators by name, from the `OPERATORS` of every file of this folder's parent.
+    """Returns all operators by name, from the `OPERATORS` of every file of the parent folder.
 
     Raises:
-        KernelError: two operators have one name.
+        KernelError: two operators have the same name.
     """
     package = importlib.import_module(__name__.rpartition(".")[0])
     found: dict[str, Operator] = {}
@@ -41,17 +41,17 @@ def operators() -> dict[str, Operator]:
 
 
 def register(*, strict: bool | None = None) -> torch.library.Library:
-    """Define every operator as `torch.ops.autopar_kernels.<name>`, once in a process.
+    """Defines every operator as `torch.ops.autopar_kernels.<name>`, once in a process.
 
     Args:
-        strict: whether a kernel that does not take its operands is an error (KernelError), in place
-            of a warning and the reference; by default as it was said before, or not.
+        strict: whether operands that a kernel does not support raise KernelError, in place of a
+            warning and the reference; by default as before, or False.
 
     Returns:
-        The library that holds them; they live as long as it does.
+        The library of the operators, which exist as long as it does.
 
     Raises:
-        KernelError: they were registered before with another choice of `strict`.
+        KernelError: they were registered before with another `strict`.
     """
     made = _made()
     if not made:
@@ -59,7 +59,7 @@ def register(*, strict: bool | None = None) -> torch.library.Library:
     ((known, library),) = made.items()
     if strict not in (None, known):
         raise KernelError(
-            f"the kernels are registered with strict={known}: say strict={strict} before anything "
+            f"the kernels are registered with strict={known}: pass strict={strict} before anything "
             "else registers them, such as a program that uses them"
         )
     return library
@@ -67,7 +67,7 @@ def register(*, strict: bool | None = None) -> torch.library.Library:
 
 @functools.cache
 def _made() -> dict[bool, torch.library.Library]:
-    """The library of this process by its choice of `strict`, once there is one."""
+    """Returns the library of this process by its choice of `strict`, once there is one."""
     return {}
 
 
@@ -76,7 +76,7 @@ def _defined(strict: bool) -> torch.library.Library:
     for operator in operators().values():
         library.define(operator.schema)
         run = functools.partial(operator.run, strict=strict)
-        # Operators that only call others are differentiated as a whole like the rest.
+        # Composite operators, which call others, are differentiated as a whole like the rest.
         library.impl(operator.name, run, "CompositeExplicitAutograd")
         name = f"{NAMESPACE}::{operator.name}"
         torch.library.register_fake(name, operator.fake, lib=library)

@@ -1,4 +1,4 @@
-"""Triton where it is installed; without it the kernels stay unread functions and references run."""
+"""Triton if it is installed; without it the kernels stay plain functions and references run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ tl: Any = triton and triton.language
 
 
 def jit(function: Callable[..., None]) -> Any:
-    """`triton.jit`; the function as it is where there is no Triton to launch it."""
+    """Applies `triton.jit`; returns the function unchanged without Triton."""
     return function if triton is None else triton.jit(function)
 
 
 def available() -> bool:
-    """Whether Triton is installed."""
+    """Returns whether Triton is installed."""
     return triton is not None
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+    """Returns whether kernels run in Triton's interpreter, on CPU tensors."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def architecture() -> str:
-    """What kernels are compiled for, as the table of launches names it: "sm_90"; "" for nothing."""
+    """Returns the architecture kernels are compiled for, such as "sm_90"; "" without a GPU."""
     if triton is None or interpreting():
         return ""
     try:
@@ -41,17 +41,17 @@ def architecture() -> str:
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is at least n: blocks have such sizes."""
+    """Returns the least power of two that is at least n, a legal block size."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def blocks(n: int, size: int) -> int:
-    """How many blocks of `size` hold n elements."""
+    """Returns the number of blocks of `size` for n elements."""
     return -(-n // size)
 
 
 def processors(x: Tensor) -> int:
-    """Processors of the device that x is on, for kernels whose programs share all rows."""
+    """Returns the number of processors of x's device, for kernels whose programs share all rows."""
     if x.is_cuda:
         return torch.cuda.get_device_properties(x.device).multi_processor_count
-    return 2 if interpreting() else 132  # an H100's, where a kernel is compiled only
+    return 2 if interpreting() else 132  # an H100's, if the kernel is only compiled

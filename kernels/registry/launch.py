@@ -1,11 +1,11 @@
-"""How kernels are launched: a committed table, by kernel, architecture and size.
+"""Launch parameters of kernels: a committed table, by kernel, architecture and size.
 
     [rms_norm.any]
     rows = [{ up_to = 1024, warps = 4 }, { up_to = 8192, warps = 8 }, { warps = 16 }]
 
-reads: rows of up to 1024 elements are normalised by 4 warps, longer ones by more. An architecture
-that has a table of its own ("sm_90") uses that in place of "any". `python -m benchmarks.gpu.tune`
-writes such tables on a GPU; nothing is tuned when a program runs.
+means: rows of up to 1024 elements are normalised by 4 warps, longer ones by more. An architecture
+with its own table ("sm_90") uses that in place of "any". `python -m benchmarks.gpu.tune` writes
+such tables on a GPU; nothing is tuned when a program runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class Launch:
 
     Attributes:
         block: elements that a program handles at a time, where the kernel leaves that open.
-        warps: of 32 threads each.
-        stages: iterations of a loop whose loads are under way at once.
-        programs: how many programs share the work of a kernel that loops over it, for each
-            processor of the device.
-        up_to: the largest size that the row is meant for; None for all that no other row is for.
+        warps: number of warps, of 32 threads each.
+        stages: iterations of a loop whose loads are in flight at once.
+        programs: number of programs per processor that share a kernel's loop.
+        up_to: the largest size that the row covers; None for all larger ones.
     """
 
     block: int = 0
@@ -44,12 +43,12 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton is told."""
+        """Returns Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def launch(kernel: str, size: int) -> Launch:
-    """The row of `kernel` for this architecture and a size, which is what the kernel says it is.
+    """Returns the row of `kernel` for this architecture and a size, as the kernel measures it.
 
     Raises:
         KeyError: the table has no such kernel.
@@ -61,19 +60,19 @@ def launch(kernel: str, size: int) -> Launch:
 
 
 def rows(kernel: str, arch: str) -> tuple[Launch, ...]:
-    """All rows of a kernel for an architecture, by size."""
+    """Returns all rows of a kernel for an architecture, by size."""
     held = table()[kernel]
     return held.get(arch, held["any"])
 
 
 @functools.cache
 def table() -> Table:
-    """The committed table."""
+    """Returns the committed table."""
     return read(TABLE)
 
 
 def read(path: Path) -> Table:
-    """A table of launches, from its file."""
+    """Reads a table of launches from a file."""
     held: Mapping[str, Mapping[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))
     return {
         kernel: {

@@ -1,7 +1,7 @@
-"""What a kernel's file says of it: one frozen value, from which everything else is derived.
+"""The description of an operator in its kernel's file, from which everything else is derived.
 
-torch's schema comes from the signature, shape checks from the factor string that the planner shards
-by, the bytes that are moved from which operands are written. Factor strings are in the notation of
+torch's schema comes from the signature, shape checks from the factor string that the planner also
+uses, and the bytes moved from the list of written operands. Factor strings use the notation of
 autopar's rules (`autopar/intra_op/rule.py`), which the kernels do not import:
 
     "... n!, n! -> ... n!, ..."     leading dimensions may be split, the last one must be whole
@@ -26,26 +26,26 @@ from .language import available, interpreting
 
 NAMESPACE = "autopar_kernels"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Of a result in another precision of arithmetic: what rounding differently in a few places leaves.
+# Relative errors allowed for results that are rounded differently in a few places.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-4, torch.float16: 2e-4}
 
 Args = tuple[Any, ...]
 
 
 class KernelError(ValueError):
-    """Operands that an operator cannot take."""
+    """Operands that an operator does not accept."""
 
 
 class KernelWarning(RuntimeWarning):
-    """A kernel does not take these operands, and its reference runs in its place."""
+    """A kernel does not support these operands, so that its reference runs instead."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """How torch differentiates an operator: as `torch.library.register_autograd` takes it.
+    """An operator's derivative, as `torch.library.register_autograd` takes it.
 
     Attributes:
-        setup: (ctx, inputs, output); keeps what the backward needs.
+        setup: (ctx, inputs, output); saves tensors for the backward.
         backward: (ctx, *gradients of the results) -> gradients of the inputs.
     """
 
@@ -58,28 +58,28 @@ class Operator:
     """One operator, `torch.ops.autopar_kernels.<name>` once it is registered.
 
     Attributes:
-        name: of the operator.
-        allocate: makes the results, empty, from the operands; None for operators that write into
-            operands. Its signature is the operator's.
+        name: name of the operator.
+        allocate: allocates empty results for the operands; returns None for operators that write
+            into operands. Its signature is the operator's.
         launch: (results, *operands); launches the kernel, which fills the results.
         reference: the operator in torch; takes `wide`, the least precise dtype of its arithmetic.
-        factors: which factor each dimension of each tensor runs over. It may stop before results
-            that the planner does not see.
+        factors: the factors of each dimension of each tensor. It may omit trailing results that the
+            planner does not use.
         samples: argument lists with ragged sizes, for tests.
-        typical: an argument list as a large model has it, of a given size as the table of launches
-            counts it, or any if that is 0.
-        table: the operator's key in the table of launches; "" for one that launches no kernel of
-            its own but calls other operators and torch.
+        typical: arguments as in a large model, of a given size as the table of launches measures
+            it, or of any size if that is 0.
+        table: key in the table of launches; "" for operators that launch no kernel of their own but
+            call other operators and torch.
         flops: sum of products of factors, as in rules; "out" is the elements of the first result.
         writes: names of the operands that are written.
-        passes: how often an operand crosses the memory bus, where that is neither once, for one
-            that is read, nor twice, for one that is read and written.
-        wrong: what is wrong with these arguments that factors do not tell, "" if nothing is.
-        fits: why the kernel does not take these arguments, "" if it does. dtypes are `dtypes`.
-        dtypes: of floating operands that the kernel takes.
-        gradient: how it is differentiated; None where it is a backward itself, or an update.
+        passes: number of times that an operand crosses the memory bus, unless once for one that is
+            read and twice for one that is read and written.
+        wrong: what is wrong with the arguments beyond the factors, "" if nothing is.
+        fits: why the kernel does not support the arguments, "" if it does. dtypes are in `dtypes`.
+        dtypes: dtypes of floating operands that the kernel supports.
+        gradient: its derivative; None if it is itself a backward, or an update.
         tolerance: relative error allowed by dtype of a result, where it differs from TOLERANCE.
-        examples: as in rules, on which the factor string can be proved.
+        examples: as in rules; the factor string can be proved on them.
     """
 
     name: str
@@ -107,36 +107,35 @@ class Operator:
 
     @property
     def graph_name(self) -> str:
-        """As rules and graphs name it: "autopar_kernels.rms_norm"."""
+        """Name in rules and graphs: "autopar_kernels.rms_norm"."""
         return f"{NAMESPACE}.{self.name}"
 
     def __call__(self, *args: Any) -> Any:
-        """The operator through torch's dispatcher, where autograd sees it."""
+        """Calls the operator through torch's dispatcher, where autograd sees it."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name)(*args)
 
     @functools.cached_property
     def places(self) -> dict[str, int]:
-        """Where among the arguments each tensor stands, by name."""
+        """Index among the arguments of each tensor, by name."""
         parameters = inspect.signature(self.allocate).parameters.values()
         return {p.name: i for i, p in enumerate(parameters) if "Tensor" in str(p.annotation)}
 
     @functools.cached_property
     def terms(self) -> tuple[str, ...]:
-        """What the factor string says of each operand."""
+        """Term of the factor string for each operand."""
         return tuple(term.strip() for term in self.factors.partition("->")[0].split(","))
 
     def operands(self, args: Sequence[Any]) -> dict[str, Tensor | None]:
-        """The tensor arguments by name; None for one that is not given."""
+        """Returns the tensor arguments by name; None for an absent one."""
         return {name: args[i] for name, i in self.places.items()}
 
     def run(self, *args: Any, strict: bool = False) -> Any:
-        """The results: by the kernel on a GPU (or in the interpreter), else by the reference.
+        """Returns the results of the kernel on a GPU (or in the interpreter), else the reference.
 
-        A kernel that does not take what it is given is replaced by the reference as well, with a
-        warning.
+        If the kernel does not support the operands, the reference runs as well, with a warning.
 
         Raises:
-            KernelError: shapes do not fit together, or the kernel does not take the operands and
+            KernelError: shapes do not fit together, or the kernel does not support the operands and
                 `strict` is set.
         """
         self.check(args)
@@ -155,12 +154,12 @@ class Operator:
         return results
 
     def fake(self, *args: Any) -> Any:
-        """The results without their elements, for shape propagation; KernelError as `run`."""
+        """Returns the results without elements, for shape propagation; raises as `run` does."""
         self.check(args)
         return self.allocate(*args)
 
     def unfit(self, args: Sequence[Any]) -> str:
-        """Why the kernel does not take these arguments; "" if it does."""
+        """Returns why the kernel does not support the arguments; "" if it does."""
         devices = {t.device for t in self.operands(args).values() if t is not None}
         if len(devices) > 1:
             return f"operands on several devices ({', '.join(sorted(map(str, devices)))})"
@@ -171,7 +170,7 @@ class Operator:
         return self.fits(*args)
 
     def check(self, args: Sequence[Any]) -> None:
-        """KernelError where sizes of one factor differ, or a rank or another argument is wrong."""
+        """Raises KernelError if a factor has two sizes, or a rank or another argument is wrong."""
         sizes: dict[str, tuple[int, str]] = {}
         for term, (name, tensor) in zip(self.terms, self.operands(args).items(), strict=True):
             if tensor is None:
@@ -188,11 +187,11 @@ class Operator:
             raise KernelError(f"{self.graph_name}: {wrong}")
 
     def nbytes(self, operands: Sequence[Any], results: Sequence[Any]) -> int:
-        """Bytes that the kernel moves between memory and processor.
+        """Returns the bytes that the kernel moves between memory and processor.
 
         Args:
-            operands: the tensor arguments in order, as anything with `nbytes`; None for one that
-                is not given.
+            operands: the tensor arguments in order, as objects with `nbytes`; None for an absent
+                one.
             results: likewise.
         """
         moved = sum(result.nbytes for result in results)
@@ -203,26 +202,26 @@ class Operator:
 
 
 def listed(results: Any) -> tuple[Tensor, ...]:
-    """What an operator returns, as a tuple."""
+    """Returns an operator's results as a tuple."""
     if results is None:
         return ()
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def sums_of(x: Tensor) -> torch.dtype:
-    """The dtype of sums over `x`: float32, or its own if that is wider."""
+    """Returns the dtype of sums over `x`: float32, or its own if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def wider(x: Tensor, wide: torch.dtype) -> Tensor:
-    """x in a dtype at least as precise as `wide`."""
+    """Returns x in a dtype at least as precise as `wide`."""
     return x.to(torch.promote_types(x.dtype, wide))
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Elements from one row (the last dimension) to the next, were x of two dimensions.
+    """Returns the elements from one row (the last dimension) to the next, with x seen as 2D.
 
-    None where the rows are not contiguous or not evenly spaced.
+    None if the rows are not contiguous or not evenly spaced.
     """
     if x.dim() == 0 or (x.stride(-1) != 1 and x.shape[-1] > 1):
         return None
@@ -235,7 +234,7 @@ def row_stride(x: Tensor) -> int | None:
 
 
 def contiguous(**tensors: Tensor | None) -> str:
-    """Which of the tensors is not contiguous, in the words of `Operator.fits`."""
+    """Names a tensor that is not contiguous, worded for `Operator.fits`; "" if none."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} with strides {tuple(tensor.stride())}"
@@ -243,7 +242,7 @@ def contiguous(**tensors: Tensor | None) -> str:
 
 
 def evenly_spaced(**tensors: Tensor | None) -> str:
-    """Which of the tensors has no `row_stride`, likewise."""
+    """Names a tensor without a `row_stride`, likewise."""
     for name, tensor in tensors.items():
         if tensor is not None and row_stride(tensor) is None:
             return f"{name} with strides {tuple(tensor.stride())}"
@@ -252,7 +251,7 @@ def evenly_spaced(**tensors: Tensor | None) -> str:
 
 @functools.cache
 def _aligned(term: str, rank: int) -> list[str] | None:
-    """The factor of each dimension; those of "..." are counted from the right."""
+    """Returns the factor of each dimension; those of "..." are counted from the right."""
     words = re.findall(r"\.\.\.|\w+", term)
     leading = rank - len([word for word in words if word != "..."])
     if leading < 0 or (leading and "..." not in words):

@@ -135,7 +135,7 @@ def repeats_by_values(self: Any, x: Tensor) -> Any:
     return self.layer(x.repeat_interleave((x[:, 0] > 0).long(), dim=0)).sum()  # the line
 
 
-@mistake("mask what is too much")
+@mistake("mask the excess")
 def makes_as_many_as_a_value(self: Any, x: Tensor) -> Any:
     return self.layer(x).sum() + torch.arange(x.long().max()).sum()  # the line
 

@@ -281,7 +281,7 @@ def test_a_pin_prints_as_it_reads(text: str) -> None:
         (FC, "[32, 64@gpu]", "its shape is [32, 128]"),
         ("input_ids", "[8@gpu, 16]", "a batch is given whole"),
         ("labels", "not [8, 16]", "a batch is given whole"),
-        ("%arange", "not [16]", "no other is left"),
+        ("%arange", "not [16]", "no other layout is left"),
         ("transformer.ln_f", "[8, 16, 32@gpu]", "aten.layer_norm needs dimension 2 whole"),
         ("transformer.ln_f", "[8, 16, 32] +sum(gpu)", "leaves a sum over gpu owed"),
     ],

@@ -48,7 +48,7 @@ _COARSE = {"f32": 1e-4, "c64": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 # Errors of capture, and what the reader of a table needs to know of them.
 REASONS = (
     (r"sizes depend on values|DynamicOutputShape|[Uu]nbacked|GuardOnData", "size by values"),
-    (r"DataDependent|chooses by values|number is taken out", "choice by values"),
+    (r"DataDependent|branches on values|number is taken out", "choice by values"),
     (r"Jiterator|no kernel", "no kernel for the CPU"),
     (r"layout torch\.sparse", "sparse tensors"),
     (r"a tensor of torch\.", "no such dtype in a graph"),

@@ -189,7 +189,7 @@ def test_what_is_open_may_be_split_in_every_way_that_leaves_no_device_without_el
         ("[b c, h]", "cannot read"),
         ("[b@data]", "has 1 dimensions, the value 2"),
         ("[b@data, s, h]", "has 3 dimensions, the value 2"),
-        ("[b, 5]", "says 5 of a dimension of size 4"),
+        ("[b, 5]", "gives 5 for a dimension of size 4"),
         ("[b@data, h@data]", "names an axis twice"),
         ("[b@data, h] +sum(data)", "names an axis twice"),
         ("[b@node, h]", "no axis 'node'"),

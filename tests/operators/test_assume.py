@@ -135,7 +135,7 @@ def test_a_warning_is_left_out() -> None:
 
 @pytest.mark.parametrize("function", [both_sides, returns_early, chooses])
 def test_a_choice_between_computations_is_refused(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(CaptureError, match="chooses by values") as raised:
+    with pytest.raises(CaptureError, match="branches on values") as raised:
         capture(Model(function), (torch.randn(4, 8), torch.tensor(1.0)))
     assert "# the line" in raised.value.where
 

@@ -233,7 +233,7 @@ def test_the_source_calls_it_by_name() -> None:
     assert f'functions["{__name__}:Steep"].apply(' in program.source
     with pytest.raises(ProgramError, match="there is no") as raised:
         find(f"{__name__}:Gone")
-    assert "imported where the program runs" in str(raised.value)
+    assert "importable where the program runs" in str(raised.value)
 
 
 class Noisy(torch.autograd.Function):

@@ -357,9 +357,9 @@ def test_a_state_sharding_that_sends_none_of_it_is_refused_by_name(
     precision: str, state: str
 ) -> None:
     what = precision.partition("=")[0]
-    with pytest.raises(PrecisionError, match=f"{what} cannot go as int8 blocks under"):
+    with pytest.raises(PrecisionError, match=f"{what} cannot be sent as int8 blocks under"):
         Options(state=state, precision=Precision.read(precision)).lies(NODES)
-    with pytest.raises(PrecisionError, match=f"{what} cannot go as int8 blocks under"):
+    with pytest.raises(PrecisionError, match=f"{what} cannot be sent as int8 blocks under"):
         Options(elementwise=False, precision=Precision.read(precision)).lies(NODES)
 
 

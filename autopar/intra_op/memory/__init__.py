@@ -1,1 +1,1 @@
-"""When the tensors of a training step are alive, and the bytes that they take."""
+"""Lifetimes and sizes of the tensors of a training step."""

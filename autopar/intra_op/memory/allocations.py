@@ -1,4 +1,4 @@
-"""What an operator allocates under each of its choices, in bytes; when is told by lifetimes.py."""
+"""Bytes that an operator allocates under each of its choices; `lifetimes.py` says for how long."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autopar.intra_op.options import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 
-Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by what they are for
+Rows = dict[tuple[Role, int], list[float]]  # bytes of each choice, by role
 Dims = tuple[tuple[str, ...], ...]
 
 
 class Around(NamedTuple):
-    """What stands around an operator, by its operands.
+    """Facts about the operands of an operator.
 
     Attributes:
-        used: of parameters the splits under which they may be used, of others None.
-        given: whether it is the step's input or a buffer, which is there all the time.
+        used: for a parameter, the layouts in which it may be used; None for other operands.
+        given: whether it is an input of the step or a buffer, which is always in memory.
     """
 
     used: tuple[frozenset[Dims] | None, ...]
@@ -28,7 +28,7 @@ class Around(NamedTuple):
 
 
 def around(graph: Graph, node: Node, options_of: Callable[[str], Sequence[Option]]) -> Around:
-    """What stands around an operator; `options_of` says what makes a value may choose from."""
+    """Returns facts about a node's operands; `options_of` gives the choices of their producers."""
     used = []
     for name in node.inputs:
         known = options_of(name)
@@ -46,15 +46,15 @@ def amounts(
     mesh: Mesh,
     accelerator: bool,
 ) -> Rows:
-    """Bytes of one copy of everything that a node allocates, for each of its choices.
+    """Returns the bytes of one copy of each tensor that a node allocates, for each of its choices.
 
     Args:
         graph: prepared.
-        node: no parameter.
+        node: any node but a parameter.
         options: its choices.
-        near: what stands around it.
+        near: facts about its operands.
         mesh: the devices.
-        accelerator: whether they are no CPUs.
+        accelerator: whether the devices are accelerators rather than CPUs.
     """
     if node.is_leaf:
         return {("leaf", -1): [float(o.results[0].local_bytes(node.type, mesh)) for o in options]}
@@ -75,16 +75,18 @@ def amounts(
             sizes["new", place] = max(nbytes, 0.0)
         for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
             sizes["value", place] = float(layout.local_bytes(read.type, mesh))
-            # A parameter that is never used so is gathered, or split, for this operator.
+            # A parameter that is never used in this layout is gathered, or split, for this
+            # operator.
             used = near.used[place]
             copied = used is not None and layout.dims not in used
             sizes["copy", place] = sizes["value", place] if copied else 0.0
         for place in made.saved:
             nbytes = made.results[0] if place < 0 else sizes["value", place]
-            # An input or a buffer is there all the time, whole: kept so it is no copy.
+            # An input or a buffer is always in memory, whole; saving it in that layout makes no
+            # copy.
             there = place >= 0 and near.given[place] and not into[place].sharded_axes
             sizes["kept", place] = 0.0 if there else nbytes
         for key, nbytes in sizes.items():
-            aside = node.name in graph.aside  # no step computes it
+            aside = node.name in graph.aside  # a training step does not compute it
             found.setdefault(key, []).append(0.0 if aside else nbytes)
     return found

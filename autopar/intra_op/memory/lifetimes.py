@@ -1,26 +1,26 @@
-"""When the tensors of a training step are alive, at the points at which memory can be at its most.
+"""Lifetimes of the tensors of a training step, at the points where memory can peak.
 
-Forwards, a function's variables live until it returns, and what autograd keeps until the backward
-of the first operator that keeps it; so memory is at its most where a function ends, or just before
-its last operator, where sums are made that are owed to that. Backwards, an operator's point is when
-it runs: what it keeps is still there, the gradient of its result has arrived, those of its operands
-are new. A gradient waits from the first reader that gives one until the operator that made the
-value, or, for a parameter, until the optimizer has run; on a CPU those that need no more than a sum
-wait for the end of the backward and are summed at once.
+Forwards, the variables of a function live until it returns; a saved tensor lives until the backward
+of the first operator that saved it. Memory therefore peaks at the end of a function, or just before
+its last operator, which first needs its partial operands summed. Backwards, each operator is a
+point: its saved tensors are still alive, the gradient of its result has arrived, and those of its
+operands are new. A gradient waits from the first reader that contributes to it until the operator
+that produced the value or, for a parameter, until the optimizer has run. On a CPU, gradients that
+only need a sum wait for the end of the backward and are summed at once.
 
-All blocks of a run but the first and the last one are left out of the points: along a run the bytes
-at one place of a block change by the same amount from block to block. What is counted at a point
-are the tensors of all blocks, so that a node of the folded graph holds n times its own bytes of
-activations, or gradients, less those that are not there yet or any more.
+Only the first and the last block of a run have points: from block to block, the bytes at the same
+place of a block change by the same amount. Points count the tensors of all blocks, so that a node
+of the folded graph holds n times its bytes of activations or gradients, less those not yet
+allocated or already freed.
 
-A block whose activations are offloaded keeps them until it returns, and has them again from its
-backward on; on accelerators one block longer and one block earlier, while they go and come.
+A block with offloaded activations holds them until it returns, and again from the start of its
+backward; on accelerators for one block longer and one block earlier, while the copies run.
 
-A block that recomputes keeps what enters it, and is computed again just before its backward: then
-all that it would have kept is there, and its variables too.
+A block that recomputes keeps its inputs and runs again just before its backward: then all its saved
+tensors, and its variables, are alive.
 
-Layouts are not known here. A choice's bytes follow from them; that a layout changes between two
-operators, and which buffer then waits, is not counted (`autopar.simulate` counts it).
+Layouts are not known here; the bytes of a choice follow from them. Resharding between two
+operators, and the buffers it needs, are not counted (`autopar.simulate` counts them).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
 from autopar.ir.recompute import Recompute, of_runs
 
-# What a node of the folded graph pays for, in bytes that follow from its choice.
+# Roles of the tensors of a node of the folded graph; their bytes follow from its choice.
 #   leaf: an input or a buffer, or a parameter with its optimizer state (on its share)
-#   value: a result that is not kept for the backward, as its only reader takes it or as it is made
-#   owed: a result of which a sum is owed, until it has been added up;  kept: an operand or the
-#   result, kept for the backward;  extra: what else it keeps;  scratch: of its kernels
+#   value: a result that is not saved, in its only reader's layout or its own
+#   owed: a partial result, until it is summed;  kept: an operand or the result, saved for the
+#   backward;  extra: other saved tensors;  scratch: temporaries of its kernels
 #   waiting: the gradient of its result;  new: the gradient of an operand while its backward runs
-#   gathered: a parameter as it is kept for the backward, where it is stored otherwise;  fetched: as
-#   it is used, where it is not kept so;  copy: a parameter as the
-#   operator wants it, where it is never used so;  accumulated: the sum of the gradients of earlier
-#   microbatches;  gradient: of a parameter, as it is updated;  summed: what that is made of once
-#   the backward has ended;  update: temporaries of the optimizer
+#   gathered: a parameter as saved for the backward, where it is stored otherwise;  fetched: as
+#   used, where it is not saved so;  copy: a parameter in the layout that an operator needs, where
+#   no use has it;  accumulated: the sum of the gradients of earlier microbatches;  gradient: of a
+#   parameter, as it is updated;  summed: its parts, which are summed at the end of the backward
+#   update: temporaries of the optimizer
 Role = Literal[
     "leaf", "value", "owed", "kept", "extra", "scratch", "backward", "waiting", "new",
     "gathered", "fetched", "copy", "accumulated", "gradient", "summed", "update",
@@ -62,19 +62,19 @@ IDENTITIES = ("autopar.share", "autopar.shard")
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """Points of a step in their order, and what is alive at each of them.
+    """Points of a step in order, and the tensors alive at each of them.
 
     Attributes:
-        points: what each is to a person, "forward of %x", "backward of %x" or "update".
-        copies: node of the folded graph -> (role, operand or -1) -> how many of that tensor are
-            alive at each point, shape (points,).
-        payers: (node, operand or -1) -> how much of what all its blocks keep there it pays for.
-            What several operators keep is one tensor if all want one layout. So each pays for an
-            equal part of it, and for none is it free to keep another one.
-        stowed: the same of what lies in host memory between the two.
-        products: node -> how many of its results are kept so that they need not be computed again.
-        arguments: node that reads what enters a block which is computed again -> how many of these
-            are kept for that alone.
+        points: a description of each, "forward of %x", "backward of %x" or "update".
+        copies: node of the folded graph -> (role, operand or -1) -> number of such tensors alive at
+            each point, shape (points,).
+        payers: (node, operand or -1) -> its share of the tensors that all its blocks save there. A
+            tensor that several operators save is one tensor if all need the same layout. Each pays
+            an equal part of it, so that saving another layout is free for none.
+        stowed: the same for tensors in host memory between forward and backward.
+        products: node -> number of its results that are kept to avoid recomputing them.
+        arguments: reader of the inputs of recomputed blocks -> number of inputs kept for that
+            alone.
     """
 
     points: tuple[str, ...]
@@ -86,7 +86,7 @@ class Lifetimes:
 
 
 def pieces_of(memory: Copies) -> list[Held]:
-    """Bytes at each point, shape (points, choices), as intervals in which they stay the same."""
+    """Splits bytes at each point, shape (points, choices), into intervals of constant bytes."""
     ends = np.flatnonzero((memory[1:] != memory[:-1]).any(axis=1)) + 1
     bounds = [0, *ends.tolist(), len(memory)]
     return [
@@ -102,22 +102,22 @@ def lifetimes(
     recompute: Mapping[str, Recompute] | None = None,
     offload: Offload = NOTHING,
 ) -> Lifetimes:
-    """The life of every tensor of a step.
+    """Returns the lifetimes of all tensors of a step.
 
     Args:
         graph: prepared, with its repeats.
-        accelerator: whether operators keep what kernels of accelerators do, and one update takes
-            all parameters.
-        recompute: runs whose first blocks are computed again; see `autopar.ir.recompute`.
-        offload: what lies in host memory.
+        accelerator: whether kernels of accelerators run, which save other tensors than a CPU's, and
+            one update takes all parameters.
+        recompute: runs whose first blocks are recomputed; see `autopar.ir.recompute`.
+        offload: what is kept in host memory.
     """
     return _Step(graph, accelerator, recompute or {}, offload).result()
 
 
 class _Step:
-    """Moments: operator i runs forwards at i and backwards at 2 n - i, the forward ends at n.
+    """Computes lifetimes; operator i of n runs forwards at i and backwards at 2 n - i.
 
-    A block is computed again half a moment before its backward begins.
+    The forward ends at n. A block is recomputed half a moment before its backward begins.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Step:
         self.place = {node.name: i for i, node in enumerate(self.nodes)}
         self.end = len(self.nodes)
         self.last = 2 * self.end + 1  # the optimizer
-        self.summed = self.last - 0.5  # gradients that wait for the end of the backward
+        self.summed = self.last - 0.5  # gradients summed at the end of the backward
         self.returns = self._returns()
         self.recompute = of_runs(graph, recompute)
         self.again = recomputed(graph, self.recompute, self.place)
@@ -159,7 +159,7 @@ class _Step:
         )
 
     def _returns(self) -> dict[str, int]:
-        """When the function of each operator returns, where that is a block's."""
+        """Returns for each operator the moment at which its function returns."""
         return {
             name: max(self.place[other] for other in block if other in self.place)
             for repeat in self.graph.repeats
@@ -175,7 +175,7 @@ class _Step:
         rows = zip(self.graph.repeats, self.recompute, self.runs, strict=True)
         for repeat, how, (_, stowed) in rows:
             count, split = repeat.count, 0 if how is None else how.blocks
-            # Of runs of blocks that do the same.
+            # Boundaries between blocks that behave differently.
             ends = {0, split - 1, split, stowed - 1, stowed, count - 1}
             for number, block in enumerate(repeat.iterations):
                 if number not in ends:
@@ -198,7 +198,7 @@ class _Step:
     def _alive(
         self, name: str, role: Role, begin: float, end: float, place: int = -1, count: float = 1.0
     ) -> None:
-        """A tensor of an operator, from one moment to another, both included."""
+        """Records a tensor of an operator as alive between two moments, both included."""
         low, high = bisect_left(self.moments, begin), bisect_right(self.moments, end)
         if low < high:
             changes = self.changes.setdefault(self.graph.template[name], {})
@@ -214,7 +214,7 @@ class _Step:
         return node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
 
     def _leaves(self) -> None:
-        """What is there all the time, and the update, which reads it."""
+        """Records what is always alive, and the update, which reads it."""
         trained = []
         for leaf in self.graph.nodes:
             if leaf.op != "param":
@@ -229,7 +229,7 @@ class _Step:
             for _, share in trained:
                 self._alive(share, "update", self.last, self.last)
         elif trained:
-            # One parameter at a time: its update beside what is left of the one before it.
+            # Parameters are updated one at a time, each beside what remains of the previous one.
             at = max(range(len(trained)), key=lambda i: trained[i][0])
             self._alive(trained[at][1], "update", self.last, self.last, count=2.0)
             if at:
@@ -276,7 +276,7 @@ class _Step:
                     if block is not None and self._is_one_of(node, block.what.operators):
                         self._value(node, block.when, block.when)
                 if block is not None and product:
-                    # As it was computed; how its readers want it is made again from that.
+                    # In its own layout; its readers' layouts are made from it again.
                     until = block.when - 0.25 if node.name in keepers else block.when
                     self._alive(node.name, "value", end + 0.5, until)
                     template = self.graph.template[node.name]
@@ -286,7 +286,7 @@ class _Step:
         return self.graph.template[node.name] in templates
 
     def _only_block(self, root: str, keepers: list[tuple[int, int]]) -> Block | None:
-        """The block that is computed again which makes a value, if nobody else keeps that."""
+        """Returns the recomputed block that produces a value, if no operator outside saves it."""
         block = self.again.get(root)
         if block is None:
             return None
@@ -294,7 +294,7 @@ class _Step:
         return block if alone else None
 
     def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
-        """When a value is gone and back, if nobody keeps it who is not offloaded."""
+        """Returns when a value is in host memory, if only offloaded blocks save it."""
         found = [self.away.get(self.nodes[i].name) for i, _ in keepers]
         aways = [away for away in found if away is not None]
         if self.graph[root].is_leaf or len(aways) < len(found):
@@ -302,9 +302,9 @@ class _Step:
         return Away(max(away.gone for away in aways), min(away.back for away in aways))
 
     def _arguments(self, keepers: Collection[str]) -> dict[str, float]:
-        """What enters blocks that are computed again, and until when they keep it.
+        """Returns the inputs of recomputed blocks and the moments until which the blocks keep them.
 
-        What no operator keeps is paid for by the share that reads it, as that wants it.
+        If no operator saves an input, the share that reads it pays for it, in its own layout.
         """
         until: dict[str, float] = {}
         for repeat, how in zip(self.graph.repeats, self.recompute, strict=True):
@@ -325,7 +325,7 @@ class _Step:
         return until
 
     def _gathered(self, node: Node, made: int, end: int, kept_until: float) -> None:
-        """A parameter as it is used; a block that is computed again gathers it again."""
+        """Records a parameter as used; a recomputed block gathers it again."""
         block = self.again.get(node.name)
         spans: list[tuple[float, float]] = [(made, kept_until)]
         if block is not None:
@@ -340,15 +340,15 @@ class _Step:
                 self._alive(reader, "copy", max(self.place[reader], begin), until, place)
 
     def _read_once(self, value: str) -> bool:
-        """Whether one operator reads a value, whose variable it then is as that wants it."""
+        """Returns whether a value has one reader, whose layout its variable then has."""
         node, readers = self.graph[value], self.graph.users[value]
         alone = len(readers) == 1 and len(node.types) == 1 and not node.is_leaf
         return alone and self.graph[readers[0]].op not in IDENTITIES
 
     def _value(self, node: Node, made: float, end: float) -> None:
-        """A result that no operator keeps: a variable, in the end as its reader wants it.
+        """Records a result that no operator saves: a variable, at the end in its reader's layout.
 
-        What is owed is added up before the reader makes anything.
+        A partial result is summed before the reader allocates anything.
         """
         if not self._read_once(node.name):
             self._alive(node.name, "value", made, end)
@@ -361,11 +361,11 @@ class _Step:
         self._alive(reader.name, "value", read, max(end, read), reader.inputs.index(node.name))
 
     def _backward(self) -> None:
-        # A stage of a pipeline has no loss, but receives the gradients of what it sends.
+        # A stage of a pipeline has no loss; it receives the gradients of the values that it sends.
         loss = self.graph.loss
         ends = [name for _, name in self.graph.outputs] if loss is None else [loss]
         arrived = dict.fromkeys(ends, self.end)
-        paid = dict.fromkeys(ends, True)  # whether a value's gradient is a buffer of its own
+        paid = dict.fromkeys(ends, True)  # whether a value's gradient has its own buffer
         for i in reversed(range(len(self.nodes))):
             node, now = self.nodes[i], 2 * self.end - i
             if node.name not in arrived or not node.requires_grad:
@@ -392,9 +392,9 @@ class _Step:
                     paid[name] = True
                 elif operand.type.numel == node.type.numel:
                     same.append(name)
-                else:  # a part of the gradient, or one number for many
+                else:  # a slice of the gradient, or one number for many
                     paid.setdefault(name, pays and operand.type.numel < node.type.numel)
-            # One buffer for several values: the one that waits longest pays.
+            # The value that lives longest pays for a buffer that several share.
             same.sort(key=lambda name: self.place.get(name, -1))
             for number, name in enumerate(same):
                 paid.setdefault(name, pays and number == 0)

@@ -1,6 +1,6 @@
-"""When blocks do something special in a step: are computed again, or are in host memory.
+"""Moments of recomputed and of offloaded blocks in a step.
 
-Moments are those of `lifetimes.py`: operator i of n runs forwards at i and backwards at 2 n - i.
+As in `lifetimes.py`, operator i of n runs forwards at i and backwards at 2 n - i.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.ir.recompute import Again, Recompute, again
 
 @dataclass(frozen=True)
 class Block:
-    """A block that is computed again: what of it, when, and when its backward is done."""
+    """A recomputed block: its operators, when it runs again, and when its backward is done."""
 
     what: Again
     when: float
@@ -23,7 +23,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Away:
-    """A block whose activations are offloaded: when they are gone, and when they are back."""
+    """A block with offloaded activations: when they are gone, and when they are back."""
 
     gone: float
     back: float
@@ -32,12 +32,12 @@ class Away:
 def recomputed(
     graph: Graph, recompute: Sequence[Recompute | None], place: Mapping[str, int]
 ) -> dict[str, Block]:
-    """The block of each operator that is in one which is computed again.
+    """Returns the block of each operator that belongs to a recomputed block.
 
     Args:
-        graph: with its repeats.
-        recompute: what is said of each run.
-        place: of each operator, among all.
+        graph: a graph with its repeats.
+        recompute: the choice for each run.
+        place: position of each operator among all.
     """
     found: dict[str, Block] = {}
     end = len(place)
@@ -55,14 +55,14 @@ def recomputed(
 def offloaded(
     graph: Graph, runs: Sequence[tuple[int, int]], place: Mapping[str, int], beside: bool
 ) -> dict[str, Away]:
-    """The block of each operator that is in one which is offloaded.
+    """Returns the block of each operator that belongs to an offloaded block.
 
     Args:
-        graph: with its repeats.
-        runs: of each run the first offloaded block and the one behind the last.
-        place: of each operator, among all.
-        beside: whether copies run beside what is computed, as on accelerators: while a block goes
-            the next one is computed, while it comes the one behind it is.
+        graph: a graph with its repeats.
+        runs: for each run, its first offloaded block and the one after the last.
+        place: position of each operator among all.
+        beside: whether copies run beside kernels, as on accelerators: a block's tensors leave while
+            the next block computes, and come back while the block after it runs its backward.
     """
     found: dict[str, Away] = {}
     end = len(place)
@@ -78,7 +78,7 @@ def offloaded(
 
 
 def spans(away: Away | None, begin: float, end: float) -> list[tuple[float, float]]:
-    """When something is on the device that is kept from one moment to another."""
+    """Returns when a tensor kept between two moments is on the device."""
     if away is None or away.back <= away.gone:
         return [(begin, end)]
     return [(begin, max(away.gone, begin)), (min(away.back, end), end)]

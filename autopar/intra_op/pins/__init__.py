@@ -1,1 +1,1 @@
-"""What the user fixes before planning: layouts, named dimensions and plans of the literature."""
+"""Constraints that the user sets before planning: layouts, named dimensions, published plans."""

@@ -1,21 +1,20 @@
-"""Names for the classes of a graph's dimensions, by how the graph uses them.
+"""Names for the classes of a graph's dimensions, by their use in the graph.
 
     batch         the first dimension of the inputs
-    sequence      what a residual stream runs over beside that and its features; tokens' second one
+    sequence      the other dimension of a residual stream beside batch and features; tokens' second
     hidden        the features of a residual stream
     vocab         rows of an embedding that is looked up by an input, and as many classes
     heads         heads of attention, groups of them where keys are shared
     head_dim      features of a head
-    ffn           what a linear makes of a stream and another contracts into it again
+    ffn           made by a linear from a stream, and contracted by another back into it
     expert        matrices of a linear that has one for each expert
-    features      what other linears read and make
+    features      inputs and outputs of other linears
     classes       of a classifier
     channels, height, width, kernel     of convolutions
-    positions     rows of an embedding that is looked up by something else than an input
+    positions     rows of an embedding that is indexed by something other than an input
     dim7          none of these: class number 7
 
-Where several classes are used in one of these ways, they are called heads.1, heads.2, and so on,
-and "heads" means all of them.
+Several classes with one use are called heads.1, heads.2, and so on, and "heads" means all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Claim = tuple[str, int | None]
 
 
 def name_dims(roles: Roles) -> tuple[str, ...]:
-    """A name of its own for each class, by number."""
+    """Returns a distinct name for each class, by number."""
     uses: dict[int, str] = {}
     for name, cls in _claims(roles):
         if cls is not None:
@@ -47,7 +46,7 @@ def name_dims(roles: Roles) -> tuple[str, ...]:
 
 
 def _claims(roles: Roles) -> Iterator[Claim]:
-    """Names and what they are for; the first claim on a class counts."""
+    """Yields names and the classes that claim them; the first claim on a class counts."""
     graph, dims = roles.graph, roles.dims
     embeddings = [node for node in graph.folded if node.op == "aten.embedding"]
     by_input = [node for node in embeddings if _comes_from_input(graph, node.inputs[1])]
@@ -83,7 +82,7 @@ def _all(name: str, classes: Iterable[int | None]) -> Iterator[Claim]:
 
 
 def _of_attention(dims: Dims, node: Node) -> Iterator[Claim]:
-    """Heads stand before queries and keys, where there is one of the two dimensions to each."""
+    """Returns the dimensions of heads, which queries and keys have if one dimension leads each."""
     if node.op == "aten.scaled_dot_product_attention":
         query, key, value = (dims.outer(name) for name in node.inputs[:3])
         for outer in (query, key):
@@ -106,7 +105,7 @@ def _of_convolution(dims: Dims, node: Node, weight: str) -> Iterator[Claim]:
 
 
 def _comes_from_input(graph: Graph, name: str) -> bool:
-    """Whether a value is an input, or made of one value after another that is."""
+    """Returns whether a value is an input or computed from one by single-operand operators."""
     node = graph[graph.template[name]]
     while not node.is_leaf and len(node.inputs) == 1:
         node = graph[graph.template[node.inputs[0]]]

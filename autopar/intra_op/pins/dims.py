@@ -1,12 +1,12 @@
-"""Dimensions that are one and the same throughout a graph, found by the factors of the rules.
+"""Finds dimensions that are the same throughout a graph, by the factors of the rules.
 
-An operator's rule says which dimensions of its operands and results run over one factor. Followed
-through the graph, that ties dimensions into classes: the batch, the positions, the width of the
-residual stream. What Mesh-TensorFlow asks its user to write down, a name for every dimension
-(arXiv:1811.02084, section 3), is here found, and named in dim_names.py.
+An operator's rule says which dimensions of its operands and results run over one factor. Following
+these through the graph ties dimensions into classes: the batch, the positions, the width of the
+residual stream. Mesh-TensorFlow asks its user to name every dimension (arXiv:1811.02084, section
+3); here the classes are found, and `dim_names.py` names them.
 
 A dimension may be a product: where a reshape or a rule says that n runs over (h d), n is cut into
-an outer class h and an inner class d, here and wherever else it stands. Only the outermost class of
+an outer class h and an inner class d, here and wherever else it occurs. Only the outermost class of
 a dimension can be split.
 """
 
@@ -42,9 +42,9 @@ class Dims:
     """The classes of a graph's dimensions, by number.
 
     Attributes:
-        graph: the graph; equal blocks are seen as one.
-        signatures: of every operator of the folded graph that has a rule.
-        values: for every node of the folded graph the classes of each dimension of its first
+        graph: the graph; equal blocks are treated as one.
+        signatures: signatures of all operators of the folded graph that have a rule.
+        values: for every node of the folded graph, the classes of each dimension of its first
             result. Dimensions of size 1 have none.
         factors: (node, factor of its rule) -> the classes that the factor runs over.
         sizes: number of elements of each class.
@@ -57,43 +57,43 @@ class Dims:
     sizes: tuple[int, ...]
 
     def of(self, value: str) -> tuple[Classes, ...]:
-        """The classes of each dimension of a value, which may be in any block."""
+        """Returns the classes of each dimension of a value, in whichever block it is."""
         return self.values[self.graph.template[value]]
 
     def outer(self, value: str) -> tuple[int | None, ...]:
-        """For each dimension of a value the class that a mesh axis would split, None for size 1."""
+        """Returns for each dimension the class that a mesh axis would split, None for size 1."""
         return tuple(classes[0] if classes else None for classes in self.of(value))
 
     def place(self, value: str, cls: int) -> int | None:
-        """The one dimension of a value that a class leads; None if there is none, or are two."""
+        """Returns the dimension of a value that a class leads, None unless there is just one."""
         places = [dim for dim, outer in enumerate(self.outer(value)) if outer == cls]
         return places[0] if len(places) == 1 else None
 
     def leading(self, node: str, factor: str) -> int | None:
-        """The outermost class of a factor, None if it has size 1."""
+        """Returns the outermost class of a factor, None if it has size 1."""
         classes = self.factors.get((node, factor), ())
         return classes[0] if classes else None
 
     @cached_property
     def composite(self) -> frozenset[int]:
-        """Classes that share a dimension with others somewhere; they split evenly or not at all."""
+        """Classes that share a dimension with others; they split evenly or not at all."""
         dims = [classes for value in self.values.values() for classes in value]
         return frozenset(cls for classes in dims if len(classes) > 1 for cls in classes)
 
     def divides(self, cls: int, ways: int) -> bool:
-        """Whether a class can be cut that many ways wherever it is outermost, sizes permitting."""
+        """Returns whether a class splits `ways` ways wherever it is outermost, sizes permitting."""
         size = self.sizes[cls]
         return size % ways == 0 or (size >= ways and cls not in self.composite)
 
     def cuts(self, value: str, dim: int, ways: int) -> bool:
-        """Whether cutting a dimension of a value that many ways cuts its outermost class."""
+        """Returns whether splitting a dimension `ways` ways splits its outermost class."""
         classes = self.of(value)[dim]
         size = self.sizes[classes[0]] if classes else 1
         return size % ways == 0 or (size >= ways and len(classes) == 1)
 
     @cached_property
     def apart(self) -> tuple[Apart, ...]:
-        """Where classes cannot be split: in order of execution, each once a node."""
+        """Operators at which classes cannot be split, in order of execution, each once per node."""
         return tuple(dict.fromkeys(self._apart()))
 
     def _apart(self) -> Iterator[Apart]:
@@ -114,7 +114,7 @@ class Dims:
 
 
 def _inner(factor: str, signature: Signature) -> bool:
-    """Whether a factor stands behind another in some dimension."""
+    """Returns whether a factor comes after another in some dimension."""
     for dims in (*signature.operands, *signature.results):
         for dim in dims:
             solid = [f for f in dim if signature.sizes[f] > 1]
@@ -132,12 +132,12 @@ class _Ties:
         self.parts: dict[Atom, tuple[Atom, Atom]] = {}
 
     def atom(self, node: str, factor: str, size: int) -> Atom:
-        """The atom of a node's factor."""
+        """Returns the atom of a node's factor."""
         self.size[node, factor] = size
         return node, factor
 
     def leaves(self, atoms: Iterable[Atom]) -> Iterator[Atom]:
-        """What is left of atoms after all cuts: one representative for each class."""
+        """Yields the atoms that remain after all cuts: one representative of each class."""
         for atom in atoms:
             root: Atom = self.forest[atom]
             if root in self.parts:
@@ -146,10 +146,10 @@ class _Ties:
                 yield root
 
     def tie(self, left: Iterable[Atom], right: Iterable[Atom]) -> None:
-        """Two rows of atoms run over the same elements in the same order.
+        """Ties two rows of atoms that run over the same elements in the same order.
 
         From the outermost on, equal sizes become one class, and the larger of two sizes is cut to
-        the smaller; behind sizes that do not divide one another nothing is tied.
+        the smaller; after sizes that do not divide one another nothing is tied.
         """
         a, b = deque(left), deque(right)
         while True:
@@ -176,7 +176,7 @@ class _Ties:
 
 
 def find_dims(graph: Graph, rules: Mapping[str, OpRule]) -> Dims:
-    """The classes of a graph's dimensions, numbered in order of appearance.
+    """Returns the classes of a graph's dimensions, numbered in order of appearance.
 
     Raises:
         RuleError: a rule does not fit its node.
@@ -206,7 +206,7 @@ def find_dims(graph: Graph, rules: Mapping[str, OpRule]) -> Dims:
 
 
 def _own(ties: _Ties, node: Node) -> list[tuple[Atom, ...]]:
-    """Dimensions that nothing is known of."""
+    """Returns untied dimensions, for a node without a rule."""
     return [
         (ties.atom(node.name, f"d{dim}", size),) if size > 1 else ()
         for dim, size in enumerate(node.type.shape)

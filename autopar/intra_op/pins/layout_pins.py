@@ -2,18 +2,18 @@
 
     {"transformer.h.*.mlp.c_fc.weight": "[256@tensor, 64]", "transformer.h.*": "[8, 16@tensor, 64]"}
 
-A key is a pattern of shell style over the names of parameters, inputs and modules, or of nodes,
-"%linear_3". A parameter's pin is the layout in which it is used, a module's that of the last value
-computed in it. A layout with a `-sum(...)` must agree in it, one without leaves it open. How a
-parameter is stored may be said too, before an arrow: ZeRO-3 is
-"[256@data, 64] => [256, 64] -sum(data)". That says where the parameter itself lies; where its
-gradients are added up and where it is updated may follow, and how it is kept for the backward:
-ZeRO-2 is "[256, 64] | [256@data, 64] | [256@data, 64] => [256, 64]" (see `ir/storage.py`). Equal
-blocks are planned alike: a pin on one is a pin on all.
+A key is a shell-style pattern over the names of parameters, inputs and modules, or of nodes,
+"%linear_3". The pin of a parameter is the layout in which it is used; that of a module, the layout
+of the last value computed in it. A layout with a `-sum(...)` must match exactly; one without leaves
+the sum open. The storage of a parameter may be given before an arrow: ZeRO-3 is
+"[256@data, 64] => [256, 64] -sum(data)". That is the layout of the parameter itself; the layouts in
+which its gradients accumulate and in which it is updated may follow, and that in which it is kept
+for the backward: ZeRO-2 is "[256, 64] | [256@data, 64] | [256@data, 64] => [256, 64]" (see
+`ir/storage.py`). Equal blocks are planned alike: a pin on one is a pin on all.
 
-A pin may speak of some mesh axes only: "[8@node, 16, 64] along node" leaves open what becomes of
-the other axes. "not [8@node, 16]" leaves every layout that "[8@node, 16]" would exclude.
-Several pins on one name are written in a row, with ";" between them.
+A pin may be limited to some mesh axes: "[8@node, 16, 64] along node" leaves the other axes open.
+"not [8@node, 16]" excludes the layouts that "[8@node, 16]" would require. Several pins on one name
+are separated by ";".
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout
 
-_SHOWN = 12  # choices of a node that an error lists
+_SHOWN = 12  # number of choices that an error lists
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One pin, read.
+    """One parsed pin.
 
     Attributes:
-        shape: of the value.
-        layout: in which it is, or is used.
-        stored: for a parameter how it is held, or how it is held, how its gradients are added up,
-            how it is updated and perhaps kept; empty if that is not said.
-        along: the only mesh axes that are spoken of, None for all.
-        other: whether it must be any other than this.
+        shape: shape of the value.
+        layout: layout of the value, or of the parameter where it is used.
+        stored: for a parameter, the layout in which it is stored, optionally followed by those in
+            which its gradients accumulate, it is updated and it is kept; empty if not given.
+        along: the mesh axes that the pin is limited to, None for all.
+        other: whether the pin excludes this layout rather than requiring it.
     """
 
     shape: tuple[int, ...]
@@ -54,11 +54,11 @@ class Pin:
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Read "[8, 4@gpu]", "[8@gpu, 4] => [8, 4]", "[8@node, 4] along node" or "not [8, 4]".
+        """Parses "[8, 4@gpu]", "[8@gpu, 4] => [8, 4]", "[8@node, 4] along node" or "not [8, 4]".
 
         Raises:
-            LayoutError: a layout that cannot be read.
-            PinError: two shapes, or an axis beside those that are spoken of.
+            LayoutError: a layout cannot be read.
+            PinError: two shapes, or an axis outside those that the pin is limited to.
         """
         said_not = re.match(r"\s*not\b", text)
         if said_not:
@@ -77,7 +77,8 @@ class Pin:
             raise PinError(
                 f"cannot read the pin {text!r}",
                 why=f"it has {len(stored)} layouts before the arrow",
-                todo='write how it is held, or "held | gradients | updated", or with "| kept"',
+                todo='write the stored layout, "stored | gradients | updated", or these with '
+                '"| kept"',
             )
         if not word:
             return cls(shape, layout, stored)
@@ -101,7 +102,7 @@ class Pin:
         return text if self.along is None else f"{text} along {', '.join(self.along)}"
 
     def spoken_of(self, layout: Layout) -> Layout:
-        """A layout without the axes that the pin does not speak of."""
+        """Returns a layout without the axes that the pin leaves open."""
         along = self.along
         if along is None:
             return layout
@@ -112,7 +113,7 @@ class Pin:
         return Layout(tuple(map(cut, layout.dims)), cut(layout.partial), cut(layout.varying))
 
     def agrees(self, option: Option) -> bool:
-        """Whether an option is what the pin says."""
+        """Returns whether an option satisfies the pin."""
         layout, pin = self.spoken_of(option.results[0]), self.layout
         alike = (
             layout.dims == pin.dims
@@ -123,7 +124,7 @@ class Pin:
         return alike != self.other
 
     def _stores(self, storage: Storage | None) -> bool:
-        """Whether the states of a parameter lie as the pin says, if it says so."""
+        """Returns whether a parameter is stored as the pin says, if it says so."""
         if not self.stored or storage is None:
             return not self.stored
         states = (storage.held, storage.grads, storage.updated, storage.kept)
@@ -132,7 +133,7 @@ class Pin:
 
 
 class Pins:
-    """The pins of one graph; `keep` filters options, `check` refuses pins that met nothing.
+    """The pins of one graph; `keep` filters options, `check` refuses pins that match nothing.
 
     Raises:
         LayoutError, PinError: a pin that cannot be read.
@@ -155,7 +156,7 @@ class Pins:
             self.names[template].add(module)
 
     def keep(self, node: Node, options: tuple[Option, ...]) -> tuple[Option, ...]:
-        """The options that agree with every pin on this node.
+        """Returns the options that satisfy every pin on this node.
 
         Raises:
             PinError: there are none; names the pin, or the pins that contradict each other.
@@ -187,7 +188,7 @@ class Pins:
         node: Node,
         options: tuple[Option, ...],
     ) -> PinError:
-        """Names two pins that leave nothing together, or all if it takes more than two."""
+        """Returns an error that names two contradictory pins, or all if it takes more than two."""
         pairs = itertools.combinations(fitting, 2)
         guilty = next(((a, b) for a, b in pairs if not a[2] & b[2]), tuple(fitting))
         said = " and ".join(f"{key!r} = {str(pin)!r}" for key, pin, _ in guilty)
@@ -203,12 +204,12 @@ class Pins:
         )
 
     def _place(self, node: Node) -> str:
-        """The user's line, or name of what has none."""
+        """Returns the user's line, or the name of a node without one."""
         leaf = self.graph[node.inputs[0]] if node.op == "autopar.share" else node
         return f"the {leaf.op} {leaf.target!r}" if leaf.is_leaf else f"{node.op} at {node.source}"
 
     def _names(self, node: Node) -> Iterator[str]:
-        """The node's own names; a share has its parameter's."""
+        """Yields the node's names; a share also has its parameter's."""
         yield node.name
         yield f"%{node.name}"
         if node.is_leaf:
@@ -219,7 +220,7 @@ class Pins:
                 yield source.target
 
     def check(self) -> None:
-        """PinError if a pin named nothing in the graph."""
+        """Raises PinError if a pin matches nothing in the graph."""
         if self.unmet:
             raise PinError(
                 f"pins that name nothing: {', '.join(sorted(self.unmet))}",
@@ -229,25 +230,25 @@ class Pins:
 
 
 def _names(key: str, names: set[str]) -> bool:
-    """Whether a key fits one of a node's names; in deep models those are many."""
+    """Returns whether a key matches one of a node's names; in deep models there are many."""
     if not any(sign in key for sign in "*?["):
         return key in names
     return any(fnmatchcase(name, key) for name in names)
 
 
 def naming(graph: Graph, pins: Mapping[str, str]) -> dict[str, str]:
-    """Those pins that name something in a graph, such as a stage of a model."""
+    """Returns the pins that match something in a graph, such as a stage of a model."""
     names = set().union(*Pins(graph, {}).names.values())
     return {key: text for key, text in pins.items() if _names(key, names)}
 
 
 def parts(text: str) -> list[str]:
-    """The pins that stand in a row in one text."""
+    """Splits a text into the pins that are separated by ";"."""
     return re.split(r"\s*;\s*", text.strip())
 
 
 def joined(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """One mapping of several; pins on one name stand in a row, each once."""
+    """Merges mappings of pins; several pins on one name are joined by ";", without repeats."""
     found: dict[str, dict[str, None]] = {}
     for group in groups:
         for key, text in group.items():
@@ -256,7 +257,7 @@ def joined(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _label(option: Option, node: Node) -> str:
-    """What a pin would write for an option."""
+    """Returns the text of a pin for an option."""
     return option.label if option.stored else option.results[0].format(node.type.shape)
 
 
@@ -267,14 +268,14 @@ def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
 
 
 def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
-    """Why no option agrees with a pin: its shape, a dimension, or a sum."""
+    """Explains why no option satisfies a pin: its shape, a dimension, or a sum."""
     if pin.shape != node.type.shape:
         return f"its shape is {list(node.type.shape)}"
     layouts = [pin.spoken_of(option.results[0]) for option in options]
     if node.op == "input":
         return "a batch is given whole to every device"
     if pin.other:
-        return "no other is left"
+        return "no other layout is left"
     for dim, axes in enumerate(pin.layout.dims):
         if axes and not any(layout.dims[dim] for layout in layouts):
             return f"{node.op} needs dimension {dim} whole"
@@ -284,7 +285,7 @@ def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
             return f"dimension {dim} of {node.type.shape[dim]} {how} by any strategy of {node.op}"
     if not any(set(layout.partial) == set(pin.layout.partial) for layout in layouts):
         return f"no strategy of {node.op} leaves {_owed(pin)}"
-    return f"no strategy of {node.op} does all of this at once"
+    return f"no strategy of {node.op} satisfies the whole pin"
 
 
 def _owed(pin: Pin) -> str:

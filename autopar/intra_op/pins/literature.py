@@ -1,11 +1,11 @@
-"""Plans of the literature as words: each gives the pins that make it, on any model it fits.
+"""Published parallel plans as functions that return pins, for any model that they fit.
 
-They speak of the mesh axes that they are given and of nothing else, so that they combine: data
-parallelism along one axis and Megatron's along another is
+Each constrains only the mesh axes that it is given, so that they combine: data parallelism along
+one axis and Megatron's tensor parallelism along another is
 
     pins=[autopar.pins.data_parallel("node"), autopar.pins.megatron("gpu")]
 
-What a plan of the literature does not say is left to the solver.
+Whatever a published plan does not determine is left to the solver.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from autopar.ir.tensor import Layout
 class DataParallel:
     """The batch split along axes, by default along all; parameters stored and used whole.
 
-    Where a state sharding is asked for, that says how they are stored. Each parameter's gradient is
-    summed along the axes (arXiv:2006.15704). Raises PinError if no operator that reads a parameter
-    can split the batch so often.
+    A state sharding, where requested, decides how they are stored instead. Each parameter's
+    gradient is summed along the axes (arXiv:2006.15704). Raises PinError if no operator that reads
+    a parameter can split the batch that many ways.
     """
 
     axes: Axes = ()
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         axes = subject.axes(self.axes or subject.mesh.names)
         if not axes:
             return {}
@@ -49,18 +49,18 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class FullyShardedDataParallel:
-    """The batch split along axes; parameters stored in parts, used whole.
+    """The batch split along axes; parameters stored in shards, used whole.
 
-    Each is cut in its first dimension that divides, else in the first that is long enough; one that
-    has none stays whole. It is gathered where it is used, and its gradient summed into the parts
-    (ZeRO-3, arXiv:1910.02054, section 5.3; FSDP, arXiv:2304.11277, section 3). Raises PinError as
-    data parallelism does.
+    Each parameter is split along its first dimension that divides evenly, else the first that is
+    long enough; one without such a dimension stays whole. It is gathered where it is used, and its
+    gradient is reduced to shards (ZeRO-3, arXiv:1910.02054, section 5.3; FSDP, arXiv:2304.11277,
+    section 3). Raises PinError as data parallelism does.
     """
 
     axes: Axes = ()
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         axes = subject.axes(self.axes or subject.mesh.names)
         if not axes:
             return {}
@@ -81,21 +81,21 @@ class Megatron:
     """Tensor parallelism of pairs of linears along one axis.
 
     A linear that reads the residual stream is split by outputs, one whose result is added to the
-    stream by inputs, and all between them, heads of attention or features of the perceptron, with
-    them. The stream is whole, so that it takes one all_reduce a pair and direction
+    stream by inputs, and everything between them (heads of attention, features of the perceptron)
+    with them. The stream is whole, which takes one all_reduce per pair and direction
     (arXiv:1909.08053, section 3); embeddings and the head are split by the vocabulary where their
-    operators can. With `sequence` the stream is split by positions instead, and the
-    all_reduce becomes a reduce_scatter and an all_gather (arXiv:2205.05198, section 4.2.2). All
-    else that lies outside the blocks is left to the solver.
+    operators can. With `sequence` the stream is split by positions instead, and the all_reduce
+    becomes a reduce_scatter and an all_gather (arXiv:2205.05198, section 4.2.2). Everything else
+    outside the blocks is left to the solver.
 
-    Raises PinError if there is no such pair, or if what lies between does not split so often.
+    Raises PinError if there is no such pair, or if the values between do not split that many ways.
     """
 
     axis: str
     sequence: bool = False
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         axes, roles = subject.axes((self.axis,)), subject.roles
         if not axes:
             return {}
@@ -119,7 +119,7 @@ class Megatron:
         return {**pins, **self._stream(subject, axes)}
 
     def _vocabulary(self, subject: Subject) -> list[int]:
-        """Vocabularies that are split: those that no operator keeps whole."""
+        """Returns the vocabularies to split: those that no operator needs whole."""
         ways, kept = subject.mesh.axis_size(self.axis), {a.cls for a in subject.dims.apart}
         named = (c for c, name in enumerate(subject.names) if name.split(".")[0] == "vocab")
         return [c for c in named if c not in kept and subject.dims.divides(c, ways)]
@@ -136,9 +136,10 @@ class Megatron:
                 )
 
     def _stream(self, subject: Subject, axes: Axes) -> dict[str, str]:
-        """Pins of the stream itself and of what is made of it position by position.
+        """Returns the pins of the stream and of values computed from it position by position.
 
-        Results of linears are partial sums, as are others that contract what is beside the stream.
+        Results of linears are partial sums, as are other contractions over dimensions outside the
+        stream.
         """
         roles, dims = subject.roles, subject.dims
         positions = roles.positions[:1] if self.sequence else ()
@@ -162,9 +163,9 @@ class Megatron:
         return pins
 
     def _branches(self, subject: Subject, axes: Axes) -> tuple[dict[str, str], set[str]]:
-        """Pins of what is made of the linears' partial sums before it joins the stream.
+        """Returns the pins of values between a linear's partial sums and the stream.
 
-        Whatever can stay a partial sum does, so that branches side by side are summed once.
+        Whatever can stay a partial sum does, so that parallel branches are summed once.
         """
         graph, roles, streams = subject.graph, subject.roles, set(subject.roles.streams)
         owed, pins = {item.node for item in roles.linears if item.gives & streams}, {}
@@ -184,17 +185,17 @@ class Megatron:
 
 @dataclass(frozen=True)
 class GShard:
-    """Experts split along an axis, everything else data-parallel along it.
+    """Experts split along an axis; everything else is data-parallel along it.
 
-    Tokens go to their experts and come back by an all_to_all each (arXiv:2006.16668, section 3.2).
-    Raises PinError if no linear has a matrix of its own for each expert, or if those cannot be
+    Tokens reach their experts by one all_to_all and return by another (arXiv:2006.16668, section
+    3.2). Raises PinError if no linear has a separate matrix for each expert, or if those cannot be
     split.
     """
 
     axis: str
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         axes, dims = subject.axes((self.axis,)), subject.dims
         if not axes:
             return {}
@@ -204,7 +205,7 @@ class GShard:
                 subject,
                 str(self),
                 "linears with a matrix for each expert: batched products of a parameter whose "
-                "dimension of experts stands in the activations, too",
+                "dimension of experts is also one of the activations",
             )
         for cls in experts:
             if not dims.divides(cls, subject.ways(axes)):
@@ -213,7 +214,7 @@ class GShard:
                 raise _unfit(subject, str(self), wanted)
         pins = DataParallel(axes)(subject)
         own = [item for item in subject.roles.linears if item.along]
-        # An expert's values stay with it until they are combined.
+        # An expert's values stay on its device until they are combined.
         linears = [item.node for item in own]
         for node in _made_of(subject, linears, lambda n: bool(experts & {*dims.outer(n.name)})):
             pins.pop(subject.key(node), None)
@@ -236,7 +237,7 @@ class AlexNetSplit:
     axis: str
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         axes, roles, dims = subject.axes((self.axis,)), subject.roles, subject.dims
         if not axes:
             return {}
@@ -258,10 +259,10 @@ class AlexNetSplit:
 
 
 def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
-    """Pins that split the batch in every value that has it, and leave its sums owed.
+    """Returns pins that split the batch in every value that has it, and keep its sums partial.
 
-    Where no strategy allows that, what becomes of the batch is the solver's; so is what becomes of
-    labels and counts, which every device has whole: what is made of them may cost it nothing.
+    Values that no strategy can split, and labels and counts, which every device has whole, are left
+    to the solver.
     """
     dims, batch, ways = subject.dims, subject.roles.batch[:1], subject.ways(axes)
     cut, owed = dict[str, str](), dict[str, str]()
@@ -285,27 +286,27 @@ def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
 
 
 def _cut(subject: Subject, value: str, cls: int, ways: int) -> int | None:
-    """The dimension of a value that, split so many ways, splits a class."""
+    """Returns the dimension of a value that splits a class `ways` ways, None if there is none."""
     place = subject.dims.place(value, cls)
     return place if place is not None and subject.dims.cuts(value, place, ways) else None
 
 
 def _owed(node: Node, axes: Axes) -> str:
-    """The pin of a partial sum along axes."""
+    """Returns the pin of a partial sum along axes."""
     layout = Layout.replicated(len(node.type.shape))
     owed = replace(layout, partial=axes).format(node.type.shape)
     return f"{owed} along {', '.join(axes)}"
 
 
 def _blocks(subject: Subject) -> set[str]:
-    """The nodes of the repeated blocks, or all nodes if a residual addition is in none of them."""
+    """Returns the nodes of repeated blocks, or all nodes if no residual addition is in one."""
     graph = subject.graph
     inside = {name for repeat in graph.repeats for name in repeat.iterations[0]}
     return inside if inside.issuperset(subject.roles.residuals) else set(graph.template.values())
 
 
 def _summed(subject: Subject, node: Node) -> set[int | None]:
-    """The classes that an operator sums over; None among them where that is not known."""
+    """Returns the classes that an operator sums over; None among them where unknown."""
     signature = subject.dims.signatures.get(node.name)
     if signature is None:
         return {None}
@@ -319,7 +320,7 @@ def _summed(subject: Subject, node: Node) -> set[int | None]:
 def _made_of(
     subject: Subject, starts: Iterable[str], through: Callable[[Node], bool]
 ) -> list[Node]:
-    """Operators `through` that read a value of `starts`, directly or by one another."""
+    """Returns the operators `through` that read `starts`, directly or through one another."""
     reached, found = set(starts), []
     for node in subject.operators():
         inputs = {subject.graph.template[name] for name in node.inputs}
@@ -332,7 +333,7 @@ def _made_of(
 def _split_own(
     subject: Subject, item: Linear, classes: frozenset[int], axes: Axes, pins: dict[str, str]
 ) -> None:
-    """Pin a linear and the parameters that it reads to be split by classes that they have."""
+    """Pins a linear and its parameters to be split along the given classes."""
     graph, own, ahead = subject.graph, [item.node], list(subject.graph[item.node].inputs)
     while ahead:
         name = graph.template[ahead.pop()]
@@ -347,7 +348,7 @@ def _split_own(
 
 
 def _first_dim(shape: tuple[int, ...], ways: int) -> int | None:
-    """The first dimension that splits evenly, else the first that is long enough."""
+    """Returns the first dimension that splits evenly, else the first that is long enough."""
     even = [dim for dim, size in enumerate(shape) if size % ways == 0 and size]
     long = [dim for dim, size in enumerate(shape) if size >= ways]
     return next(iter(even or long), None)

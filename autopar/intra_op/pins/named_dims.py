@@ -1,10 +1,10 @@
-"""A plan in the names of dimensions, Mesh-TensorFlow's way (arXiv:1811.02084, section 3).
+"""Plans in terms of named dimensions, as in Mesh-TensorFlow (arXiv:1811.02084, section 3).
 
     autopar.layout({"batch": "node", "heads": "gpu", "vocab": "gpu"})
 
-splits every parameter and value that has such a dimension over the axes named for it, where a
-strategy of its operator allows that. The names are those of dim_names.py, found and not written
-down by the user; `autopar explain plan.toml --dims` lists them.
+splits every parameter and value with such a dimension over the given axes, where a strategy of its
+operator allows that. The names of `dim_names.py` are inferred from the graph; `autopar explain
+plan.toml --dims` lists them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autopar.ir.graph import Node
 class NamedLayout:
     """Names of dimensions, each with the mesh axes that split it.
 
-    As a word it raises PinError if there is no dimension of that name, if nothing can split it so
-    often, or if a value has two dimensions that ask for the same axis; MeshError if there is no
-    such axis.
+    Calling it raises PinError if there is no dimension of that name, if it cannot be split that
+    many ways, or if two dimensions of a value ask for the same axis; MeshError if there is no such
+    axis.
     """
 
     split: tuple[tuple[str, Axes], ...]
 
     def __call__(self, subject: Subject) -> dict[str, str]:
-        """The pins of one model on one mesh."""
+        """Returns the pins for one model on one mesh."""
         wanted = {
             cls: (name, axes)
             for name, given in self.split
@@ -51,7 +51,7 @@ class NamedLayout:
         return pins
 
     def _classes(self, subject: Subject, name: str, axes: Axes) -> list[int]:
-        """The classes of a name that can be cut so often."""
+        """Returns the classes with a name that split that many ways."""
         found = [cls for cls, own in enumerate(subject.names) if name in (own, own.split(".")[0])]
         if not found:
             known = dict.fromkeys(own.split(".")[0] for own in subject.names)
@@ -76,7 +76,7 @@ class NamedLayout:
         return fitting
 
     def _check_axes(self, subject: Subject, wanted: dict[int, tuple[str, Axes]]) -> None:
-        """PinError if two names ask for the same axis in one value."""
+        """Raises PinError if two names ask for the same axis in one value."""
         for node in (*subject.parameters(), *subject.operators()):
             taken: dict[str, str] = {}
             for cls in subject.dims.outer(node.name):
@@ -86,7 +86,7 @@ class NamedLayout:
                         raise PinError(
                             f"{taken[axis]!r} and {name!r} both ask for the axis {axis!r}",
                             where=f"{node.op} {subject.key(node)}",
-                            why="it has both dimensions, and an axis splits one of a value",
+                            why="it has both dimensions, but an axis splits one of a value",
                             todo="give one of them another axis",
                         )
 
@@ -108,11 +108,11 @@ class NamedLayout:
 
 
 def layout(split: Mapping[str, str | Sequence[str]]) -> NamedLayout:
-    """A value for `pins=` that splits named dimensions over mesh axes.
+    """Returns a value for `pins=` that splits named dimensions over mesh axes.
 
     Args:
-        split: the name of a dimension -> one mesh axis or several, as a sequence or as "node, gpu".
-            "heads" means every dimension of that use, "heads.2" one of several.
+        split: name of a dimension -> one mesh axis, or several as a sequence or as "node, gpu".
+            "heads" means all dimensions with that use, "heads.2" one of several.
     """
     rows = []
     for name, axes in split.items():
@@ -122,7 +122,7 @@ def layout(split: Mapping[str, str | Sequence[str]]) -> NamedLayout:
 
 
 def _allowed(subject: Subject, node: Node, wanted: Mapping[int, Axes]) -> dict[int, Axes]:
-    """Dimension -> axes: all that a strategy of the node allows, the first named first."""
+    """Returns dimension -> axes, as far as a strategy of the node allows, in the given order."""
     split: dict[int, Axes] = {}
     for cls, axes in wanted.items():
         place = subject.dims.place(node.name, cls)
@@ -138,7 +138,7 @@ def _allowed(subject: Subject, node: Node, wanted: Mapping[int, Axes]) -> dict[i
 
 
 def _led(outer: tuple[int | None, ...], split: Mapping[int, Axes]) -> set[int | None]:
-    """The classes of the dimensions that are split."""
+    """Returns the classes that lead the split dimensions."""
     return {outer[dim] for dim in split}
 
 

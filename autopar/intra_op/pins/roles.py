@@ -1,9 +1,9 @@
-"""What the classes of dimensions are to a model: its batch, its residual stream, its heads, ...
+"""Roles of dimension classes in a model: its batch, its residual stream, its heads, ...
 
-Read off the graph, not off anybody's names of modules. A linear operator is one that contracts a
-weight with an activation. A residual stream is a class of dimensions that an addition carries on
-beside linears which read it and are added to it again (arXiv:1512.03385, section 3.1); the classes
-between such linears are inner ones, the heads of attention or the width of a perceptron.
+They follow from the graph, not from names of modules. A linear operator contracts a weight with an
+activation. A residual stream is a class of dimensions that additions carry past linears that read
+it and are added back to it (arXiv:1512.03385, section 3.1). The classes between such linears are
+inner ones: the heads of attention or the width of a perceptron.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Linear:
 
     Attributes:
         node: its name.
-        weight: the operand that is made of parameters.
-        reads: classes that are contracted.
-        gives: classes of the weight that the result has and the activation has not.
-        along: classes of all three; experts, each with a matrix of its own.
+        weight: the operand that is computed from parameters.
+        reads: contracted classes.
+        gives: classes of the weight that the result has and the activation lacks.
+        along: classes that all three have, such as experts with a matrix each.
     """
 
     node: str
@@ -44,12 +44,12 @@ class Roles:
 
     @property
     def graph(self) -> Graph:
-        """The graph, of which only the folded nodes are looked at."""
+        """The graph; only its folded nodes are used."""
         return self.dims.graph
 
     @cached_property
     def parametric(self) -> frozenset[str]:
-        """Values that are made of parameters alone: these, their shares, transposes and so on."""
+        """Values computed from parameters alone: parameters, their shares, transposes and so on."""
         found: set[str] = set()
         for node in self.graph.folded:
             inputs = {self.graph.template[name] for name in node.inputs}
@@ -59,7 +59,7 @@ class Roles:
 
     @cached_property
     def multiplications(self) -> tuple[Linear, ...]:
-        """Every operator that contracts a weight with an activation, convolutions among them."""
+        """Operators that contract a weight with an activation, including convolutions."""
         return tuple(item for node in self.graph.folded for item in self._linear(node))
 
     def _linear(self, node: Node) -> Iterator[Linear]:
@@ -92,17 +92,17 @@ class Roles:
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """Those that are no convolutions."""
+        """`multiplications` without convolutions."""
         return tuple(item for item in self.multiplications if not is_conv(self.graph[item.node]))
 
     @cached_property
     def convolutions(self) -> tuple[Linear, ...]:
-        """Those that are."""
+        """The convolutions among `multiplications`."""
         return tuple(item for item in self.multiplications if is_conv(self.graph[item.node]))
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The class that leads the most inputs, received values among them; at most one."""
+        """The class that leads most inputs, including received values; at most one."""
         leaves = (*self.graph.leaves("input"), *self.graph.leaves("received"))
         outer = (self.dims.outer(node.name) for node in leaves)
         votes = Counter(dims[0] for dims in outer if dims and dims[0] is not None)
@@ -110,7 +110,7 @@ class Roles:
 
     @cached_property
     def residuals(self) -> dict[str, tuple[int, ...]]:
-        """Additions of linears of a value to that value, each with the classes it carries on."""
+        """Additions of linears of a value to that value, with the classes that each carries on."""
         found = {node.name: tuple(self._carried_on(node)) for node in self.graph.folded}
         return {name: classes for name, classes in found.items() if classes}
 
@@ -129,7 +129,7 @@ class Roles:
             )
 
     def _between(self, before: str, after: str) -> set[str]:
-        """The nodes on the ways from one value to another; none if there is no way."""
+        """Returns the nodes on paths from one value to another; empty if there is no path."""
         order = self._order
         behind: set[str] = set()
         ahead = [after]
@@ -151,11 +151,11 @@ class Roles:
 
     @cached_property
     def streams(self) -> tuple[int, ...]:
-        """Classes of residual streams' features."""
+        """Classes of the features of residual streams."""
         return tuple(dict.fromkeys(cls for found in self.residuals.values() for cls in found))
 
     def _value(self, name: str) -> str:
-        """What a share stands for, or one of several results."""
+        """Returns the value behind a share, or behind one of several results."""
         name = self.graph.template[name]
         while self.graph[name].op in ("autopar.share", "getitem"):
             name = self.graph.template[self.graph[name].inputs[0]]
@@ -171,7 +171,7 @@ class Roles:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """What a stream runs over beside batch and features, then what tokens run over."""
+        """The stream's classes other than batch and features, then those of tokens."""
         values = [
             *self.residuals,
             *(n.name for n in self.graph.leaves("input") if _is_tokens(n)),
@@ -186,5 +186,5 @@ def _is_tokens(node: Node) -> bool:
 
 
 def is_conv(node: Node) -> bool:
-    """Whether an operator is a convolution."""
+    """Returns whether an operator is a convolution."""
     return "conv" in node.op

@@ -1,8 +1,8 @@
-"""What a user may say of a plan in other words than layouts, and how it becomes pins.
+"""Functions that express constraints in terms other than layouts, and their conversion to pins.
 
-A word is any callable that takes a `Subject`, which is a graph with its mesh, and returns pins by
-name. Those of experts.py are frozen dataclasses. Words and plain mappings combine: the pins of all
-of them must be kept.
+A wording is any callable that takes a `Subject`, a graph with its mesh, and returns pins by name.
+Those of literature.py are frozen dataclasses. Wordings and plain mappings combine: a plan must
+satisfy the pins of all of them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Subject:
-    """What a word speaks of.
+    """The graph and mesh that a wording is applied to.
 
     Attributes:
         graph: normalised, with its repeats; nodes of the first block stand for those of all.
         mesh: the devices.
-        rules: by operator.
-        stored: whether words say where the states of parameters lie; not if a user said it.
+        rules: rules by operator.
+        stored: whether wordings decide how parameters are stored; False if the user did.
     """
 
     graph: Graph
@@ -50,7 +50,7 @@ class Subject:
 
     @cached_property
     def roles(self) -> Roles:
-        """What the classes are to the model."""
+        """The roles of the classes in the model."""
         return Roles(self.dims)
 
     @cached_property
@@ -59,7 +59,7 @@ class Subject:
         return name_dims(self.roles)
 
     def axes(self, names: Axes) -> Axes:
-        """Those of some mesh axes that have more than one device, in the mesh's order.
+        """Returns those of some mesh axes that have more than one device, in mesh order.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -69,32 +69,32 @@ class Subject:
         return tuple(axis.name for axis in self.mesh.axes if axis.name in names and axis.size > 1)
 
     def ways(self, axes: Axes) -> int:
-        """Number of devices along some axes."""
+        """Returns the number of devices along some axes."""
         ways = 1
         for axis in axes:
             ways *= self.mesh.axis_size(axis)
         return ways
 
     def parameters(self) -> tuple[Node, ...]:
-        """The parameters that are read, of all blocks the first one's."""
+        """The parameters that are read; of repeated blocks only the first block's."""
         return tuple(n for n in self.graph.folded if n.op == "param" and self.graph.users[n.name])
 
     def operators(self) -> Iterator[Node]:
-        """The nodes that have a choice of their own and are no parameters."""
+        """The nodes with choices of their own that are not parameters."""
         for node in self.graph.folded:
             share = node.op == "autopar.share" and self.graph[node.inputs[0]].op == "param"
             if not node.is_leaf and not share:
                 yield node
 
     def key(self, node: Node) -> str:
-        """The name under which a node is pinned; a parameter's own unless it was cut in pieces."""
+        """Returns the name by which a node is pinned; a parameter's own unless cut in pieces."""
         if node.op != "param":
             return f"%{node.name}"
         pieces = [leaf for leaf in self.parameters() if leaf.target == node.target]
         return node.target if len(pieces) == 1 else f"%{self.graph.users[node.name][0]}"
 
     def allows(self, node: Node, text: str) -> bool:
-        """Whether an operator has a strategy that agrees with a pin."""
+        """Returns whether an operator has a strategy that satisfies a pin."""
         if node.name not in self._options:
             self._options[node.name], _ = node_options(
                 self.graph, node, self.mesh, dict(self.rules)
@@ -109,9 +109,9 @@ PinsLike = Mapping[str, str] | Word | Sequence[Mapping[str, str] | Word]
 def write(
     shape: tuple[int, ...], split: Mapping[int, Axes], along: Axes, *, stored: bool = False
 ) -> str:
-    """A pin that splits some dimensions of a value along some axes, which do nothing else to it.
+    """Returns a pin that splits dimensions of a value along axes that do nothing else to it.
 
-    With `stored` it is a parameter's that is stored as it is used.
+    With `stored` it is the pin of a parameter that is stored as it is used.
     """
     layout = Layout(tuple(split.get(dim, ()) for dim in range(len(shape)))).format(shape)
     return f"{f'{layout} => ' if stored else ''}{layout} along {', '.join(along)}"
@@ -124,10 +124,10 @@ def spell_out(
     rules: Mapping[str, OpRule],
     stored: bool = True,
 ) -> dict[str, str]:
-    """Everything that was said, as pins by name; arguments as of `Subject`.
+    """Returns all constraints as pins by name; arguments as in `Subject`.
 
     Raises:
-        PinError: a word does not apply to this model, or is none.
+        PinError: a wording does not apply to this model, or is not one.
         MeshError: the mesh has no such axis.
     """
     if pins is None:
@@ -147,7 +147,7 @@ def spell_out(
 
 
 def _said(word: Word, subject: Subject) -> object:
-    """What a word gives; PinError where one of the user's own fails."""
+    """Returns the result of a wording; raises PinError where a user's own function fails."""
     try:
         return word(subject)
     except AutoparError:
@@ -161,12 +161,12 @@ def _said(word: Word, subject: Subject) -> object:
 
 
 def _texts(pins: object) -> Mapping[str, str]:
-    """Pins by name; PinError unless names and layouts are texts."""
+    """Returns pins by name; raises PinError unless names and layouts are strings."""
     try:
         return Table(Text())(pins)
     except ValueError as error:
         raise PinError(
-            f"{shown(pins)} are no pins",
+            f"{shown(pins)} are not pins",
             why=str(error),
             todo='pass names with layouts, {"lm_head.weight": "[50257@gpu, 768]"}',
         ) from error

@@ -1,1 +1,1 @@
-"""Proofs of sharding rules, and rules that are discovered by running operators."""
+"""Proofs of sharding rules, and discovery of rules by running operators."""

@@ -1,7 +1,8 @@
-"""Audits of rules: is a dimension that a rule keeps whole one that could be split?
+"""Audits rules for dimensions that are kept whole but could be split.
 
-A proof shows that what a rule allows is right; an audit looks for what it forbids without need. On
-every example one "!" at a time is dropped from the factor string, and the rule is proved again.
+A proof shows that the layouts of a rule are right; an audit looks for layouts that it forbids
+without need. On every example, one "!" at a time is dropped from the factor string, and the rule is
+proved again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from autopar.intra_op.rule import OpRule, written
 from autopar.intra_op.strategy import strategies
 from autopar.ir.mesh import Mesh
 
-# Their kernels trust the shapes that they are given, and read beyond the end of a part.
+# Kernels that do not check shapes, and read beyond the end of a part.
 _UNCHECKED = ("aten.gru.input",)
-# Factors that could be split but had better not be.
+# Factors that could be split but should not be.
 KEPT = {
     ("autopar.mixture", "k"): "splitting the tokens instead owes no sum",
     ("aten.scaled_dot_product_attention", "e"): "every device would compute all of q k^T",
@@ -32,12 +33,12 @@ class Finding:
     """A factor that a rule keeps whole on one example.
 
     Attributes:
-        op, example: where.
+        op, example: the operator and its example.
         spec: the factor string with the factor's "!" dropped.
-        factor: its name.
+        factor: name of the factor.
         holds: whether every strategy was right with that string.
-        strategies: how many of them split the factor; with none, nothing was learnt.
-        reason: why it had better stay whole though it could be split.
+        strategies: number of them that split the factor; if 0, nothing was learnt.
+        reason: why it should stay whole though it could be split.
     """
 
     op: str
@@ -55,12 +56,12 @@ class Finding:
 
 
 def audit(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> tuple[Finding, ...]:
-    """What becomes of a rule when each of its whole factors may be split.
+    """Tests a rule with each of its whole factors allowed to split.
 
-    Left out are operators that crash on operands that do not fit, examples that draw random
-    numbers, of which only shapes can be compared, those that give nothing but zeros, of which any
-    parts are parts of a sum, factors of size 1, and factors of operands that the operator writes
-    into: every device must hold the same afterwards.
+    Skipped are operators that crash on operands of inconsistent shapes, examples that draw random
+    numbers (only shapes can be compared), examples with only zeros as results (any parts sum to
+    zeros), factors of size 1, and factors of operands that the operator writes into (every device
+    must hold the same afterwards).
 
     Returns:
         One finding for each example and each factor that is whole on it.
@@ -79,7 +80,7 @@ def audit(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> tuple[Finding, 
 
 
 def _whole_factors(case: Case) -> Iterator[str]:
-    """Factors marked "!" by the rule itself, larger than 1."""
+    """Yields factors of size over 1 that the rule itself marks "!"."""
     spec = written(case.rule, case.node, case.types)
     marked = dict.fromkeys(
         name for word in _WORD.findall(spec) for name in word.strip("()").split() if name != "1"
@@ -96,7 +97,7 @@ def _whole_factors(case: Case) -> Iterator[str]:
 
 
 def _try(rule: OpRule, case: Case, factor: str, mesh_sizes: tuple[int, ...]) -> Finding:
-    """One factor freed on one example."""
+    """Returns the finding for one factor on one example."""
     spec = _freed(written(rule, case.node, case.types), factor)
     trial = replace(case, rule=replace(rule, spec=spec, examples=(case.example,)))
     runs = [
@@ -105,7 +106,7 @@ def _try(rule: OpRule, case: Case, factor: str, mesh_sizes: tuple[int, ...]) -> 
         for way in strategies(trial.signature, mesh)
         if factor in dict(way.parts).values()
     ]
-    with warnings.catch_warnings():  # torch wonders at shapes that do not fit
+    with warnings.catch_warnings():  # torch warns about shapes that do not fit
         warnings.simplefilter("ignore")
         holds = all(trial.failure(way, mesh) is None for way, mesh in runs)
         holds = bool(runs) and holds and prove(trial.rule, mesh_sizes).proved
@@ -114,5 +115,5 @@ def _try(rule: OpRule, case: Case, factor: str, mesh_sizes: tuple[int, ...]) -> 
 
 
 def _freed(spec: str, factor: str) -> str:
-    """The factor string without the marks of `factor`."""
+    """Returns the factor string without the "!" of `factor`."""
     return _WORD.sub(lambda m: m[1] if factor in m[1].strip("()").split() else m[0], spec)

@@ -1,4 +1,4 @@
-"""An example of a rule: an operator on random operands, run whole and under a strategy in parts."""
+"""Examples of rules: an operator on random operands, run whole and in parts under a strategy."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _TOLERANCE = {"f64": 1e-9, "f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 
 @dataclass(frozen=True)
 class Failure:
-    """A strategy that is wrong.
+    """A strategy that computes something wrong.
 
     Attributes:
-        op, example, mesh, strategy: where, as text.
+        op, example, mesh, strategy: what was run, as text.
         rank: the first rank that differs.
         value: what differs: "result 0", "gradient of operand 1", or the error that was raised.
-        difference: the largest difference, infinite where there is nothing to compare.
+        difference: the largest difference; infinite if nothing can be compared.
     """
 
     op: str
@@ -62,17 +62,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Case:
-    """An operator on an example's operands, and what it gives when it is run whole.
+    """An operator on an example's operands, with the results of running it whole.
 
     Attributes:
-        rule, example: what is proved.
+        rule, example: the rule and the example.
         node: the operator, typed.
-        operands: their values; those that take a gradient ask for one.
-        results: of the whole run.
-        cotangents: a random gradient of every result.
-        gradients: of every operand, None where there is none.
+        operands: their values; differentiable ones require a gradient.
+        results: results of the whole run.
+        cotangents: a random gradient for every result.
+        gradients: gradient of every operand, None where there is none.
         random: whether only shapes can be compared.
-        generator: of random parts.
+        generator: source of random parts.
     """
 
     rule: OpRule
@@ -92,12 +92,12 @@ class Case:
 
     @cached_property
     def signature(self) -> Signature:
-        """The rule applied to the example; RuleError if it does not fit."""
+        """The rule applied to the example; raises RuleError if it does not fit."""
         return resolve(self.rule, self.node, self.types, self.node.types)
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Positions of the operands that are others after the operator has run."""
+        """Positions of the operands that the operator writes into."""
         values = [operand.detach().clone() for operand in self.operands]
         if self.node.op != "getitem":
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -111,7 +111,7 @@ class Case:
         return max(_TOLERANCE.get(dtype, 0.0) for dtype in ("f64", *(t.dtype for t in self.types)))
 
     def failure(self, strategy: Strategy, mesh: Mesh) -> Failure | None:
-        """What is wrong with one strategy; the worst difference, if there is any."""
+        """Returns the worst failure of one strategy, None if it is right."""
         where = (self.rule.op, self.example, str(mesh), str(strategy))
         for i in self.written:
             layout = strategy.operands[i]
@@ -128,7 +128,7 @@ class Case:
         return Failure(*where, rank, value, difference)
 
     def _differences(self, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[float, int, str]]:
-        """(difference, rank, what differs) of every result and gradient."""
+        """Yields (difference, rank, what differs) for every result and gradient."""
         layouts = (strategy.operands, strategy.results)
         inputs = [
             self._deal(value.detach(), layout, layout.partial, mesh)
@@ -162,7 +162,7 @@ class Case:
     def _deal(
         self, value: Tensor, layout: Layout, owed: tuple[str, ...], mesh: Mesh
     ) -> list[Tensor]:
-        """Every rank's own copy of its part: random parts of a sum along `owed`, and slices."""
+        """Returns every rank's copy of its shard: slices, and random summands along `owed`."""
         groups = mesh.groups(owed)
         parts = [_noise(value, self.generator) for _ in groups[0][1:]]
         parts.insert(0, value - sum(parts) if parts else value)
@@ -175,10 +175,10 @@ class Case:
 
 
 def read_example(rule: OpRule, example: str, device: Device = "cpu") -> Case:
-    """Read one example and run it; the rule is not looked at but for its operator's name.
+    """Reads and runs an example; only the operator's name is taken from the rule.
 
     Raises:
-        RuleError: it cannot be read, or torch refuses it.
+        RuleError: the example cannot be read, or torch refuses it.
     """
     generator = torch.Generator().manual_seed(0)
     operands: list[Tensor] = []
@@ -201,7 +201,7 @@ def read_example(rule: OpRule, example: str, device: Device = "cpu") -> Case:
 
 
 def read_node(rule: OpRule, graph: Graph, node: Node) -> Case:
-    """A node of a graph, run on random operands of the shapes that it reads there.
+    """Runs a node of a graph on random operands of the shapes that it reads there.
 
     Floating operands become float64, integers are 0 or 1 and so valid as indices.
 
@@ -218,9 +218,9 @@ def read_node(rule: OpRule, graph: Graph, node: Node) -> Case:
 
 
 def read_call(rule: OpRule, node: Node, operands: Sequence[Tensor]) -> Case:
-    """A node of a graph, run on these operands, in the order in which it reads them.
+    """Runs a node of a graph on the given operands, in the order in which it reads them.
 
-    Those that ask for a gradient get one.
+    Operands that require a gradient get one.
 
     Raises:
         RuleError: torch refuses the node.
@@ -228,25 +228,25 @@ def read_call(rule: OpRule, node: Node, operands: Sequence[Tensor]) -> Case:
     numbers = itertools.count()
     node = node.map_refs(lambda _: Ref(f"x{next(numbers)}"))
     with own_randomness("cpu"):
-        generator = torch.Generator().manual_seed(1)  # other numbers than the operands
+        generator = torch.Generator().manual_seed(1)  # a different stream than the operands'
         return _case(rule, node, list(operands), str(node.source), generator)
 
 
 def own_randomness(device: Device) -> AbstractContextManager[None]:
-    """A block whose random numbers leave the caller's generators as they are."""
+    """Returns a context whose random numbers leave the caller's generators unchanged."""
     at = torch.device(device)
     return torch.random.fork_rng([] if at.type == "cpu" else [at])
 
 
 def _device(operands: Sequence[Tensor]) -> torch.device:
-    """Where an operator on these operands runs."""
+    """Returns the device of these operands."""
     return next((operand.device for operand in operands), torch.device("cpu"))
 
 
 def _case(
     rule: OpRule, node: Node, operands: list[Tensor], text: str, generator: torch.Generator
 ) -> Case:
-    """Run a node whole, twice with other random numbers, and backwards."""
+    """Runs a node whole, twice with different random numbers, and backwards."""
     try:
         torch.manual_seed(0)
         results, _ = _run((node,), operands, [], forward_only=True)
@@ -278,7 +278,7 @@ def _case(
 
 
 def _draw(kind: TensorType, relation: str | None, bound: int, generator: torch.Generator) -> Tensor:
-    """A random operand: any numbers, positive ones (">"), or from 0 up to `bound` ("<")."""
+    """Draws a random operand: any numbers, positive ones (">"), or from 0 up to `bound` ("<")."""
     dtype = TORCH_DTYPES[kind.dtype]
     if not kind.floating:
         low, high = (1, 9) if relation == ">" else (0, bound or 2)
@@ -290,17 +290,17 @@ def _draw(kind: TensorType, relation: str | None, bound: int, generator: torch.G
 
 
 def _flows(value: Tensor) -> bool:
-    """Whether a gradient can flow through it."""
+    """Returns whether a value can have a gradient."""
     return value.is_floating_point() or value.is_complex()
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """Real numbers: both parts of complex ones."""
+    """Returns real numbers: both parts of complex ones."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers of the shape and dtype of `like`."""
+    """Draws random numbers of the shape and dtype of `like`."""
     if _flows(like):
         return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
     return torch.randint(0, 9, like.shape, generator=generator).to(like)
@@ -313,7 +313,7 @@ def _run(
     forward_only: bool = False,
     device: ThreadDevice | None = None,
 ) -> _Outcome:
-    """The results of the last step, and the gradients of the operands that ask for one.
+    """Returns the results of the last step, and the gradients of operands that require one.
 
     In-place operators work on copies.
     """
@@ -347,7 +347,7 @@ def _run(
 
 
 def _slice(value: Tensor, layout: Layout, rank: int, mesh: Mesh) -> Tensor:
-    """The part of `value` that a rank holds of its split dimensions."""
+    """Returns a rank's slice of the split dimensions of `value`."""
     position = mesh.coordinate(rank)
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
@@ -356,7 +356,7 @@ def _slice(value: Tensor, layout: Layout, rank: int, mesh: Mesh) -> Tensor:
 
 
 def _extent(mesh: Mesh, rank: int) -> Callable[[int, tuple[str, ...]], int]:
-    """How many elements of a split dimension a rank holds."""
+    """Returns a function from a split dimension to the number of a rank's elements."""
     position = mesh.coordinate(rank)
     return lambda size, axes: Layout((axes,)).local_shape((size,), mesh, position)[0]
 
@@ -369,7 +369,7 @@ def _worst(
     mesh: Mesh,
     shape_only: bool,
 ) -> tuple[float, int]:
-    """Largest difference over ranks, and its rank, once what is owed is summed along `owed`."""
+    """Returns the largest difference over ranks and its rank, after summing along `owed`."""
     worst = (0.0, 0)
     for group in mesh.groups(owed):
         held = [part.detach() for part in map(parts.__getitem__, group) if part is not None]
@@ -387,7 +387,7 @@ def _worst(
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference of two tensors of one shape, relative where the elements are large.
+    """Returns the largest difference of two tensors of one shape, relative for large elements.
 
     NaN equals NaN, and infinity equals infinity.
     """

@@ -1,10 +1,10 @@
-"""A rule for an operator, found by running it: which dimensions can be split, and into what.
+"""Discovers the rule of an operator by running it on halves of its operands.
 
-The operator runs on halves. For every choice of at most one dimension of each operand, both halves
-are put through it; where each result of the two runs is a half of the whole result along some
-dimension, those dimensions run over one factor. Where the results of the halves sum to the whole
-one, the factor is contracted, perhaps with other operands added (a bias). The factor string that
-follows is then proved, backwards too, and factors that fail the proof are marked whole.
+For every choice of at most one dimension of each operand, the operator runs on both halves. If each
+result of the two runs is one half of the whole result along some dimension, those dimensions run
+over one factor. If the results of the halves sum to the whole, the factor is contracted, perhaps
+with other operands added (a bias). The resulting factor string is then proved, backwards too, and
+factors that fail the proof are marked whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.operators.localise import SHAPE_ARGUMENT, localise
 _SHARDS = Mesh.parse("cpu: x=2")
 _MOST_CHOICES = 20_000
 _MATRIX, _STACK, _PLANE = "f64[4, 6]", "f64[4, 6, 8]", "f64[2, 4, 6, 8]"
-# Operands that are tried where no example is given; all that the operator takes are used.
+# Operands to try if no example is given; all that the operator accepts are used.
 SAMPLES = (
     _STACK, _MATRIX, _PLANE, "f64[4, 6]>0", "i64[4, 6]<8", "bool[4, 6]",
     f"{_MATRIX}, f64[6]", f"{_STACK}, {_STACK}", f"{_MATRIX}, f64[6, 8]",
@@ -45,14 +45,15 @@ SAMPLES = (
 
 
 def discover(op: str, examples: Sequence[str] = ()) -> OpRule:
-    """A proved rule for an operator.
+    """Returns a proved rule for an operator.
 
     The operator is run on operands that may not fit one another, as a user might call it; a kernel
-    that reads them without a look ends the process.
+    that does not check them may crash the process.
 
     Args:
         op: its name, "aten.mm" or "mylib::op".
-        examples: argument lists as of `OpRule.examples`; by default those `SAMPLES` that it takes.
+        examples: argument lists as in `OpRule.examples`; by default those of `SAMPLES` that it
+            accepts.
 
     Raises:
         RuleError: an example cannot be run, none of the samples can, the operator draws random
@@ -60,14 +61,14 @@ def discover(op: str, examples: Sequence[str] = ()) -> OpRule:
     """
     op = graph_name(op)
     cases = _cases(op, examples)
-    with warnings.catch_warnings():  # torch wonders at shapes that do not fit
+    with warnings.catch_warnings():  # torch warns about shapes that do not fit
         warnings.simplefilter("ignore")
         found = [_proved(case) for case in cases]
     return _merge(cases, found)
 
 
 def _cases(op: str, examples: Sequence[str]) -> list[Case]:
-    """The examples, run whole."""
+    """Returns the examples, run whole."""
     bare = OpRule(op, "")
     if examples:
         cases = [read_example(bare, example) for example in examples]
@@ -81,13 +82,15 @@ def _cases(op: str, examples: Sequence[str]) -> list[Case]:
     for case in cases:
         if case.random:
             raise RuleError(
-                f"{op} draws random numbers", where=case.example, why="two runs never agree"
+                f"{op} draws random numbers",
+                where=case.example,
+                why="no two runs agree",
             )
     return cases
 
 
 def _samples(bare: OpRule) -> Iterator[Case]:
-    """Samples that the operator takes; only those with the fewest operands."""
+    """Yields samples that the operator accepts, only those with the fewest operands."""
     taken: int | None = None
     for sample in SAMPLES:
         case = _read(bare, sample) or _read(bare, re.sub(r"\bf64", "const f64", sample))
@@ -106,7 +109,7 @@ def _read(bare: OpRule, example: str) -> Case | None:
 
 
 def _proved(case: Case) -> tuple[Terms, Groups]:
-    """The rule of one example; what a proof refutes is whole or not linear."""
+    """Returns the rule of one example; factors that a proof refutes are whole or not linear."""
     factors, linear = list(_factors(case)), _linear(case)
     while True:
         terms, names = write(case.types, case.node.types, factors)
@@ -124,12 +127,12 @@ def _proved(case: Case) -> tuple[Terms, Groups]:
 
 
 def _parts(strategy: str) -> list[str]:
-    """The factors that a strategy, as text, splits: "m@x k@y" -> m, k."""
+    """Returns the factors that a strategy, as text, splits: "m@x k@y" -> m, k."""
     return [part.split("@")[0] for part in strategy.split()]
 
 
 def _merge(cases: list[Case], found: list[tuple[Terms, Groups]]) -> OpRule:
-    """One factor string that says of each example what was found there."""
+    """Returns one factor string that matches the result for each example."""
     examples = tuple(case.example for case in cases)
     linear = _common(cases, [groups for _, groups in found])
     for short in (short for terms, _ in found for short in (*terms.shortened(), terms)):
@@ -150,7 +153,7 @@ def _merge(cases: list[Case], found: list[tuple[Terms, Groups]]) -> OpRule:
 
 
 def _common(cases: list[Case], found: list[Groups]) -> Groups:
-    """The linear groups of all examples; those of truth values and integers have none to tell."""
+    """Returns the linear groups of all examples; booleans and integers do not count."""
     telling = [
         set(groups)
         for case, groups in zip(cases, found, strict=True)
@@ -160,7 +163,7 @@ def _common(cases: list[Case], found: list[Groups]) -> Groups:
 
 
 def _ways(rule: OpRule, case: Case) -> set[tuple[object, ...]] | None:
-    """The layouts of every strategy on two devices; None if the rule does not fit."""
+    """Returns the layouts of every strategy on two devices; None if the rule does not fit."""
     try:
         signature = resolve(rule, case.node, case.types, case.node.types)
     except RuleError:
@@ -169,13 +172,13 @@ def _ways(rule: OpRule, case: Case) -> set[tuple[object, ...]] | None:
 
 
 def _factors(case: Case) -> Iterator[Factor]:
-    """Sets of dimensions that can be split together, the smallest first, disjoint."""
+    """Yields disjoint sets of dimensions that can be split together, smallest first."""
     used: set[Position] = set()
     results: set[Position] = set()
     for choice in _choices(case):
         if used & set(choice):
             continue
-        # No dimension of an operand can mean several of a result: zeros((4, 6)).
+        # One dimension of an operand cannot correspond to several of a result: zeros((4, 6)).
         while (factor := _try(case, choice, results)) is not None:
             used.update(choice)
             results.update((i, dim) for i, dim in enumerate(factor.results) if dim is not None)
@@ -185,7 +188,7 @@ def _factors(case: Case) -> Iterator[Factor]:
 
 
 def _choices(case: Case) -> list[tuple[Position, ...]]:
-    """At most one dimension of each operand."""
+    """Returns the combinations of at most one dimension of each operand."""
     options = [
         [
             None,
@@ -204,7 +207,7 @@ def _choices(case: Case) -> list[tuple[Position, ...]]:
 
 
 def _try(case: Case, choice: tuple[Position, ...], taken: set[Position]) -> Factor | None:
-    """The factor of a choice of dimensions, if the halves' results recombine."""
+    """Returns the factor of a choice of dimensions, if the halves' results recombine."""
     if case.node.op in SHAPE_ARGUMENT:
         places: list[int | None] = [*range(len(case.node.type.shape)), None]
     else:
@@ -218,7 +221,7 @@ def _try(case: Case, choice: tuple[Position, ...], taken: set[Position]) -> Fact
 
 
 def _divides(case: Case, factor: Factor) -> bool:
-    """Whether the smallest of a factor's dimensions divides the others."""
+    """Returns whether the smallest of a factor's dimensions divides the others."""
     sizes = [case.operands[i].shape[dim] for i, dim in factor.operands]
     places = zip(case.results, factor.results, strict=True)
     sizes += [result.shape[dim] for result, dim in places if dim is not None]
@@ -226,7 +229,7 @@ def _divides(case: Case, factor: Factor) -> bool:
 
 
 def _contraction(case: Case, choice: tuple[Position, ...]) -> Factor | None:
-    """A sum of parts under which other operands are added once."""
+    """Returns a contraction, with the operands that are added once under it."""
     split = {i for i, _ in choice}
     rest = [i for i, kind in enumerate(case.types) if i not in split and kind.floating]
     summed: tuple[int | None, ...] = (None,) * len(case.results)
@@ -241,13 +244,13 @@ def _contraction(case: Case, choice: tuple[Position, ...]) -> Factor | None:
 def _run_halves(
     case: Case, choice: tuple[Position, ...], place: int | None, added: tuple[int, ...]
 ) -> list[list[Tensor]] | None:
-    """Each half's results; None if the operator refuses.
+    """Returns each half's results; None if the operator refuses.
 
     Args:
         case: the whole run.
-        choice: the dimensions that are cut in half.
-        place: the dimension of the first result that an argument names the size of, if cut.
-        added: operands of which each half gets a random part of a sum.
+        choice: the dimensions to halve.
+        place: the dimension of the first result whose size an argument names, if it is halved.
+        added: operands of which each half gets a random summand.
     """
     values = [[value.detach(), value.detach()] for value in case.operands]
     for i, dim in choice:
@@ -276,7 +279,7 @@ def _run_halves(
 def _recombine(
     case: Case, halves: list[list[Tensor]], taken: set[Position]
 ) -> tuple[int | None, ...] | None:
-    """The dimension along which each result is cut, None where halves sum to it."""
+    """Returns the dimension along which each result is split, None where the halves sum to it."""
     found: list[int | None] = []
     for i, (whole, *parts) in enumerate(zip(case.results, *halves, strict=True)):
         dims = [
@@ -298,7 +301,7 @@ def _joins(case: Case, whole: Tensor, parts: list[Tensor], dim: int) -> bool:
 
 
 def _sums(case: Case, whole: Tensor, parts: list[Tensor]) -> bool:
-    """Whether parts sum to the whole; zeros and truth values say nothing about that."""
+    """Returns whether parts sum to the whole; zeros and booleans do not count as evidence."""
     fits = all(part.shape == whole.shape for part in parts) and whole.dtype != torch.bool
     return fits and bool(whole.any()) and _same(case, whole, parts[0] + parts[1])
 
@@ -314,7 +317,7 @@ def _same(case: Case, one: Tensor, other: Tensor) -> bool:
 
 
 def _linear(case: Case) -> Groups:
-    """The largest sets of operands in which the results are jointly linear."""
+    """Returns the largest sets of operands in which the results are jointly linear."""
     floating = [i for i, t in enumerate(case.types) if t.floating and i not in case.written]
     if not all(kind.floating for kind in case.node.types):
         return ()
@@ -330,7 +333,7 @@ def _linear(case: Case) -> Groups:
 
 
 def source(rule: OpRule) -> str:
-    """A rule as Python, to be pasted into a file of rules or, for an own operator, a program."""
+    """Returns a rule as Python source, to be pasted into a file of rules or a program."""
     own = not rule.op.startswith("aten.")
     name = rule.op.replace(".", "::", 1) if own else rule.op
     lines = [f"{'autopar.' if own else ''}rule(", f'    "{name}",', f'    "{rule.spec}",']

@@ -1,15 +1,15 @@
-"""Rules of the user's own torch.autograd.Functions, read off the operators that they run.
+"""Derives rules of the user's torch.autograd.Functions from the operators that they run.
 
-A Function is split along a dimension only if two witnesses agree. The operators of its forward and
-its backward, each by its own rule, must let that dimension run through from operands to results,
-from the results' gradients to the operands', with no operator that needs it whole or sums over it;
-only the gradient of an operand that lacks it may be a sum. That holds for all values, but for one
-set of sizes. Then `prove` runs the Function itself on parts, which holds for the sizes that parts
-have. The rule stands in the graph, as the second argument of the operator
+A Function is split along a dimension only if two checks agree. First, by the rules of the operators
+in its forward and its backward, the dimension must run from operands to results and from the
+results' gradients to the operands', with no operator that needs it whole or sums over it; only the
+gradient of an operand that lacks the dimension may be a sum. This holds for all values, but only
+for one set of sizes. Second, `prove` runs the Function itself on parts, which covers the sizes of
+parts. The rule becomes the second argument of the operator in the graph:
 
     %y = autopar.function('models.bloom:GeLUFunction', 'a b -> a b', %x)
 
-What has no rule stays `function.models.bloom:GeLUFunction(%x)` and runs whole.
+A Function without a rule stays `function.models.bloom:GeLUFunction(%x)` and runs whole.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autopar.ir.graph import Arg, Graph, Name, Node, Ref
 from autopar.ir.tensor import TensorType
 from autopar.operators.own_functions import FUNCTION, SPLIT, Joint
 
-_SMALL = (4, 6, 8, 10, 9, 15)  # sizes that are split in a proof, one for each factor
-# What the sum of a gradient may pass through: the parts of it, too.
+_SMALL = (4, 6, 8, 10, 9, 15)  # sizes of split factors in a proof
+# Operators through which a partial gradient may pass.
 _AS_IT_IS = (
     "aten.view", "aten.reshape", "aten.squeeze.dim", "aten.unsqueeze", "aten.neg", "aten.detach",
     "aten.alias", "aten.clone", "aten.to.dtype", "aten._to_copy",
@@ -44,12 +44,12 @@ RULE = OpRule(SPLIT, lambda node, types: str(node.args[1]))
 
 
 def split_functions(graph: Graph, rules: Mapping[str, OpRule], joint: Trace) -> Graph:
-    """`graph` with a rule beside each Function that can be split and has none in `rules`.
+    """Returns `graph` with a rule beside each Function that can be split and has none in `rules`.
 
     Args:
         graph: a captured graph.
-        rules: those of the other operators.
-        joint: `autopar.capture.joint.joint`, which sees the operators that a Function runs.
+        rules: rules of the other operators.
+        joint: `autopar.capture.joint.joint`, which traces the operators that a Function runs.
     """
     specs: dict[str, str] = {}
     nodes = []
@@ -74,16 +74,16 @@ def _spec(
     both: Joint | None,
     rules: Mapping[str, OpRule],
 ) -> str:
-    """The factor string of a Function on operands of these types; "" if there is none."""
+    """Returns the factor string of a Function on operands of these types; "" if it cannot split."""
     if len(set(node.inputs)) < len(node.inputs):
-        return ""  # one value twice: which operand a gradient is of would not be seen
+        return ""  # one value twice: the operand of a gradient would be ambiguous
     if both is None:
         return ""
     try:
         factors = list(_factors(both, find_dims(both.graph, rules)))
     except RuleError:
         return ""
-    # Each by itself, since parts may fail for reasons of sizes; then together.
+    # Factors are proved separately first, since some may fail only because of sizes.
     factors = [factor for factor in factors if _proved(node, types, wants, [factor])]
     return _proved(node, types, wants, factors)
 
@@ -91,7 +91,7 @@ def _spec(
 def _proved(
     node: Node, types: tuple[TensorType, ...], wants: tuple[bool, ...], factors: list[Factor]
 ) -> str:
-    """The factor string of some factors if the Function runs by it, else ""."""
+    """Returns the factor string of some factors if the Function satisfies it, else ""."""
     terms, _ = write(types, node.types, factors)
     example = _example(node, types, wants, factors) if factors else ""
     try:
@@ -102,7 +102,7 @@ def _proved(
 
 
 def _factors(both: Joint, dims: Dims) -> Iterator[Factor]:
-    """Sets of dimensions that run through forward and backward."""
+    """Yields sets of dimensions that run through forward and backward."""
     graph, classes = both.graph, UnionFind(range(len(dims.sizes)))
     values, owed = both.operands + both.results, both.gradients + both.cotangents
     for value, gradient in zip(values, owed, strict=True):
@@ -130,7 +130,7 @@ def _factors(both: Joint, dims: Dims) -> Iterator[Factor]:
 
 
 def _stopped(both: Joint, dims: Dims, node: Node) -> Iterator[int]:
-    """Classes that do not run through an operator."""
+    """Yields classes that do not run through an operator."""
     if node.is_leaf:
         return
     read = {cls for name in node.inputs for dim in dims.of(name) for cls in dim}
@@ -145,7 +145,7 @@ def _stopped(both: Joint, dims: Dims, node: Node) -> Iterator[int]:
 
 
 def _is_gradient(both: Joint, name: str) -> bool:
-    """Whether a value is nothing but the gradient of an operand, but for its shape."""
+    """Returns whether a value is just the gradient of an operand, up to its shape."""
     readers = both.graph.users[name]
     if name in both.gradients:
         return not readers
@@ -156,7 +156,7 @@ def _is_gradient(both: Joint, name: str) -> bool:
 def _example(
     node: Node, types: tuple[TensorType, ...], wants: tuple[bool, ...], factors: list[Factor]
 ) -> str:
-    """The arguments of a proof: the dimensions that are split small, the others as they are."""
+    """Returns the arguments of a proof, with split dimensions small and the others unchanged."""
     shapes = [list(kind.shape) for kind in types]
     for number, factor in enumerate(factors):
         for i, dim in factor.operands:

@@ -1,10 +1,10 @@
 """Proofs of rules: shard the operands, run the operator on every rank, recombine, compare.
 
-A rule claims that its layouts are right in both directions. Here the claim is put to the test with
-no process group: on every example of the rule and every strategy of small meshes the operator runs
-once whole and once for each rank, on the parts that the layouts deal out. What is owed a sum is
-dealt out as random parts of that sum. Forwards the ranks' results must recombine to the whole one;
-backwards, from a gradient dealt out likewise, the gradients of the operands must.
+A rule claims that its layouts are right in both directions. The proof needs no process group: for
+every example of the rule and every strategy on small meshes, the operator runs once whole, and once
+per rank on the shards that the layouts give. A partial operand is dealt out as random summands. The
+ranks' results must recombine to the whole result, and, from a gradient dealt out in the same way,
+the gradients of the operands must recombine too.
 
     kind    value on a rank          gradient on a rank
     S       its slice                its slice
@@ -40,12 +40,12 @@ from autopar.operators.interpret import tensor_type
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one rule.
+    """Result of a proof.
 
     Attributes:
         op: operator name.
         strategies: number of strategies that were run.
-        failures: every strategy that was wrong.
+        failures: strategies that were wrong.
     """
 
     op: str
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def proved(self) -> bool:
-        """Whether something was run and nothing was wrong."""
+        """Whether at least one strategy ran and none was wrong."""
         return self.strategies > 0 and not self.failures
 
     def __str__(self) -> str:
@@ -63,9 +63,14 @@ class Report:
 
 
 def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "cpu") -> Report:
-    """Run a rule's examples under every strategy, on one axis of each size and on two axes.
+    """Runs a rule's examples under every strategy, on one axis of each size and on two axes.
 
-    Operators that draw random numbers, or leave memory as it is, are compared by shape only.
+    Operators that draw random numbers or leave memory uninitialised are compared by shape only.
+
+    Args:
+        rule: the rule.
+        mesh_sizes: sizes of the axes.
+        device: where the operator runs.
 
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
@@ -76,7 +81,7 @@ def prove(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3), device: Device = "
 
 
 def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
-    """The same with one value in the place of several operands, where torch takes that.
+    """Proves a rule with one value in the place of several operands, where torch accepts that.
 
     Raises:
         RuleError: an example cannot be read or run, or the rule does not fit it.
@@ -87,9 +92,9 @@ def prove_aliased(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> Report:
 
 
 def aliased(case: Case) -> Case | None:
-    """An operator that reads one value as several operands, each of them in a layout of its own.
+    """Returns a case whose operator reads one value as several operands, each in its own layout.
 
-    It is the largest operand of a dtype in the place of all, or else one of several of a type.
+    The largest operand of a dtype replaces all of them, or else one of several of equal type.
 
     Returns:
         None where no operands are alike, or torch refuses such calls.
@@ -119,7 +124,7 @@ def _dtype(value: Tensor) -> torch.dtype:
 def prove_node(
     rule: OpRule, graph: Graph, node: Node, mesh_sizes: tuple[int, ...] = (2,)
 ) -> Report:
-    """The same for one node of a graph, on random operands of the shapes it has there.
+    """Proves a rule on one node of a graph, with random operands of the shapes it has there.
 
     Floating operands become float64, integers are 0 or 1 and so valid as indices.
 

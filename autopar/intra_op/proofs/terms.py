@@ -1,4 +1,4 @@
-"""Factors as sets of dimensions, and the factor string that they make."""
+"""Factors as sets of dimensions, and the factor strings that they form."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Factor:
 
 @dataclass(frozen=True)
 class Terms:
-    """A factor string by words: one list for each operand and result.
+    """A factor string as one list of terms for each operand and result.
 
     Attributes:
-        operands, results: the words.
+        operands, results: the terms.
         added: operands marked "+".
     """
 
@@ -46,7 +46,7 @@ class Terms:
         return f"{', '.join(left)} -> {', '.join(map(' '.join, self.results))}".replace("+ ", "+")
 
     def shortened(self) -> Iterator[Terms]:
-        """The string with leading dimensions written "...", the most of them first."""
+        """Yields the string with leading dimensions written "...", as many as possible first."""
         lead = list(itertools.takewhile(str.isalpha, self.results[0] if self.results else ()))
         for count in range(len(lead), 0, -1):
             yield self._without(lead[:count])
@@ -64,7 +64,7 @@ class Terms:
         return Terms(sides[0], sides[1], self.added).renamed()
 
     def renamed(self) -> Terms:
-        """The same with the factors named a, b, c, ... in order of appearance."""
+        """Returns the same string with factors named a, b, c, ... in order of appearance."""
         fresh, names = _letters(), dict[str, str]()
 
         def word(match: re.Match[str]) -> str:
@@ -82,7 +82,7 @@ class Terms:
 def write(
     operands: Sequence[TensorType], results: Sequence[TensorType], factors: Sequence[Factor]
 ) -> tuple[Terms, list[str]]:
-    """The factor string of tensors whose dimensions run over `factors`, and the factors' names."""
+    """Returns the factor string of tensors with the given factors, and the factors' names."""
     count, fresh = len(operands), _letters()
     at: dict[Position, int] = {}
     for number, factor in enumerate(factors):
@@ -109,6 +109,6 @@ def write(
 
 
 def _letters() -> Iterator[str]:
-    """a to z, then aa, ab, ..."""
+    """Yields a to z, then aa, ab, ..."""
     for length in itertools.count(1):
         yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))

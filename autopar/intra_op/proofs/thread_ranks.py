@@ -1,4 +1,4 @@
-"""The devices of a mesh as threads of one process, for proofs of operators that exchange values."""
+"""Devices of a mesh as threads of one process, for proofs of operators that communicate."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from autopar.ir.tensor import Layout
 from autopar.operators.across import Across, Axes
 
 Value = TypeVar("Value")
-_PATIENCE = 60.0  # seconds: threads that wait for one that never comes end with an error
+_PATIENCE = 60.0  # seconds after which a waiting thread fails
 
 
 class _Table:
-    """Where the devices of one group lay down values and take up one another's."""
+    """A rendezvous where the devices of one group exchange values."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.values: list[Any] = [None] * size
 
     def swap(self, index: int, value: Any) -> list[Any]:
-        """What all devices have laid down, once each has."""
+        """Returns the values of all devices, once each has supplied one."""
         self.values[index] = value
         self.barrier.wait(_PATIENCE)
         found = list(self.values)
@@ -37,7 +37,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _ThreadPeers:
-    """See `autopar.operators.peers.Peers`; `index` is the block that is held here."""
+    """Implements `autopar.operators.peers.Peers`; `index` is this device's block."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -67,7 +67,7 @@ class _ThreadPeers:
 
 @dataclass
 class _Room:
-    """The tables of all groups of a mesh, made when the first device comes to one."""
+    """The rendezvous tables of all groups of a mesh, created on first use."""
 
     mesh: Mesh
     tables: dict[tuple[Any, ...], _Table] = field(default_factory=dict)
@@ -78,20 +78,20 @@ class _Room:
             return self.tables.setdefault(key, _Table(size))
 
     def leave(self) -> None:
-        """Let nobody wait for one that has failed."""
+        """Wakes the threads that wait for a failed one."""
         with self.lock:
             for table in self.tables.values():
                 table.barrier.abort()
 
 
 class ThreadDevice(Across):
-    """One device of a mesh, in a thread of its own."""
+    """One device of a mesh, in its own thread."""
 
     def __init__(self, room: _Room, rank: int) -> None:
         self.room, self.coordinate = room, room.mesh.coordinate(rank)
 
     def group(self, axes: Axes) -> _ThreadPeers:
-        """The threads along these axes."""
+        """Returns the threads along these axes."""
         names, mesh = (axes,) if isinstance(axes, str) else tuple(axes), self.room.mesh
         index, size = 0, 1
         for name in names:
@@ -104,10 +104,10 @@ class ThreadDevice(Across):
 
 
 def on_all_devices(mesh: Mesh, run: Callable[[int, ThreadDevice], Value]) -> Sequence[Value]:
-    """What `run` returns for each rank and device of a mesh, run side by side.
+    """Runs `run` for each rank and device of a mesh concurrently, and returns the results.
 
     Raises:
-        Exception: whatever the first device raised that did not just wait for another.
+        Exception: the error of the first device that failed by itself rather than by waiting.
     """
     room = _Room(mesh)
 

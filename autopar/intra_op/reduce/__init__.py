@@ -1,14 +1,14 @@
-"""Exact reductions: a smaller problem with the same optimum, and the way back.
+"""Exact reductions to a smaller problem with the same optimum, and the way back.
 
-A problem without memory is a partitioned Boolean quadratic problem (PBQP). The eliminations are
-R0, R1 and R2 of Scholz and Eckstein, "Register allocation for irregular architectures" (LCTES
-2002); dominance is dead-end elimination, Goldstein's criterion (Biophysical Journal 66, 1994).
-Computation graphs are close to series-parallel, and most operators have one strategy for each of
-their neighbour's: so the rules leave some hundred nodes of some ten thousand.
+A problem without memory is a partitioned Boolean quadratic problem (PBQP). The eliminations are R0,
+R1 and R2 of Scholz and Eckstein, "Register allocation for irregular architectures" (LCTES 2002);
+dominance is dead-end elimination, Goldstein's criterion (Biophysical Journal 66, 1994). Computation
+graphs are close to series-parallel, and most operators have one strategy for each of their
+neighbour's, so that of ten thousand nodes the rules leave about a hundred.
 
-Each rule stands with a sentence why no optimum is lost: `rules` has those of nodes and edges,
-`dominance` those that compare choices, `memory` those that look at memory; `flat` compresses time.
-All of them are compiled, over the arrays of `store`.
+Each rule explains in a sentence why no optimum is lost. `rules` has those of nodes and edges,
+`dominance` those that compare choices, `memory` those that use memory; `flat` compresses time. All
+are compiled, over the arrays of `store`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Reduction:
-    """A smaller problem, and `expand`: a choice for it to a choice for the original one.
+    """A smaller problem, and `expand`, which maps a choice for it to one for the original.
 
-    A choice for the smaller problem costs what its expansion costs, and it fits in memory if and
-    only if its expansion does (its peak alone may be lower, where memory cannot bind). Nodes that
-    are gone leave behind nodes of a single choice: one for their cost, others for their memory.
-    Where a node stands for several, each further piece of memory is a node that must agree with it.
+    A choice for the smaller problem costs as much as its expansion, and fits in memory if and only
+    if its expansion does (its peak alone may be lower, where memory cannot bind). Eliminated nodes
+    leave behind nodes of a single choice: one for their cost, others for their memory. Where a node
+    stands for several, each further piece of memory is a node that must agree with it.
     """
 
     problem: Problem
@@ -56,8 +56,8 @@ def reduce(problem: Problem) -> Reduction:
     """Applies all reductions until none changes anything; without a limit, memory is ignored.
 
     Raises:
-        InfeasibleError: no choice avoids everything forbidden and fits; the least attainable peak
-            is in the message where memory is the reason.
+        InfeasibleError: every choice is forbidden or does not fit; if memory is the reason, the
+            message has the least attainable peak.
     """
     reduced = run(flatten(problem), problem.name)
     count = reduced.flat.nodes
@@ -69,7 +69,7 @@ def reduce(problem: Problem) -> Reduction:
 
 
 def problem_of(flat: Flat, name: str) -> Problem:
-    """Returns flat arrays as a problem whose times are theirs."""
+    """Returns flat arrays as a problem over the same times."""
     sizes, start, place = np.diff(flat.start).tolist(), flat.start.tolist(), flat.place.tolist()
     labels = [tuple(map(str, range(size))) for size in sizes]
     cost = [tuple(flat.cost[a:b].tolist()) for a, b in pairwise(start)]
@@ -97,7 +97,7 @@ def problem_of(flat: Flat, name: str) -> Problem:
 
 
 def _remains(flat: Flat) -> list[Choices]:
-    """Nodes of one choice for what is paid and, where memory binds, held whatever is chosen."""
+    """Returns single-choice nodes for cost and, where memory binds, for memory held in any case."""
     remains = []
     if flat.total:
         remains.append(Choices("eliminated: cost", ("all",), (flat.total,), (0.0,), (0, 0)))

@@ -1,4 +1,4 @@
-"""How functions are compiled: by numba, cached on disk, without the lock of the interpreter."""
+"""Decorators that compile with numba, cached on disk, without holding the interpreter lock."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_njit: Any = numba.njit  # its annotations leave out the options for wrappers
+_njit: Any = numba.njit  # its annotations lack the options for wrappers
 
 
 def inner(function: Function) -> Function:
-    """Compiles a function that only compiled functions call; without a way in from Python, which
-    takes as long to compile as the function.
+    """Compiles a function that only compiled functions call.
+
+    Omits the entry point from Python, which takes as long to compile as the function.
     """
     options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Function, _njit(cache=True, nogil=True, **options)(function))

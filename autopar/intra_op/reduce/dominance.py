@@ -1,4 +1,4 @@
-"""The reduction that compares the choices of a node, compiled."""
+"""The compiled reduction that compares the choices of a node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.intra_op.reduce.store import (
 
 @inner
 def lighter(s: Store, v: int, r: int, i: int) -> bool:
-    """Whether choice r holds no more bytes than choice i at any binding time."""
+    """Returns whether choice r holds no more bytes than choice i at any binding time."""
     p = s.node[v, PIECES]
     while p != NONE:
         if s.pool[s.piece[p, HELD] + r] > s.pool[s.piece[p, HELD] + i]:
@@ -39,8 +39,9 @@ def lighter(s: Store, v: int, r: int, i: int) -> bool:
 
 @inner
 def least_gain(s: Store, h: int, i: int, r: int, floor: float) -> float:
-    """The least by which choice i's row exceeds choice r's, over what i allows; minus infinity if
-    that is below `floor`.
+    """Returns the least excess of choice i's row over choice r's, among the pairs that i allows.
+
+    Minus infinity if that is below `floor`.
     """
     near, step = strides(s, h)
     at = s.edge[h >> 1, PLACE]
@@ -71,8 +72,9 @@ def cheapest_partners(s: Store, h: int, count: int, best: Ints, at_best: int) ->
 
 @inner
 def gains_at_best(s: Store, v: int, i: int, best: Ints, gains: Floats) -> None:
-    """Writes by how much node v costs more with choice i than with each other one, beside the
-    partners that suit i best: at least what it is beside any.
+    """Writes how much more node v costs with each other choice than with i, with i's best partners.
+
+    These gains are at least those with any other partners.
     """
     start, count = s.node[v, START], s.node[v, SIZE]
     for r in range(count):
@@ -90,8 +92,9 @@ def gains_at_best(s: Store, v: int, i: int, best: Ints, gains: Floats) -> None:
 
 @inner
 def dominates(s: Store, v: int, r: int, i: int, most: float, best: Ints) -> bool:
-    """Whether node v costs no more with choice r than with i, whatever its neighbours choose;
-    `most` is what `gains_at_best` says.
+    """Returns whether choice r of node v costs no more than i, whatever its neighbours choose.
+
+    `most` is the gain of `gains_at_best`.
     """
     start, count = s.node[v, START], s.node[v, SIZE]
     excess, k, h = s.pool[start + i] - s.pool[start + r], 0, s.node[v, FIRST]
@@ -111,10 +114,10 @@ def dominates(s: Store, v: int, r: int, i: int, most: float, best: Ints) -> bool
 
 @inner
 def dominate(s: Store, v: int) -> bool:
-    """Drops choices that are never better than another one that holds no more memory, whatever the
-    neighbours choose: swapping in the other one keeps a solution valid and raises no cost.
+    """Drops choices for which another is never worse and never holds more memory.
 
-    Returns False if no choice is left.
+    Swapping in the other choice keeps a solution valid and raises no cost, whatever the neighbours
+    choose. Returns False if no choice is left.
     """
     count = s.node[v, SIZE]
     keep, best = np.empty(count, np.bool_), np.empty(s.node[v, DEGREE] * count, np.int64)
@@ -138,7 +141,7 @@ def dominate(s: Store, v: int) -> bool:
 
 @entry
 def dominate_stale(s: Store) -> bool:
-    """Looks for dominated choices where something changed. Returns False if no choice is left."""
+    """Drops dominated choices where something changed. Returns False if no choice is left."""
     for v in range(len(s.node)):
         if s.node[v, SIZE] and s.node[v, STALE]:
             s.node[v, STALE] = 0

@@ -17,20 +17,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Flat:
-    """Arrays of a problem; everything forbidden is infinite.
+    """Arrays of a problem; forbidden costs are infinite.
 
     Args:
-        start: where each node's choices begin, (nodes + 1,).
+        start: index of each node's first choice, (nodes + 1,).
         cost: seconds of every choice.
         ends: the two nodes of every edge, (edges, 2).
-        place: where each edge's matrix begins, (edges + 1,).
-        matrix: all matrices, row-major, rows being choices of the first end.
+        place: index of each edge's matrix, (edges + 1,).
+        matrix: all matrices, row-major; rows are choices of the first end.
         span: node, first time and end of each piece of memory, (pieces, 3).
-        held: where each piece's bytes begin, (pieces + 1,).
+        held: index of each piece's bytes, (pieces + 1,).
         nbytes: bytes of every choice in every piece.
-        base: bytes held whatever is chosen, (times,).
+        base: bytes held in any case, (times,).
         limit: bytes; infinite without a limit.
-        total: seconds paid whatever is chosen.
+        total: seconds paid in any case.
     """
 
     start: Ints
@@ -51,14 +51,14 @@ class Flat:
         return len(self.start) - 1
 
     def price(self, choice: Ints) -> float:
-        """Returns seconds of a choice, infinite if something forbidden is taken."""
+        """Returns the seconds of a choice, infinite if it takes something forbidden."""
         paid = math.fsum(self.cost[self.start[:-1] + choice].tolist())
         columns = np.diff(self.start)[self.ends[:, 1]]
         pairs = choice[self.ends[:, 0]] * columns + choice[self.ends[:, 1]]
         return self.total + paid + math.fsum(self.matrix[self.place[:-1] + pairs].tolist())
 
     def holds(self, choice: Ints) -> Floats:
-        """Returns bytes of a choice at each time."""
+        """Returns the bytes of a choice at each time."""
         change = np.zeros(len(self.base) + 1)
         amounts = self.nbytes[self.held[:-1] + choice[self.span[:, 0]]]
         np.add.at(change, self.span[:, 1], amounts)
@@ -76,7 +76,7 @@ class Flat:
         return found
 
     def at(self, times: Ints) -> Flat:
-        """Returns the problem with memory limited at these times only: a relaxation."""
+        """Returns the problem with memory limited only at these times: a relaxation."""
         low = np.searchsorted(times, self.span[:, 1])
         high = np.searchsorted(times, self.span[:, 2])
         kept = np.flatnonzero(low < high)
@@ -91,13 +91,13 @@ class Flat:
         )
 
     def size(self) -> str:
-        """Returns nodes, choices and allowed pairs in words."""
+        """Numbers of nodes, choices and allowed pairs, as text."""
         pairs = int((self.matrix < np.inf).sum())
         return f"{self.nodes} nodes, {len(self.cost)} choices, {pairs} pairs"
 
 
 def flatten(problem: Problem) -> Flat:
-    """Returns a problem's arrays, its times being the critical ones; none without a limit."""
+    """Returns a problem's arrays, with its critical times; no times without a limit."""
     sizes = np.array([len(node.cost) for node in problem.nodes], dtype=np.int64)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
     times = critical_times(problem) if limit < math.inf else np.zeros(0, dtype=np.int64)
@@ -126,21 +126,21 @@ def _joined(parts: Iterable[object]) -> Floats:
 
 
 def offsets(sizes: Iterable[int] | Ints) -> Ints:
-    """Returns where each of several runs of these lengths begins, and where the last ends."""
+    """Returns the start of each of several runs of these lengths, and the end of the last."""
     lengths = np.asarray(sizes if isinstance(sizes, np.ndarray) else list(sizes), dtype=np.int64)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
 
 
 def infinite(cost: Floats) -> Floats:
-    """Returns the costs with everything forbidden infinite."""
+    """Returns the costs with forbidden ones made infinite."""
     return np.where(cost >= FORBIDDEN, np.inf, cost)
 
 
 def critical_times(problem: Problem) -> Ints:
     """Returns the increasing times at which the set of live nodes is maximal, shape (times,).
 
-    Memory that fits at these times fits at all: between two of them nodes only end and then only
-    start, so that the live nodes are a subset of those at the one or the other.
+    Memory that fits at these times fits at all times: between two of them nodes first end and then
+    start, so that the live nodes are a subset of those at one of the two.
     """
     lives = [live for node in problem.nodes for live, _ in node.held if live[0] < live[1]]
     ends = np.unique(np.array([end for _, end in lives], dtype=np.int64))

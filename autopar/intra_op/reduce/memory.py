@@ -1,4 +1,4 @@
-"""Reductions that look at memory, compiled."""
+"""Compiled reductions that use memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.intra_op.reduce.store import (
 
 @inner
 def profile(s: Store, most: bool) -> Floats:
-    """Bytes at each time if every node holds its least, or its most."""
+    """Returns the bytes at each time if every node holds its least, or its most."""
     times = len(s.base) - 1
     held = np.zeros(times + 1)
     for v in range(len(s.node)):
@@ -44,7 +44,7 @@ def profile(s: Store, most: bool) -> Floats:
 
 @inner
 def extreme(s: Store, v: int, p: int, most: bool) -> float:
-    """The least bytes of a piece, or the most."""
+    """Returns the least bytes of a piece, or the most."""
     at = s.piece[p, HELD]
     found = s.pool[at]
     for i in range(at + 1, at + s.node[v, SIZE]):
@@ -55,9 +55,11 @@ def extreme(s: Store, v: int, p: int, most: bool) -> float:
 
 @entry
 def update_memory(s: Store, limit: float) -> float:
-    """Drops choices that do not fit even if all others take their least memory; finds the times at
-    which memory can bind: where all choices fit at their most, no choice matters; narrows pieces to
-    those, and takes constant ones into the base.
+    """Drops choices that cannot fit, and narrows memory to the times at which it can bind.
+
+    A choice cannot fit if it does not even when all other nodes take their least memory. Memory
+    cannot bind at a time if it fits even when all nodes take their most. Constant pieces move into
+    the base.
 
     Returns the least peak if it exceeds the limit, infinity if no choice of some node fits, else 0.
     """
@@ -83,7 +85,7 @@ def update_memory(s: Store, limit: float) -> float:
 
 @inner
 def fitting(s: Store, v: int, limit: float, least: Floats) -> Flags:
-    """Which choices of a node fit if all others take their least memory."""
+    """Returns which choices of a node fit if all others take their least memory."""
     keep = np.empty(s.node[v, SIZE], np.bool_)
     for i in range(len(keep)):
         keep[i] = True
@@ -102,7 +104,7 @@ def fitting(s: Store, v: int, limit: float, least: Floats) -> Flags:
 
 @inner
 def trim(s: Store, v: int, following: Ints) -> None:
-    """Narrows the pieces of a node to binding times; the base takes those that are constant."""
+    """Narrows the pieces of a node to binding times; constant pieces move into the base."""
     p, before, after = s.node[v, PIECES], 0, 0
     s.node[v, PIECES] = NONE
     while p != NONE:

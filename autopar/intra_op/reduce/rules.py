@@ -1,4 +1,4 @@
-"""The reductions, compiled. Each says in a sentence why no optimum is lost."""
+"""The compiled reductions of nodes and edges; each says why no optimum is lost."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ DONE, POOL_FULL, LOG_FULL, EMPTY = range(4)
 
 @inner
 def keep_supported(s: Store, h: int) -> bool:
-    """Drops choices whose every partner at a neighbour is forbidden (arc consistency): they are in
-    no allowed solution. Returns False if none is left.
+    """Drops choices whose every partner at a neighbour is forbidden (arc consistency).
+
+    They are in no allowed solution. Returns False if no choice is left.
     """
     v = s.half[h, OWNER]
     near, step = strides(s, h)
@@ -68,7 +69,7 @@ def keep_supported(s: Store, h: int) -> bool:
 
 @inner
 def fold_separable(s: Store, e: int) -> bool:
-    """Removes an edge whose matrix is x_i + y_j: that is paid just as well at its two nodes."""
+    """Removes an edge whose matrix is x_i + y_j, and adds x and y to its two nodes."""
     a, b = s.half[2 * e, OWNER], s.half[2 * e + 1, OWNER]
     rows, columns, at = s.node[a, SIZE], s.node[b, SIZE], s.edge[e, PLACE]
     least = at
@@ -97,8 +98,9 @@ def fold_separable(s: Store, e: int) -> bool:
 
 @inner
 def only_partners(s: Store, h: int) -> Ints:
-    """For every choice of the half-edge's node the one choice at the far end that is not forbidden;
-    an empty array if some has several.
+    """Returns for every choice of the half-edge's node its only allowed partner at the far end.
+
+    Empty if some choice has several partners.
     """
     near, step = strides(s, h)
     at, other = s.edge[h >> 1, PLACE], s.node[far(s, h), SIZE]
@@ -115,8 +117,9 @@ def only_partners(s: Store, h: int) -> Ints:
 
 @inner
 def contract(s: Store, h: int, only: Ints) -> None:
-    """Merges the node at the far end of h into the near one, every choice of which leaves one
-    choice of it: its costs, matrices and memory then depend on that choice alone.
+    """Merges the node at the far end of h into the near one, whose every choice has one partner.
+
+    The far node's costs, matrices and memory then depend on the near node's choice alone.
     """
     u, v, count = s.half[h, OWNER], far(s, h), len(only)
     near, step = strides(s, h)
@@ -158,7 +161,7 @@ def contract(s: Store, h: int, only: Ints) -> None:
 
 @inner
 def burden(s: Store, v: int) -> int:
-    """Entries that move with node v per choice of the node that it merges into."""
+    """Returns the entries that move with node v per choice of the node that it merges into."""
     entries, h, p = 0, s.node[v, FIRST], s.node[v, PIECES]
     while h != NONE:
         entries += s.node[far(s, h), SIZE]
@@ -171,7 +174,7 @@ def burden(s: Store, v: int) -> int:
 
 @inner
 def lack(s: Store, entries: int, notes: int) -> int:
-    """What cannot take so many more: POOL_FULL, LOG_FULL, or DONE if both can."""
+    """Returns what has no room for so many more: POOL_FULL, LOG_FULL, or DONE if both have."""
     if s.used[POOL] + entries > len(s.pool):
         return POOL_FULL
     return LOG_FULL if s.used[LOG] + notes + 8 > len(s.log) else DONE
@@ -179,7 +182,7 @@ def lack(s: Store, entries: int, notes: int) -> int:
 
 @inner
 def simplify_edge(s: Store, e: int) -> int:
-    """Applies the rules of edges to one. Returns DONE, EMPTY (no choice), or what is full."""
+    """Simplifies one edge. Returns DONE, EMPTY (no choice), or the pool or log that is full."""
     h = 2 * e
     if not (keep_supported(s, h) and keep_supported(s, h + 1)):
         return EMPTY
@@ -203,7 +206,7 @@ def simplify_edge(s: Store, e: int) -> int:
 
 @inner
 def settle_single(s: Store, v: int) -> None:
-    """Removes a node of one choice: what it costs and holds is certain."""
+    """Removes a node with a single choice, whose cost and memory are certain."""
     begin_record(s, v, 0)
     note(s, v, 0)
     s.base[-1] += s.pool[s.node[v, START]]
@@ -223,7 +226,7 @@ def settle_single(s: Store, v: int) -> None:
 
 @inner
 def cheapest(least: Floats, best: Ints, left: float, right: Floats, k: int) -> None:
-    """Enters choice k where left + right is less; without branches, so that it is vectorised."""
+    """Records choice k where left + right is less; branch-free, so that it is vectorised."""
     for j in range(len(least)):
         value = left + right[j]
         less = value < least[j]
@@ -233,8 +236,10 @@ def cheapest(least: Floats, best: Ints, left: float, right: Floats, k: int) -> N
 
 @inner
 def eliminate(s: Store, v: int) -> None:
-    """Eliminates a node of degree 1 or 2 whose memory does not matter (R1, R2): its best choice is
-    a function of its neighbours', and its least cost a cost of the one or a matrix of the two.
+    """Eliminates a node of degree 1 or 2 whose memory does not matter (R1, R2).
+
+    Its best choice is a function of its neighbours', and its least cost becomes a cost of one
+    neighbour or a matrix of two.
     """
     count, g = s.node[v, SIZE], s.node[v, FIRST]
     h = s.half[g, AFTER]
@@ -273,7 +278,7 @@ def eliminate(s: Store, v: int) -> None:
 
 @inner
 def memory_free(s: Store, v: int) -> bool:
-    """Whether the node's choice cannot decide if memory suffices."""
+    """Returns whether the node's choice cannot affect whether memory suffices."""
     p = s.node[v, PIECES]
     while p != NONE:
         if s.binds[s.piece[p, HIGH]] != s.binds[s.piece[p, LOW]]:
@@ -284,7 +289,7 @@ def memory_free(s: Store, v: int) -> bool:
 
 @inner
 def simplify_node(s: Store, v: int) -> int:
-    """Applies the rules of nodes to one. Returns as `simplify_edge`."""
+    """Simplifies one node. Returns as `simplify_edge` does."""
     start, degree = s.node[v, START], s.node[v, DEGREE]
     alone = degree == 0 and memory_free(s, v)  # takes its cheapest choice (R0)
     keep, best = np.empty(s.node[v, SIZE], np.bool_), 0
@@ -313,7 +318,7 @@ def simplify_node(s: Store, v: int) -> int:
 
 @entry
 def settle(s: Store) -> int:
-    """Applies the rules of nodes and edges wherever something changed. Returns as they do."""
+    """Simplifies nodes and edges wherever something changed. Returns as `simplify_edge` does."""
     while True:
         status = DONE
         if s.used[NODE_OUT] < s.used[NODE_IN]:

@@ -1,4 +1,4 @@
-"""Reductions to a fixpoint: from flat arrays to fewer of them, and the way back."""
+"""Applies reductions to a fixpoint on flat arrays, and expands choices back."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from autopar.intra_op.reduce.store import (
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the reductions left, and how to get back.
+    """The reduced problem, and how to expand its choices.
 
     Args:
         flat: the smaller problem.
         nodes: the original index of each of its nodes.
         ident: the original index of each of its choices, among those of its node.
-        log, records: what was eliminated, see `store`.
+        log, records: the eliminations, see `store`.
         count: the number of nodes of the original problem.
     """
 
@@ -65,7 +65,7 @@ class Reduced:
     count: int
 
     def expand(self, choice: Ints) -> Ints:
-        """Returns a choice for every node of the original problem: the best one, given this."""
+        """Returns the best choice for the original problem, given one for the smaller."""
         full = np.full(self.count, NONE, dtype=np.int64)
         full[self.nodes] = self.ident[self.flat.start[:-1] + choice]
         _replay(self.log, self.records, full)
@@ -76,7 +76,7 @@ def run(flat: Flat, name: str) -> Reduced:
     """Applies all reductions until none changes anything.
 
     Raises:
-        InfeasibleError: no choice avoids everything forbidden and fits.
+        InfeasibleError: every choice is forbidden or does not fit.
     """
     store = _store(flat)
     while True:
@@ -101,7 +101,7 @@ def _nothing_left(name: str) -> InfeasibleError:
     return InfeasibleError(
         "every choice of a node is forbidden",
         where=f"problem {name!r}",
-        why="each has a forbidden cost, or only forbidden pairs, or needs too much memory",
+        why="each has a forbidden cost, or only forbidden pairs, or exceeds memory",
         todo="allow more layouts, or more memory",
     )
 
@@ -142,9 +142,7 @@ def _store(flat: Flat) -> Store:
 
 @entry
 def _enter(s: Store, ends: Ints, owners: Ints) -> None:
-    """Links edges and pieces to their nodes. Parallel edges are merged: both are paid for the same
-    pair of choices.
-    """
+    """Links edges and pieces to their nodes, merging parallel edges by adding their matrices."""
     for e in range(len(ends)):
         a, b = ends[e, 0], ends[e, 1]
         if between(s, a, b) == NONE:
@@ -207,7 +205,7 @@ def _gathered(s: Store, flat: Flat) -> Reduced:
 
 
 def _runs(pool: Floats | Ints, begins: Ints, lengths: Ints) -> Any:
-    """Returns the entries of several runs of the pool, one after the other."""
+    """Returns the entries of several runs of the pool, concatenated."""
     index = np.repeat(begins - offsets(lengths)[:-1], lengths) + np.arange(lengths.sum())
     return pool[index]
 

@@ -1,11 +1,11 @@
-"""The problem while it is reduced: pools, linked lists, and the moves that rules are made of.
+"""The problem while it is reduced: pools, linked lists, and the operations that rules use.
 
 Everything is flat arrays in one tuple, so that compiled functions can share it; few arrays, since
-each costs compile time at every call. `pool` holds costs (a node's at START), matrices (an edge's
-at PLACE, row-major, rows being choices of its first end) and bytes (a piece's at HELD); `log` holds
-the original index of each choice (at START too) and then what was eliminated. An edge has two
-half-edges, 2 e at its first end and 2 e + 1 at its second, in a doubly linked list per node. A
-node's memory is a linked list of pieces: bytes of each choice, held at the times LOW .. HIGH.
+each adds compile time to every call. `pool` holds costs (a node's at START), matrices (an edge's at
+PLACE, row-major; rows are choices of its first end) and bytes (a piece's at HELD). `log` holds the
+original index of each choice (also at START) and then the eliminations. An edge has two half-edges,
+2 e at its first end and 2 e + 1 at its second, in a doubly linked list per node. A node's memory is
+a linked list of pieces: bytes of each choice, held at the times LOW .. HIGH.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POOL, LOG, RECORDS, NODE_IN, NODE_OUT, EDGE_IN, EDGE_OUT = range(7)
 
 
 class Store(NamedTuple):
-    """Arrays of the problem at work; see the module."""
+    """Arrays of a problem under reduction; see the module."""
 
     node: NDArray[np.int64]
     half: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Store(NamedTuple):
     piece: NDArray[np.int64]
     pool: NDArray[np.float64]
     log: NDArray[np.int64]
-    base: NDArray[np.float64]  # bytes held whatever is chosen, per time; the last is a cost
+    base: NDArray[np.float64]  # bytes held in any case, per time; the last is a cost
     binds: NDArray[np.int64]  # number of binding times before each time
     used: NDArray[np.int64]
 
@@ -67,13 +67,13 @@ def touch_edge(s: Store, e: int) -> None:
 
 @inner
 def far(s: Store, h: int) -> int:
-    """The node at the other end of a half-edge."""
+    """Returns the node at the other end of a half-edge."""
     return int(s.half[h ^ 1, OWNER])
 
 
 @inner
 def strides(s: Store, h: int) -> tuple[int, int]:
-    """Steps in the matrix to the next choice of the near end, and of the far end."""
+    """Returns the strides in the matrix to the next choice of the near end, and of the far end."""
     columns = s.node[s.half[h | 1, OWNER], SIZE]
     if h & 1:
         return 1, columns
@@ -82,7 +82,7 @@ def strides(s: Store, h: int) -> tuple[int, int]:
 
 @inner
 def link(s: Store, v: int, h: int) -> None:
-    """Enters a half-edge into the list of a node."""
+    """Adds a half-edge to the list of a node."""
     first = s.node[v, FIRST]
     s.half[h, OWNER] = v
     s.half[h, BEFORE] = NONE
@@ -111,7 +111,7 @@ def cut(s: Store, e: int) -> None:
 
 @inner
 def between(s: Store, a: int, b: int) -> int:
-    """The half-edge at a of the edge between two nodes, or NONE."""
+    """Returns the half-edge at a of the edge between two nodes, or NONE."""
     swap = s.node[a, DEGREE] > s.node[b, DEGREE]
     near, sought = (b, a) if swap else (a, b)
     h = s.node[near, FIRST]
@@ -122,7 +122,7 @@ def between(s: Store, a: int, b: int) -> int:
 
 @inner
 def attach(s: Store, a: int, b: int, e: int, values: Floats) -> None:
-    """Makes the edge e, which has been cut, one from a to b, or adds it to the one that is there.
+    """Reattaches the removed edge e between a and b, or adds it to the existing edge.
 
     `values` is its matrix, shape (choices of a, of b). The pool must have room for it.
     """
@@ -149,7 +149,7 @@ def attach(s: Store, a: int, b: int, e: int, values: Floats) -> None:
 
 @inner
 def compress(pool: Any, at: int, keep: Flags) -> None:
-    """Moves the entries to keep together."""
+    """Moves the kept entries together."""
     to = at
     for i in range(len(keep)):
         if keep[i]:
@@ -190,7 +190,7 @@ def restrict(s: Store, v: int, keep: Flags) -> bool:
 
 @inner
 def hold(s: Store, v: int, p: int) -> None:
-    """Takes a piece that belongs to no node to v, or into the base if it is constant."""
+    """Gives a free piece to node v, or to the base if it is constant."""
     low, high, at = s.piece[p, LOW], s.piece[p, HIGH], s.piece[p, HELD]
     if s.binds[high] == s.binds[low]:
         return
@@ -222,7 +222,7 @@ def note(s: Store, v: int, i: int) -> None:
 
 @inner
 def begin_record(s: Store, v: int, neighbours: int) -> None:
-    """Begins the record of a node's removal: followed by its neighbours' choices, and its own."""
+    """Begins the record of a node's removal; its neighbours' choices follow, then its own."""
     s.node[s.used[RECORDS], RECORD] = s.used[LOG]
     s.used[RECORDS] += 1
     s.log[s.used[LOG]] = v

@@ -1,4 +1,4 @@
-"""The rules, one family a file; a file's `RULES` is a tuple of values, found by folder."""
+"""The rules, one file per family; each file's `RULES` tuple is discovered by folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.intra_op.rule import OpRule, collect
 
 
 def rules() -> dict[str, OpRule]:
-    """All rules by operator name.
+    """Returns all rules by operator name.
 
     Raises:
         RuleError: two files have a rule for one operator.
@@ -18,7 +18,7 @@ def rules() -> dict[str, OpRule]:
 
 
 def families() -> dict[str, tuple[OpRule, ...]]:
-    """The rules of each file, by its name."""
+    """Returns the rules of each file, by its name."""
     modules = {m.name: importlib.import_module(f"{__name__}.{m.name}") for m in _modules()}
     return {name: tuple(module.RULES) for name, module in modules.items()}
 

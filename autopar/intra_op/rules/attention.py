@@ -1,7 +1,7 @@
-"""Attention: batch, heads and queries split; keys and the width of a head stay whole.
+"""Attention: batch, heads and queries can be split; keys and the width of a head stay whole.
 
-The width of the values could be split as well, but every device would then compute all of q k^T,
-and kernels for heads whose keys and values differ in width are slow or missing.
+The width of the values could be split too, but every device would then compute all of q k^T, and
+kernels for heads whose keys and values differ in width are slow or missing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from autopar.ir.tensor import TensorType
 
 
 def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Query heads run over (g r): g groups, one for each key head, of r query heads.
+    """Returns the rule; query heads run over (g r): g key heads, each with r query heads.
 
-    Which keys a query sees depends on its position under a causal mask, and the random numbers of
-    dropout on its row, so there the queries stay whole.
+    Queries stay whole under a causal mask, which depends on their position, and under dropout,
+    whose random numbers depend on their row.
     """
     positional = argument(node, 5, "is_causal") is True or argument(node, 4, "dropout_p", 0.0) != 0
     s = "s!" if positional else "s"
@@ -33,7 +33,7 @@ def _attention(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _flops(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Two products, q k^T and its weights times v; a causal mask leaves out half of each."""
+    """Returns the FLOPs of q k^T and of the weights times v; a causal mask halves both."""
     query, key, value = (tensor.shape for tensor in types[:3])
     passes = 1 if argument(node, 5, "is_causal") is True else 2
     return f"{passes * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])}"

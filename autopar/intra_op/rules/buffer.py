@@ -1,4 +1,4 @@
-"""Writing into buffers: whole, so that every device holds the same buffer afterwards."""
+"""Writes into buffers, whole on every device so that all devices hold the same buffer."""
 
 from __future__ import annotations
 

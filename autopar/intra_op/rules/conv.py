@@ -1,5 +1,8 @@
-"""Convolutions, pooling and resampling: samples and channels split; so does space, where a part of
-the output needs a part of the input and borders of its neighbours (see `operators/window.py`)."""
+"""Convolutions, pooling and resampling.
+
+Samples and channels can be split. Space can be split where a part of the output needs only a part
+of the input and its neighbours' borders (see `operators/window.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from autopar.operators.window import halos
 
 
 def _sliding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
-    """The dimensions of space of the input and of the output of a sliding window."""
+    """Returns the spatial dimensions of the input and the output of a sliding window."""
     found = halos(node, types)
     first = len(types[0].shape) - space
     into, out = [], []
@@ -33,10 +36,10 @@ def _names(prefix: str, rank: int) -> str:
 
 
 def _conv(space: int, groups: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """A convolution over `space` dimensions whose argument number `groups` counts the groups."""
+    """Returns the rule of a convolution over `space` dimensions; `groups` is an argument index."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
-        """Channels of a grouped convolution stay whole: the local count would be another."""
+        """Keeps channels of a grouped convolution whole, as the local count would differ."""
         kernel, weight = _names("k", space), "co ci"
         if "transpose" in node.op:
             weight = "ci co"
@@ -51,7 +54,7 @@ def _conv(space: int, groups: int) -> Callable[[Node, tuple[TensorType, ...]], s
 
 
 def _unfolding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
-    """The dimensions of space of a transposed convolution; they split where windows do not meet."""
+    """Returns the spatial dimensions of a transposed convolution, split if windows are apart."""
     kernel = types[1].shape[-space:]
     into, out = [], []
     for i in range(space):
@@ -65,7 +68,7 @@ def _unfolding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[s
 
 
 def _pool(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """Pooling, each channel by itself."""
+    """Returns the rule of pooling, which treats each channel by itself."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         into, out = _sliding(node, types, space)
@@ -75,7 +78,7 @@ def _pool(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
 
 
 def _conv_flops(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Every element of the weight meets every pixel: of the result, or transposed, of the input."""
+    """Counts every weight once per pixel: of the result or, if transposed, of the input."""
     transposed = "transpose" in node.op
     pixels = (types[0] if transposed else node.type).numel
     channels = types[1].shape[0]
@@ -83,7 +86,7 @@ def _conv_flops(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _trailing(space: int) -> str:
-    """Up to two operands and two results, alike but for the last `space` dimensions."""
+    """Returns a rule for two operands and results, alike except in `space` last dimensions."""
     into, out = (", ".join([f"... {_names(prefix, space)}"] * 2) for prefix in "ir")
     return f"{into} -> {out}"
 
@@ -165,7 +168,7 @@ _SPATIAL = {
 
 
 def _nearest(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """Every pixel repeated, if by a whole number of times that is given as such."""
+    """Returns a rule for repeating every pixel an integral number of times."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         given = argument(node, 2, "scale_factors")
@@ -193,7 +196,7 @@ def _shuffled(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _windows(node: Node, types: tuple[TensorType, ...]) -> str:
-    """What a window holds comes after its channel; of a single channel it is one row, and whole."""
+    """Orders a window's elements after its channel; a single channel is one row and stays whole."""
     image, columns = "... c h! w!", "... (c k) l!"
     outward = node.op == "aten.im2col"
     if (types[0] if outward else node.type).shape[-3] == 1:
@@ -202,7 +205,7 @@ def _windows(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _pixels(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Channels to pixels, or back. In a row of one channel the outermost factor would be p."""
+    """Maps channels to pixels, or back; with one channel the outermost factor would be p."""
     packed, spread = "... (c p q) h w", "... c (h p) (w q)"
     outward = node.op == "aten.pixel_shuffle"
     many, few = (types[0], node.type) if outward else (node.type, types[0])
@@ -212,7 +215,7 @@ def _pixels(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _fractional(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """Each channel of each sample has random numbers of its own, drawn beforehand."""
+    """Gives each channel of each sample random numbers of its own, drawn beforehand."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         if len(types[0].shape) != space + 2:
@@ -224,7 +227,7 @@ def _fractional(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
 
 
 def _grid(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Every point of the grid may look at any place of its image."""
+    """Keeps images whole, since every grid point may read anywhere in its image."""
     space = len(types[0].shape) - 2
     into, out = _names("i", space), " ".join(f"o{i}" for i in range(space))
     return f"b c {into}, b {out} k! -> b c {out}"

@@ -1,4 +1,4 @@
-"""Tensors made out of nothing: a constant fill splits anywhere, a count stays whole."""
+"""Tensor creation: a constant fill can be split anywhere, a count stays whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.ir.tensor import TensorType
 
 
 def _filled(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Of the operand, where there is one, only dtype and device are read."""
+    """Ignores the values of the operand, if any; only its dtype and device are read."""
     like = ", ".join(" ".join(f"t{i}!" for i in range(len(t.shape))) for t in types)
     return f"{like} -> {' '.join(letters(len(node.type.shape)))}"
 

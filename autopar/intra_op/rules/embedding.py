@@ -1,5 +1,7 @@
-"""Look-ups: split by what is looked up, by what is beside it, or by what is searched, where every
-device looks up what it has and the results add up."""
+"""Look-ups, split by index, by the other dimensions, or by the rows of the table.
+
+If rows are split, every device looks up the rows it has and the results add up.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from autopar.ir.tensor import TensorType
 def _index(node: Node, types: tuple[TensorType, ...]) -> str:
     """x[i, :, j]: the index tensors broadcast against one another.
 
-    Their common dimensions stand in the place of the first indexed one, or in front where the
-    indexed ones are not neighbours (NumPy, "Combining advanced and basic indexing").
+    Their common dimensions take the place of the first indexed one, or come first where the indexed
+    ones are not adjacent (NumPy, "Combining advanced and basic indexing").
     """
     indices = node.args[1]
     assert isinstance(indices, tuple)
@@ -30,7 +32,7 @@ def _index(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Gradients that are scaled by how often a row is read must see all of the reads."""
+    """Keeps the indices whole if gradients are scaled by how often a row is read."""
     if argument(node, 3, "scale_grad_by_freq", False) is not True:
         return "v h, ... -> ... h"
     reads = " ".join(f"{name}!" for name in letters(len(types[1].shape)))
@@ -38,10 +40,10 @@ def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _gather(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Beside `dim` an index only reaches its own position, or fewer than there are."""
+    """Splits dimensions other than `dim`, where an index reads only its own position."""
     into, index = types[0].shape, types[1].shape
     if len(into) != len(index) or not into:
-        return all_whole(node, types)  # a number counts as one element, an empty index as any shape
+        return all_whole(node, types)  # a scalar counts as one element, an empty index as any shape
     (dim,) = dimensions(argument(node, 1, "dim"), len(index))
     left, right = [], []
     for i, name in enumerate(letters(len(index))):
@@ -68,7 +70,7 @@ RULES = (
     *(
         rule(
             f"aten.embedding_bag{overload}",
-            all_whole,  # bags of one size, which split, are written as look-ups and sums
+            all_whole,  # bags of one size are rewritten as look-ups and sums, which split
             examples=tuple(f"{_BAGS}, False, {mode}{tail}" for mode in range(3)),
         )
         for overload, tail in (("", ""), (".padding_idx", ", False, None, False, None"))

@@ -12,7 +12,7 @@ Types = tuple[TensorType, ...]
 
 
 def _over(position: int, default: Arg) -> Callable[[Node, Types], str]:
-    """Over the dimensions named by argument number `position`; None stands for all."""
+    """Returns the rule of a transform of the dimensions in argument `position`; None means all."""
 
     def spec(node: Node, types: Types) -> str:
         dims = argument(node, position, "dim", default)

@@ -1,7 +1,7 @@
-"""The kernels that stand for several operators of a model (see `autopar/ir/fusion/`).
+"""Fused kernels that replace several operators of a model (see `autopar/ir/fusion/`).
 
-Factors and FLOPs are those that the kernels' own files tell; they are written again here because
-reading them there would import Triton wherever rules are.
+Factors and FLOPs repeat those in the kernels' own files; importing those here would import Triton
+wherever rules are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RULES = (
         examples=(f"f64[2, 3, 2, 8], {_ANGLES}",),
     ),
     rule(
-        # Rows may stand in several dimensions here; the kernel sees them in one.
+        # Here rows may span several dimensions; the kernel sees them flattened.
         f"{PREFIX}linear_cross_entropy",
         "... k!, v~ k!, ... ->",
         flops="6 ... v k",

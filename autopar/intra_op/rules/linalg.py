@@ -1,4 +1,4 @@
-"""Linear algebra: the leading dimensions are a batch and split, a matrix stays whole."""
+"""Linear algebra: leading dimensions are a batch and can be split; matrices stay whole."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Types = tuple[TensorType, ...]
 
 
 def _matrices(*cores: int) -> Callable[[Node, Types], str]:
-    """Each operand ends in as many whole dimensions as `cores` says, or the last of them.
+    """Returns a rule whose operands end in as many whole dimensions as `cores` says.
 
-    Each result begins with the batch.
+    The last of `cores` holds for further operands. Each result begins with the batch.
     """
 
     def spec(node: Node, types: Types) -> str:
@@ -36,10 +36,13 @@ def _matrices(*cores: int) -> Callable[[Node, Types], str]:
 def _along(
     position: int, mark: str, *, gone: bool, default: int = -1
 ) -> Callable[[Node, Types], str]:
-    """Two operands that meet along one dimension, and are broadcast beside it.
+    """Returns a rule for two operands that meet along one dimension and broadcast otherwise.
 
-    `mark`: "!" if that dimension stays whole; `gone`: whether the result has it no more; `default`:
-    the dimension of a call that names none.
+    Args:
+        position: index of the argument that names the dimension.
+        mark: "!" if that dimension stays whole.
+        gone: whether the result lacks it.
+        default: the dimension of a call that names none.
     """
 
     def spec(node: Node, types: Types) -> str:
@@ -75,7 +78,7 @@ _MATRICES = {
     "linalg_lu": _SQUARE,
     "trace": "f64[6, 6]",
 }
-# What a random matrix is not: symmetric, positive. Or what is not unique: vectors up to a sign.
+# Inputs that random matrices do not satisfy (symmetric, positive), or results that are not unique.
 _NO_GRADIENT = {
     "linalg_svd": f"const {_SQUARE}",
     "linalg_eigh": f"const {_SQUARE}",
@@ -94,7 +97,7 @@ _REFLECTORS = {
     "linalg_householder_product": "f64[6, 2, 2], f64[6, 2]",
     "ormqr": "f64[6, 2, 2], f64[6, 2], f64[6, 2, 2]",
 }
-# What a matrix is applied to, or its inverse.
+# Operands that a matrix, or its inverse, is applied to.
 _RIGHT_SIDES = {
     "linalg_solve": ((1,),),
     "linalg_solve_triangular": ((1,),),

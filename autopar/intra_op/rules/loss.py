@@ -1,7 +1,7 @@
-"""Losses: a sum over a split batch is a partial sum; classes may be split where they are labels.
+"""Losses: a sum over a split batch is a partial sum; classes can be split if targets are labels.
 
-A mean over a part is not a part of the mean, so a loss reduced to a mean stays whole (the passes
-write such a loss as a sum and a division by the global count).
+A mean over a part is not a part of the mean, so a loss with mean reduction stays whole; the passes
+rewrite such a loss as a sum and a division by the global count.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _multi_margin(node: Node, types: tuple[TensorType, ...]) -> str:
 def _by_class(node: Node, types: tuple[TensorType, ...]) -> str:
     """Scores (class), (batch, class) or (batch, class, ...); targets are classes or weights.
 
-    Every device reads the scores that it has of the labels. The cross entropy also needs the sum of
-    all scores' exponentials, which it asks the others for.
+    Every device reads the scores of the labels that it has. Cross entropy also needs the sum of all
+    scores' exponentials, which devices exchange.
     """
     reduction = argument(node, 3, "reduction", MEAN)
     if reduction == MEAN:
@@ -45,7 +45,7 @@ def _by_class(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _elementwise(position: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
-    """A loss of each element, whose argument number `position` is the reduction."""
+    """Returns the rule of an elementwise loss; argument `position` is the reduction."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         reduction = argument(node, position, "reduction", MEAN)

@@ -1,4 +1,4 @@
-"""Matrix products: the contracted factor gives a partial sum."""
+"""Matrix products: a split contracted factor gives a partial sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _matmul(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _linear(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Also with a weight that is a vector, and with a bias that broadcasts otherwise than a row."""
+    """Also handles a vector as weight, and a bias that does not broadcast like a row."""
     x, weight, *bias = types
     if len(weight.shape) == 2 and all(added.shape == weight.shape[:1] for added in bias):
         return "... k, n k, +n -> ... n"
@@ -50,7 +50,7 @@ def _addr(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _inner(node: Node, types: tuple[TensorType, ...]) -> str:
-    """The last dimensions meet."""
+    """Contracts the last dimensions."""
     if not all(tensor.shape for tensor in types):
         return "..., ... -> ..."
     left, right = (
@@ -70,9 +70,9 @@ def _tensordot(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _einsum(node: Node, types: tuple[TensorType, ...]) -> str:
-    """The equation is the rule, where every index is a letter that stands once in each operand.
+    """Uses the equation as the rule, if every index is a letter that occurs once in each operand.
 
-    Without an arrow the result has the letters that stand once in all, in their order.
+    Without an arrow the result has the letters that occur once in total, in alphabetical order.
     """
     equation = str(argument(node, 0, "equation")).replace(" ", "")
     inputs, arrow, right = equation.partition("->")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: split by tokens, by experts, or inside every expert."""
+"""Mixtures of experts: split by tokens, by experts, or within every expert."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from autopar.intra_op.rule import rule
 
 _EXPERTS = "f64[4, 6, 3], f64[4, 6, 3], f64[4, 3, 6]"
 RULES = (
-    # Every token may go to any expert: a device that has a part of the experts, or of each of
-    # them, has a part of every token's sum.
+    # Any token may use any expert: a device with some experts, or a part of each, computes a part
+    # of every token's sum.
     rule(
         "autopar.mixture",
         "e f d!, e f d!, e d! f, ... d!, ... k!, ... k! -> ... d!",
@@ -17,7 +17,7 @@ RULES = (
             f"{_EXPERTS}, f64[4, 2, 3], i64[4, 2, 2]<3, f64[4, 2, 2], 'gelu'",
         ),
     ),
-    # Rows come sorted by expert, so rows and experts meet on every device.
+    # Rows are sorted by expert, so all rows and experts must be on every device.
     rule(
         "aten._grouped_mm",
         "s! k, e! k n, e! -> s! n",

@@ -1,4 +1,4 @@
-"""Normalisations: what the statistics run over stays whole."""
+"""Normalisations: dimensions of the statistics stay whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.ir.tensor import TensorType
 
 
 def _over_trailing(node: Node, types: tuple[TensorType, ...]) -> str:
-    """`normalized_shape` trailing dimensions are whole; mean and deviation may be given back."""
+    """Keeps `normalized_shape` trailing dimensions whole; mean and deviation may be results."""
     shape = argument(node, 1, "normalized_shape")
     count = len(shape) if isinstance(shape, tuple) else 1
     tail = " ".join(f"n{i}!" for i in range(count))
@@ -25,7 +25,7 @@ def _over_trailing(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
-    """softmax and log_softmax, which exchange a maximum and a sum."""
+    """Returns the rule of softmax and log_softmax, whose devices exchange a maximum and a sum."""
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dim"), len(names))
     term = " ".join(f"{n}~" if i == dim else n for i, n in enumerate(names))
@@ -33,8 +33,11 @@ def _over_one(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Whole in training: its statistics are those of the whole batch, and it writes into the
-    running ones, which every device holds."""
+    """Keeps everything whole in training.
+
+    The statistics are those of the whole batch, and the running statistics, which every device
+    holds, are written.
+    """
     rank = len(types[0].shape)
     if rank < 2:
         return all_whole(node, types)
@@ -47,13 +50,13 @@ def _batch_norm(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _group_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Channels stay whole: a device's number of groups would be another."""
+    """Keeps channels whole, as the local number of groups would differ."""
     space = " ".join(f"s{i}!" for i in range(len(types[0].shape) - 2))
     return f"b c! {space}, c, c -> b c {space}"
 
 
 def _instance_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Each channel of each sample by itself; running statistics are written, so all is whole."""
+    """Splits samples and channels; all is whole with running statistics, which are written."""
     tracked = isinstance(argument(node, 3, "running_mean"), Ref)
     b, c = ("b!", "c!") if tracked and argument(node, 5, "use_input_stats") is True else ("b", "c")
     space = " ".join(f"s{i}!" for i in range(len(types[0].shape) - 2))
@@ -61,7 +64,7 @@ def _instance_norm(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _weight_norm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """w = g v / |v|, the norm over all dimensions but one, which g has."""
+    """w = g v / |v|, the norm taken over all dimensions but one, which g has."""
     (dim,) = dimensions(argument(node, 2, "dim", 0), len(types[0].shape))
     names = [n if i == dim else f"{n}!" for i, n in enumerate(letters(len(types[0].shape)))]
     return f"{' '.join(names)}, {broadcast(names, types[1])} -> {' '.join(names)}"

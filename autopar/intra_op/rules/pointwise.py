@@ -1,4 +1,4 @@
-"""Elementwise operators: every dimension splits, operands broadcast."""
+"""Elementwise operators: every dimension can be split; operands broadcast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.ir.tensor import TensorType
 
 
 def _both(node: Node) -> bool:
-    """Sums: linear in both tensors together; x + 1 is not, the 1 would count twice."""
+    """Sums: linear in both tensors together; x + 1 is not, since the 1 would count twice."""
     return len(node.inputs) == 2
 
 
@@ -30,13 +30,13 @@ def _each(node: Node) -> Groups:
 
 
 def _cast(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Of a second operand only the dtype is read."""
+    """Reads only the dtype of a second operand."""
     like = [", " + " ".join(f"t{i}!" for i in range(len(t.shape))) for t in types[1:]]
     return f"...{''.join(like)} -> ..."
 
 
 def _glu(node: Node, types: tuple[TensorType, ...]) -> str:
-    """One half of a dimension gates the other."""
+    """One half of a dimension gates the other half."""
     return whole_along(node, types, dimensions(argument(node, 1, "dim", -1), len(types[0].shape)))
 
 
@@ -177,7 +177,7 @@ RULES = (
     *_families(),
     *(rule(f"aten.{op}", _cast, examples=(example,)) for op, example in _CASTS.items()),
     rule("aten.frexp.Tensor", "... -> ..., ...", examples=(f"const {_REAL}",)),
-    # A value beside a condition that is one truth value, whole everywhere.
+    # A value beside a condition, which is one boolean, whole everywhere.
     rule(
         "autopar.assume",
         _SPEC,

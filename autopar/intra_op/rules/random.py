@@ -1,6 +1,6 @@
-"""Random numbers: whole, drawn alike on every device, as in the run on one device.
+"""Random numbers: whole, drawn identically on every device, as in a run on one device.
 
-Dropout and attention that drops are no such operators: their masks are dealt out.
+Dropout and attention with dropout are not here: their masks are split.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DRAWS: dict[str, str] = {
     "normal.Tensor_float": f"{_X}, 1.0",
     "normal.float_Tensor": f"0.0, {_P}",
     "normal.Tensor_Tensor": f"{_X}, {_P}",
-    # What writes into an empty tensor draws what the functional twin draws.
+    # An in-place draw into an empty tensor uses the same numbers as its functional counterpart.
     "normal_functional": f"{_C}, 0.0, 1.0",
     "uniform": f"{_X}, 0.0, 1.0",
     "exponential": _X,

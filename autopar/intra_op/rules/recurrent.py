@@ -1,4 +1,4 @@
-"""Recurrent layers: the batch splits; a step needs the whole state and all weights."""
+"""Recurrent layers: the batch can be split; a step needs the whole state and all weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Types = tuple[TensorType, ...]
 
 
 def _layers(states: int) -> Callable[[Node, Types], str]:
-    """A stack of layers over a sequence with `states` states a layer.
+    """Returns the rule of a stack of recurrent layers with `states` states per layer.
 
-    Args of the operator: input, states, weights, has_biases, layers, dropout, train, bidirectional,
-    batch_first. Dropout draws its numbers for the whole batch.
+    Arguments of the operator: input, states, weights, has_biases, layers, dropout, train,
+    bidirectional, batch_first. Dropout draws its numbers for the whole batch.
     """
 
     def spec(node: Node, types: Types) -> str:
@@ -34,7 +34,7 @@ def _layers(states: int) -> Callable[[Node, Types], str]:
 
 
 def _flops(states: int) -> Callable[[Node, Types], str]:
-    """Every weight meets every element of the sequence."""
+    """Counts every weight once per element of the sequence."""
 
     def flops(node: Node, types: Types) -> str:
         steps = types[0].numel // types[0].shape[-1]

@@ -1,5 +1,7 @@
-"""Reductions: a sum over a split dimension is a partial sum; the largest and the smallest are
-exchanged; all others run over whole dimensions."""
+"""Reductions: a sum over a split dimension is a partial sum; devices exchange maxima and minima.
+
+All other reductions keep the reduced dimensions whole.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _Spec = Callable[[Node, tuple[TensorType, ...]], str]
 
 
 def _over(position: int, mark: str, default: int | None = None) -> _Spec:
-    """Over the dimensions named by argument number `position`, else `default`, else all."""
+    """Returns a rule over the dimensions in argument `position`, else `default`, else all."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         names = letters(len(types[0].shape))
@@ -27,7 +29,7 @@ def _over(position: int, mark: str, default: int | None = None) -> _Spec:
 
 
 def _compared(position: int) -> _Spec:
-    """As `_over`; an index into the whole of a tensor names no dimension."""
+    """Like `_over`; an index into the flattened tensor names no dimension."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         flat = node.op in ("aten.argmax", "aten.argmin") and argument(node, position, "dim") is None
@@ -37,7 +39,7 @@ def _compared(position: int) -> _Spec:
 
 
 def _along(position: int) -> _Spec:
-    """Cumulative sums, sorting: the dimension is kept, and whole."""
+    """Returns the rule of cumulative sums and sorting, which keep the dimension whole."""
 
     def spec(node: Node, types: tuple[TensorType, ...]) -> str:
         dim = argument(node, position, "dim", -1)
@@ -50,7 +52,7 @@ _X = "f64[4, 6, 8]"
 _DIMS = (f"{_X}, (1,)", f"{_X}, (0, -1), True")
 _DIM = (f"{_X}, 1", f"{_X}, -1, True")
 _ALL = (_X,)
-# Operator -> (position of its dimensions, examples); along those, devices compare what they found.
+# Operator -> (position of its dimensions, examples); devices compare their results along those.
 _COMPARED: dict[str, tuple[int, tuple[str, ...]]] = {
     "amax": (1, _DIMS),
     "amin": (1, (*_DIMS, "i64[4, 6], (1,)")),
@@ -62,7 +64,7 @@ _COMPARED: dict[str, tuple[int, tuple[str, ...]]] = {
     "max": (1, _ALL),
     "min": (1, _ALL),
 }
-# The same; what they run over stays whole.
+# The same, for operators that keep the reduced dimensions whole.
 _WHOLE: dict[str, tuple[int, tuple[str, ...]]] = {
     "mean.dim": (1, _DIMS),
     "any.dim": (1, ("bool[4, 6], 1",)),
@@ -97,7 +99,7 @@ _ALONG: dict[str, tuple[int, tuple[str, ...]]] = {
     "argsort": (1, (f"{_X}, 1",)),
     "topk": (2, (f"{_X}, 2, 1", f"{_X}, 2")),
 }
-# These run over the last dimension unless told otherwise.
+# These reduce the last dimension by default.
 _LAST: dict[str, tuple[int, tuple[str, ...]]] = {
     "mode": (1, ("f64[4, 6]", f"{_X}, 1, True")),
     "kthvalue": (2, (f"{_X}, 2", f"{_X}, 2, 1, True")),
@@ -106,14 +108,14 @@ _TOTAL = ("mean", "any", "all", "var", "std", "median", "nanmedian", "norm.Scala
 
 
 def _renorm(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Each slice along `dim` has its norm bounded."""
+    """Keeps whole all dimensions but `dim`, whose slices have their norm bounded."""
     rank = len(types[0].shape)
     kept = dimensions(argument(node, 2, "dim"), rank)
     return whole_along(node, types, tuple(i for i in range(rank) if i not in kept))
 
 
 def _histogram(node: Node, types: tuple[TensorType, ...]) -> str:
-    """Counts of parts add up, if the bounds are given and not those of the data."""
+    """Counts of parts add up, if the bounds are given rather than taken from the data."""
     low, high = (argument(node, i, name, 0) for i, name in ((2, "min"), (3, "max")))
     return (
         f"{'...' if low != high else ' '.join(f'd{i}!' for i in range(len(types[0].shape)))} -> k!"
@@ -121,9 +123,9 @@ def _histogram(node: Node, types: tuple[TensorType, ...]) -> str:
 
 
 def _search(node: Node, types: tuple[TensorType, ...]) -> str:
-    """searchsorted: rows of values in rows of sorted numbers, or anything in one row.
+    """searchsorted: rows of values in rows of sorted numbers, or any values in one row.
 
-    Where another operand says how to sort the numbers, it is as long as they are.
+    A sorter operand is as long as the numbers.
     """
     if len(types[0].shape) == 1:
         return "k!, ..., k! -> ..."

@@ -1,4 +1,4 @@
-"""Writes by index, as new values: what an index may reach stays whole, what is beside it splits."""
+"""Writes by index, as new values: indexed dimensions stay whole, the others can be split."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Types = tuple[TensorType, ...]
 
 
 def _scatter(node: Node, types: Types) -> str:
-    """Beside `dim` an element only reaches its own position, or fewer than there are.
+    """Splits dimensions other than `dim`, where an element reaches only its own position.
 
-    What is added along `dim` may be added in parts. Of the source no more is read than indices say.
+    Sums along `dim` may be added in parts. Only the indexed part of the source is read.
     """
     rank, added = len(types[0].shape), node.op == "aten.scatter_add"
     if not all(tensor.shape for tensor in types):
-        return all_whole(node, types)  # a number counts as one element
+        return all_whole(node, types)  # a scalar counts as one element
     (dim,) = dimensions(argument(node, 1, "dim"), rank)
     terms: list[list[str]] = [[] for _ in types]
     for i, name in enumerate(letters(rank)):
@@ -42,20 +42,20 @@ def _scatter(node: Node, types: Types) -> str:
 
 
 def _index_add(node: Node, types: Types) -> str:
-    """Parts of the index add parts of the sum."""
+    """Splits the index: its parts add to the sum."""
     into, source = _rows(node, types, "n")
     return f"+{into}, n, {source} -> {into}"
 
 
 def _index_write(node: Node, types: Types) -> str:
-    """index_copy, index_reduce, index_fill: the order of writes counts, so the index is whole."""
+    """index_copy, index_reduce, index_fill: order of writes matters, so the index stays whole."""
     into, source = _rows(node, types, "n!")
     value = source if len(types) == 3 and types[2].shape else ""
     return f"{into}, n!, {value} -> {into}"
 
 
 def _rows(node: Node, types: Types, row: str) -> tuple[str, str]:
-    """Terms of the tensor that is written into, whole along `dim`, and of the rows written."""
+    """Returns the terms of the tensor written into, whole along `dim`, and of the rows written."""
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dim"), len(names))
     into = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
@@ -64,7 +64,7 @@ def _rows(node: Node, types: Types, row: str) -> tuple[str, str]:
 
 
 def _index_put(node: Node, types: Types) -> str:
-    """x[i, :, j] = v: v broadcasts to what x[i, :, j] is, see the rule of index.Tensor."""
+    """x[i, :, j] = v: v broadcasts to the shape of x[i, :, j]; see the rule of index.Tensor."""
     indices = node.args[1]
     assert isinstance(indices, tuple)
     given = [index for index in indices if isinstance(index, Ref)]
@@ -89,7 +89,7 @@ def _select_scatter(node: Node, types: Types) -> str:
 
 
 def _slice_scatter(node: Node, types: Types) -> str:
-    """A dimension that is overwritten in part stays whole."""
+    """Keeps a dimension whole if it is overwritten in part."""
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 2, "dim", 0), len(names))
     full = types[0].shape == types[1].shape
@@ -99,7 +99,7 @@ def _slice_scatter(node: Node, types: Types) -> str:
 
 
 def _diagonal(node: Node, types: Types) -> str:
-    """The two dimensions stay whole, the diagonal comes last."""
+    """Keeps the two dimensions whole; the diagonal comes last."""
     names = letters(len(types[0].shape))
     pair = [argument(node, 2, "dim1", 0), argument(node, 3, "dim2", 1)]
     dims = dimensions(tuple(pair), len(names))
@@ -118,7 +118,7 @@ def _diagonal_scatter(node: Node, types: Types) -> str:
 
 
 def _diag_embed(node: Node, types: Types) -> str:
-    """The last dimension becomes two, which stay whole."""
+    """Turns the last dimension into two, which stay whole."""
     names = letters(len(types[0].shape))
     pair = [argument(node, 2, "dim1", -2), argument(node, 3, "dim2", -1)]
     dims = dimensions(tuple(pair), len(names) + 1)
@@ -136,9 +136,9 @@ def _take(node: Node, types: Types) -> str:
 
 
 def _take_along(node: Node, types: Types) -> str:
-    """Like gather, but beside `dim` the operands are broadcast."""
+    """Like gather, but the operands broadcast in dimensions other than `dim`."""
     dim = argument(node, 2, "dim")
-    if dim is None:  # of all elements in a row
+    if dim is None:  # of the flattened tensor
         row = " ".join(letters(len(types[1].shape)))
         return f"{_whole_term('t', types[0])}, {row} -> ({row})"
     names = letters(len(types[0].shape))
@@ -163,7 +163,7 @@ _WRITES = {
     "index_fill.int_Scalar": (f"{_ROWS}, 0.5",),
     "index_fill.int_Tensor": (f"{_ROWS}, f64[]",),
 }
-# Old and new values together, where they only change places.
+# Old and new values together, for operators that only move values.
 _MOVES = ("scatter.src", "index_copy", "index_fill.int_Tensor")
 RULES = (
     *(

@@ -1,4 +1,4 @@
-"""Views and moves of elements: no arithmetic, so sums pass through."""
+"""Views and moves of elements: no arithmetic, so partial sums pass through."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Types = tuple[TensorType, ...]
 
 
 def reshape_spec(src: tuple[int, ...], dst: tuple[int, ...]) -> str:
-    """The rule of a reshape: dimensions are cut into the coarsest factors both sides share.
+    """Returns the rule of a reshape: dimensions are cut into the coarsest factors both sides share.
 
-    A dimension spans from one number of elements to a multiple of it. Where the ends of both
-    sides' dimensions divide one another, they cut the elements into factors; between two common
-    ends where they do not, the dimensions stay whole.
+    Seen as a range of strides, a dimension spans from one number of elements to a multiple of it.
+    Where the ends of both sides' dimensions divide one another, they cut the elements into factors;
+    between two common ends where they do not, the dimensions stay whole.
     """
     sides = [[1, *itertools.accumulate(shape, operator.mul)] for shape in (src, dst)]
     cuts = sorted({*sides[0], *sides[1]})
@@ -67,7 +67,7 @@ def _transpose(node: Node, types: Types) -> str:
 
 
 def _reverse(node: Node, types: Types) -> str:
-    """t, numpy_T: the dimensions in reverse."""
+    """Reverses the dimensions (t, numpy_T)."""
     rank = len(types[0].shape)
     return _moved(letters(rank), range(rank)[::-1])
 
@@ -92,7 +92,7 @@ def _unsqueeze(node: Node, types: Types) -> str:
 
 
 def _squeeze(node: Node, types: Types) -> str:
-    """A dimension that is only dropped if it has size 1 must not get that size by a split."""
+    """Keeps whole a dimension that is dropped only if its size is 1, as a split could make it 1."""
     shape = types[0].shape
     named = argument(node, 1, "dim")
     dims = () if named == () else dimensions(named, len(shape))
@@ -102,13 +102,13 @@ def _squeeze(node: Node, types: Types) -> str:
 
 
 def _expand(node: Node, types: Types) -> str:
-    """New and widened dimensions are factors that the operand lacks."""
+    """Gives new and widened dimensions factors that the operand lacks."""
     names = letters(len(node.type.shape))
     return f"{broadcast(names, types[0])} -> {' '.join(names)}"
 
 
 def _cut(node: Node, types: Types) -> str:
-    """slice: a dimension that is cut stays whole, one that is taken from end to end does not."""
+    """Keeps a sliced dimension whole unless the slice takes all of it."""
     pairs = enumerate(zip(types[0].shape, node.type.shape, strict=True))
     return whole_along(node, types, tuple(i for i, (before, after) in pairs if before != after))
 
@@ -123,7 +123,7 @@ def _pad(node: Node, types: Types) -> str:
 
 
 def _adds_nothing(node: Node) -> bool:
-    """Whether what is padded is zeros, or elements that are there."""
+    """Returns whether the padding is zeros or existing elements."""
     if node.op == "aten.pad" and argument(node, 2, "mode", "constant") != "constant":
         return True
     return not argument(node, 3 if node.op == "aten.pad" else 2, "value", 0)
@@ -137,7 +137,7 @@ def _select(node: Node, types: Types) -> str:
 
 
 def _cat(node: Node, types: Types) -> str:
-    """The dimension that is joined stays whole; an operand without elements may have no others."""
+    """Keeps the joined dimension whole; an operand without elements may have no others."""
     rank = len(node.type.shape)
     (dim,) = dimensions(argument(node, 1, "dim", 0), rank)
     terms = [
@@ -157,7 +157,7 @@ def _stack(node: Node, types: Types) -> str:
 
 
 def _named(position: int, name: str) -> Spec:
-    """flip, roll, narrow: what argument number `position` names stays whole."""
+    """Keeps whole the dimensions in argument `position` (flip, roll, narrow)."""
 
     def spec(node: Node, types: Types) -> str:
         dims: Arg = argument(node, position, name)
@@ -172,7 +172,7 @@ def _triangle(node: Node, types: Types) -> str:
 
 
 def _repeat(node: Node, types: Types) -> str:
-    """Copies stand side by side: what is repeated stays whole, and so do new dimensions."""
+    """Keeps repeated and new dimensions whole, since copies are placed side by side."""
     src, dst = types[0].shape, node.type.shape
     new = len(dst) - len(src)
     left, right = [], []
@@ -184,9 +184,9 @@ def _repeat(node: Node, types: Types) -> str:
 
 
 def _repeat_interleave(node: Node, types: Types) -> str:
-    """Each element is followed by its copies, so the repeated dimension can be split.
+    """Splits the repeated dimension, as each element is followed by its copies.
 
-    The copies of a single element cannot: every device would make them all.
+    The copies of a single element cannot be split: every device would make all of them.
     """
     dim, shape = argument(node, 2, "dim"), types[0].shape
     names = letters(len(shape))
@@ -200,7 +200,7 @@ def _repeat_interleave(node: Node, types: Types) -> str:
 
 
 def _rot90(node: Node, types: Types) -> str:
-    """A turn swaps the two dimensions and flips one of them, or both."""
+    """Swaps the two dimensions, and flips one of them or both."""
     turns = int(str(argument(node, 1, "k", 1))) % 4
     names = letters(len(types[0].shape))
     a, b = dimensions(argument(node, 2, "dims", (0, 1)), len(names))
@@ -209,13 +209,13 @@ def _rot90(node: Node, types: Types) -> str:
     right = list(left)
     if turns % 2:
         right[a], right[b] = left[b], left[a]
-    # A flip of a dimension that is named on both sides would keep it in place.
+    # Flipping a dimension that both sides name would keep it in place.
     right = [f"r{i}!" if n.endswith("!") else n for i, n in enumerate(right)]
     return f"{' '.join(left)} -> {' '.join(right)}"
 
 
 def _unfold(node: Node, types: Types) -> str:
-    """Windows along one dimension; what they hold comes last."""
+    """Cuts one dimension into windows, whose elements come last."""
     names = letters(len(types[0].shape))
     (dim,) = dimensions(argument(node, 1, "dimension"), len(names))
     left = [f"{n}!" if i == dim else n for i, n in enumerate(names)]
@@ -224,13 +224,13 @@ def _unfold(node: Node, types: Types) -> str:
 
 
 def _view_dtype(node: Node, types: Types) -> str:
-    """The last dimension is cut anew where the elements have another size."""
+    """Keeps the last dimension whole if the element size changes."""
     same = types[0].nbytes == node.type.nbytes and types[0].shape == node.type.shape
     return "... -> ..." if same else "... k! -> ... r!"
 
 
 def _meshgrid(node: Node, types: Types) -> str:
-    """One dimension for each operand; with "xy" the first two change places."""
+    """Returns one dimension for each operand; with "xy" the first two are swapped."""
     names = letters(len(types))
     if str(node.keyword("indexing", "ij")) == "xy":
         names[:2] = names[1::-1]
@@ -239,7 +239,7 @@ def _meshgrid(node: Node, types: Types) -> str:
 
 
 def _getitem(node: Node, types: Types) -> str:
-    """One of several results; the operand's type is that of the first, which may be another."""
+    """Returns one of several results; the operand's type is that of the first result."""
     if len(types[0].shape) != len(node.type.shape):
         return all_whole(node, types)
     return _cut(node, types)

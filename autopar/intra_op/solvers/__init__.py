@@ -1,4 +1,4 @@
-"""Solvers of strategy problems: every module of this folder with a function `solve` is one."""
+"""Solvers of strategy problems; every module of this folder with a function `solve` is one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopar.intra_op.problem import Problem, Solution
 
 
 class Solver(Protocol):
-    """Takes a problem and returns a choice that fits, or raises `InfeasibleError`."""
+    """Returns a choice that fits for a problem, or raises `InfeasibleError`."""
 
     def __call__(self, problem: Problem, /, **options: Any) -> Solution:
         """Returns one choice for every node, its objective and a proven bound."""
 
 
 def solvers() -> dict[str, Solver]:
-    """Returns all solvers by the name of their module, in alphabetical order."""
+    """Returns all solvers by module name, in alphabetical order."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     modules = {name: import_module(f"{__name__}.{name}") for name in names if name[0] != "_"}
     return {
@@ -29,7 +29,7 @@ def solvers() -> dict[str, Solver]:
 
 
 def find(name: str) -> Solver:
-    """Returns the solver of that name; ProblemError, with the names there are, if there is none."""
+    """Returns the solver of that name; otherwise raises a ProblemError that lists the solvers."""
     found = solvers()
     if name not in found:
         raise ProblemError(
@@ -41,10 +41,10 @@ def find(name: str) -> Solver:
 
 
 def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:
-    """Returns what the named solver finds; `options` go to it.
+    """Returns the solution of the named solver, which gets `options`.
 
     Raises:
         ProblemError: there is no such solver.
-        InfeasibleError: no choice fits, or the solver found none.
+        InfeasibleError: no choice fits, or the solver finds none.
     """
     return find(solver)(problem, **options)

@@ -1,4 +1,4 @@
-"""The integer program in PuLP, for CBC where HiGHS is missing."""
+"""The integer program in PuLP, for CBC where HiGHS is not installed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from autopar.intra_op.solvers._program import Program
 def solve_program(
     stated: Program, seconds: float, gap: float, report: Callable[[float, Ints | None], bool]
 ) -> tuple[str, float]:
-    """Solves a program as `_program.solve_program` does; PuLP does not pass on CBC's bound, so that
-    there is one only if the program was solved.
+    """Solves a program as `_program.solve_program` does.
+
+    PuLP does not return CBC's bound, so a bound is known only if the program was solved to the end.
 
     Raises:
         MissingDependencyError: PuLP finds no CBC either.
@@ -58,7 +59,7 @@ def _cbc(seconds: float, gap: float) -> Any:
         if solver.available():
             return solver
     raise MissingDependencyError(
-        "there is no solver of integer programs",
-        why="neither highspy nor CBC is there",
+        "no solver of integer programs is installed",
+        why="neither highspy nor CBC was found",
         todo="pip install highspy",
     )

@@ -1,9 +1,9 @@
-"""Lower bounds by moving costs about and pricing memory, and what they rule out.
+"""Lower bounds by reparametrised costs and priced memory, and the choices that they rule out.
 
-Two relaxations together. Memory is priced instead of limited (Lagrange multipliers, Polyak's
-subgradient steps along an average of the last directions): a choice pays lambda_t for every byte
-that it holds at time t, and lambda_t times what is left of the limit is given back. Costs are moved
-between edges and nodes by TRW-S. The sum of least entries is a lower bound.
+Two relaxations are combined. Memory is priced instead of limited (Lagrange multipliers, by Polyak's
+subgradient steps along an average of the last directions): a choice pays lambda_t for every byte it
+holds at time t, and lambda_t times the limit is subtracted. TRW-S moves costs between edges and
+nodes. The sum of least entries is a lower bound.
 
 A choice, or pair of choices, with which the bound exceeds a price is in no cheaper solution.
 """
@@ -20,22 +20,22 @@ from autopar.intra_op.reduce.flat import Flat, Floats, Ints
 from autopar.intra_op.solvers._trws import Links, bound, links, sweep
 
 STEPS = 600
-SWEEPS = 4  # of messages for each step of the prices of memory
-PATIENCE = 12  # steps without a better bound before they are halved
-FIRST, LAST = 0.1, 5e-4  # length of steps, as a share of Polyak's
-MEMORY = 0.8  # share of the last direction in the next
+SWEEPS = 4  # message sweeps per step of the memory prices
+PATIENCE = 12  # steps without a better bound before the step length is halved
+FIRST, LAST = 0.1, 5e-4  # step lengths, relative to Polyak's
+MEMORY = 0.8  # weight of the last direction in the next
 
 
 @dataclass(frozen=True)
 class Dual:
-    """A lower bound in seconds and what proves it.
+    """A lower bound in seconds, and the prices and messages that prove it.
 
     Args:
         flat: the problem.
         prices: seconds per byte at each of its times, (times,).
         messages: see `_trws`.
         bound: seconds.
-        guesses: choices met on the way that cost little with memory so priced.
+        guesses: cheap choices under these memory prices, met on the way.
     """
 
     flat: Flat
@@ -45,7 +45,7 @@ class Dual:
     guesses: tuple[Ints, ...]
 
     def without(self, price: float) -> Flat:
-        """Returns the problem without what is in no solution that costs at most `price`."""
+        """Returns the problem without choices and pairs that no solution within `price` uses."""
         flat, graph = self.flat, links(self.flat)
         excess, least = np.zeros(len(flat.cost)), np.zeros(flat.nodes, dtype=np.int64)
         cost = flat.cost + flat.table() @ self.prices
@@ -62,7 +62,7 @@ class Dual:
             view = matrix[flat.place[e] : flat.place[e + 1]].reshape(len(lines[0]), len(lines[1]))
             rest = view - lines[0][:, None] - lines[1]
             rest -= rest.min()
-            # The edge's own part of what its ends cost more must not count twice.
+            # Costs that an edge adds at its ends must not count twice.
             rows, columns = excess[left] - rest.min(axis=1), excess[right] - rest.min(axis=0)
             view[rest + rows[:, None] + columns > room] = np.inf
         return replace(flat, cost=np.where(excess > room, np.inf, flat.cost), matrix=matrix)
@@ -75,16 +75,16 @@ def ascend(
     enough: Callable[[float, Ints], bool],
     steps: int = STEPS,
 ) -> Dual:
-    """Raises the bound until it stalls, reaches `target` seconds, or is said to be high enough.
+    """Raises the bound until it stalls, reaches `target` seconds, or `enough` accepts it.
 
     Every choice of the problem must have an allowed partner at every neighbour.
 
     Args:
         flat: the problem.
-        prices: of memory, to begin with.
+        prices: initial prices of memory.
         target: seconds.
-        enough: is given the bound and a choice that costs little with memory so priced.
-        steps: of the prices of memory, at most.
+        enough: called with the bound and a cheap choice under the current memory prices.
+        steps: maximal number of steps of the memory prices.
     """
     graph, table, room = links(flat), flat.table(), flat.limit - flat.base
     guess, least = np.zeros(flat.nodes, dtype=np.int64), np.zeros(flat.nodes, dtype=np.int64)
@@ -116,7 +116,7 @@ def ascend(
 
 
 def _stepped(prices: Floats, direction: Floats, fresh: Floats, rise: float, limit: float) -> Floats:
-    """Prices along a direction, in limits, so far that the bound could rise by so many seconds."""
+    """Returns non-negative prices one step along a direction, for a rise of `rise` seconds."""
     along = np.where((prices > 0) | (direction > 0), direction, 0.0)
     square = max(float(along @ along), 0.1 * float(fresh @ fresh))
     if not 0 < square < np.inf:
@@ -127,7 +127,7 @@ def _stepped(prices: Floats, direction: Floats, fresh: Floats, rise: float, limi
 def _bound(
     flat: Flat, graph: Links, cost: Floats, dual: Dual, excess: Floats, least: Ints
 ) -> float:
-    """Seconds that no choice that fits falls below, a little less for rounding's sake."""
+    """Returns a lower bound in seconds on every choice that fits, reduced to allow for rounding."""
     refund = float(dual.prices @ (flat.limit - flat.base)) if len(dual.prices) else 0.0
     found = bound(graph, cost, dual.messages, excess, least) + flat.total
     return found - refund - 1e-12 * (abs(found) + abs(refund))

@@ -1,8 +1,9 @@
-"""Closing the gap with integer programs, on what a target leaves of a relaxation.
+"""Closes the gap with integer programs, restricted to what can cost less than a target.
 
-Everything that the bound rules out below a target is left out. If the rest has a solution below the
-target, its best one is the relaxation's; else the target is a bound, and the next one is higher.
-Trial targets come first, whose programs are small; the last one is the best price (`_narrow`).
+Everything that the bound rules out below a target is dropped. If the rest has a solution below the
+target, its best one is optimal for the relaxation; otherwise the target is a bound, and the next
+target is higher. Trial targets come first, since their programs are small; the last target is the
+best price (`_narrow`).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from autopar.intra_op.solvers._narrow import Narrowed, narrow
 from autopar.intra_op.solvers._program import program, solve_program
 from autopar.intra_op.solvers._search import GUESSES, Relaxation, Search
 
-FIRST_TRIAL = 0.005  # how far above the bound the first target is
-LAST_TRIAL = 100.0  # from there on there is no target
+FIRST_TRIAL = 0.005  # relative distance of the first target above the bound
+LAST_TRIAL = 100.0  # above this there is no target
 FEW_PAIRS = 60_000
 CUTS = 50
-HALF = 0.5  # share of the gap that a better price may leave for HiGHS to begin anew
-NARROWING = 0.2  # share of the time left that bounds of what is left may take before HiGHS begins
+HALF = 0.5  # HiGHS restarts when a better price leaves this share of the gap
+NARROWING = 0.2  # share of the remaining time for bounds before HiGHS starts
 
 
 def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | None = None) -> None:
     """Solves relaxation after relaxation until the gap is closed or time is up.
 
-    `idle` is called again and again while this waits for an integer program.
+    `idle` is called repeatedly while an integer program runs.
 
     Raises:
         InfeasibleError: it is proved that no choice fits.
@@ -45,7 +46,7 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
         search.offer(found)
         wider = search.peaks(found, relaxation.times)
         if len(wider) == len(relaxation.times):
-            return  # it is the optimum, up to the gap
+            return  # optimal up to the gap
         search.say(f"memory at {len(wider)} times")
         relaxation = Relaxation(search, wider, relaxation.carried(wider))
         for guess in relaxation.guesses[-GUESSES:]:
@@ -53,8 +54,10 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
 
 
 def _target(search: Search, relaxation: Relaxation, trial: float) -> float:
-    """Seconds below which to look: the price of the best choice once little is left below it, as
-    what is cheaper is then soon found, or soon ruled out.
+    """Returns the seconds below which to search.
+
+    This is the price of the best choice once few pairs are left below it, since cheaper choices are
+    then soon found or ruled out.
     """
     target = search.bound + trial * search.scale()
     if search.price < math.inf:
@@ -73,8 +76,9 @@ def _pairs(relaxation: Relaxation, price: float) -> int:
 def _below(
     search: Search, relaxation: Relaxation, target: float, idle: Callable[[], None] | None
 ) -> Ints | None:
-    """Returns the optimum of the relaxation, a choice for the core, if it is not above the target;
-    else None, with the bound raised.
+    """Returns the relaxation's optimum, a choice for the core, if it is not above the target.
+
+    Otherwise returns None, and raises the bound.
     """
     if relaxation.dual is None:
         return relaxation.guesses[0]
@@ -101,9 +105,9 @@ def _below(
 
 
 def _rest(search: Search, relaxation: Relaxation, dual: Dual, target: float) -> Narrowed:
-    """Returns what of the relaxation can be in a choice at or below the target.
+    """Returns the part of the relaxation that a choice at or below the target can use.
 
-    Below a trial target one bound says so: what a few more would rule out gives good choices.
+    A trial target gets a single bound: the few extra pairs that remain give good choices.
     """
     name = search.problem.name
     if target < search.price:
@@ -121,7 +125,7 @@ def _program_of(
     target: float,
     idle: Callable[[], None] | None,
 ) -> Ints | None:
-    """Returns the optimum of what a target left, or None if there is none or time is up."""
+    """Returns the optimum of the remaining problem, or None if there is none or time is up."""
     latest: list[Ints] = []
     anew = -math.inf
     if target == search.price:
@@ -132,7 +136,7 @@ def _program_of(
         if choice is not None:
             latest.append(choice)
             search.offer(relaxation.inner.expand(rest.expand(choice)))
-        # Nothing is below the target, or what is left below a much better price is solved sooner.
+        # Nothing is below the target, or a restart below a much better price is faster.
         return not search.done and bound < target and search.price > anew
 
     span = target - search.bound if target < math.inf else math.inf

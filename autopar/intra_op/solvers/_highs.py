@@ -1,8 +1,8 @@
-"""HiGHS on the arrays of a mixed-integer program, also as a program of its own.
+"""Runs HiGHS on the arrays of a mixed-integer program, also as a separate program.
 
-HiGHS checks its time limit seldom. As a process it can be stopped at any time, and it leaves the
-caller's core free: run as a script, this reads an .npz of arrays from standard input and writes its
-reports as lines of JSON. Knows nothing of autopar, so that it starts at once.
+HiGHS checks its time limit seldom. In a process of its own it can be stopped at any time and leaves
+the caller's core free: run as a script, this reads an .npz of arrays from standard input and writes
+its reports as lines of JSON. It imports nothing of autopar, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def solve(data: Mapping[str, Any], tell: Tell) -> None:
-    """Solves a program; reports {"bound": ...}, with "choice" for a better solution, and at the end
-    {"status": "optimal" | "infeasible" | "stopped"}.
+    """Solves a program and reports its progress.
+
+    Reports are {"bound": ...}, with "choice" for a better solution, and at the end {"status":
+    "optimal" | "infeasible" | "stopped"}.
     """
     make: Any = highspy.Highs
     highs = make()

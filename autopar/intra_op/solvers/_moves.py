@@ -1,6 +1,6 @@
-"""Changes of single nodes and kicks with all that must follow, compiled.
+"""Compiled local moves: changes of single nodes, and kicks that repair forbidden neighbours.
 
-What is lowered is seconds, with `Local.big` for everything forbidden, plus a weight for every byte
+The objective is seconds, with `Local.big` for everything forbidden, plus a weight for every byte
 above the limit at every time.
 """
 
@@ -14,11 +14,11 @@ from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 from autopar.intra_op.solvers._trws import Links, links, near
 
-FITTING = 1e30  # seconds a byte: more than any choice is worth
+FITTING = 1e30  # seconds per byte, more than any choice is worth
 
 
 class Local(NamedTuple):
-    """A problem for moves: its graph, and per node its pieces of memory."""
+    """A problem for local moves: its graph, and per node its pieces of memory."""
 
     graph: Links
     cost: Floats
@@ -33,7 +33,7 @@ class Local(NamedTuple):
 
 
 def local(flat: Flat) -> Local:
-    """Returns a problem's arrays for moves."""
+    """Returns a problem's arrays for local moves."""
     order = np.argsort(flat.span[:, 0], kind="stable")
     counts = np.bincount(flat.span[:, 0], minlength=flat.nodes).astype(np.int64)
     finite = flat.matrix[flat.matrix < np.inf]
@@ -55,7 +55,7 @@ def local(flat: Flat) -> Local:
 
 @inner
 def change(s: Local, choice: Ints, v: int, r: int) -> float:
-    """Seconds by which the cost rises if node v chooses r."""
+    """Returns the rise in cost, in seconds, if node v chooses r."""
     g, old = s.graph, choice[v]
     rise = s.cost[g.start[v] + r] - s.cost[g.start[v] + old]
     for k in range(g.first[v], g.first[v + 1]):
@@ -67,7 +67,7 @@ def change(s: Local, choice: Ints, v: int, r: int) -> float:
 
 @inner
 def shift(s: Local, held: Floats, v: int, old: int, new: int) -> float:
-    """Moves a node's memory from one choice to another; returns the rise of bytes above."""
+    """Moves a node's memory to another choice; returns the rise in bytes over the limit."""
     rise = 0.0
     for p in range(s.first[v], s.first[v + 1]):
         more = s.nbytes[s.begin[p] + new] - s.nbytes[s.begin[p] + old]
@@ -81,7 +81,7 @@ def shift(s: Local, held: Floats, v: int, old: int, new: int) -> float:
 
 @entry
 def holds(s: Local, choice: Ints, held: Floats) -> float:
-    """Writes the bytes at each time; returns the sum of bytes above the limit."""
+    """Writes the bytes at each time; returns the sum of bytes over the limit."""
     above = 0.0
     change = np.zeros(len(held) + 1)
     for v in range(len(choice)):
@@ -99,7 +99,7 @@ def holds(s: Local, choice: Ints, held: Floats) -> float:
 
 @entry
 def descend(s: Local, choice: Ints, held: Floats, weight: float, sweeps: int) -> float:
-    """Changes nodes one at a time until no change helps; returns the rise of the weighted sum."""
+    """Changes nodes one at a time until no change helps; returns the rise of the objective."""
     total = 0.0
     for _ in range(sweeps):
         changed = False
@@ -109,7 +109,7 @@ def descend(s: Local, choice: Ints, held: Floats, weight: float, sweeps: int) ->
                 if r == old:
                     continue
                 rise = change(s, choice, v, r)
-                # What costs more can only pay where memory is short.
+                # A more expensive choice only pays where memory is short.
                 if rise >= 0 and not _crowded(s, held, v):
                     continue
                 above = shift(s, held, v, old, r)
@@ -135,7 +135,7 @@ def _crowded(s: Local, held: Floats, v: int) -> bool:
 
 @inner
 def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, mark: int) -> None:
-    """Sets a node, then neighbours that are forbidden beside it, and theirs."""
+    """Sets a node, then changes neighbours that it forbids, and their neighbours in turn."""
     shift(s, held, v, choice[v], r)
     choice[v] = r
     locked[v] = mark
@@ -166,7 +166,7 @@ def _kick(s: Local, choice: Ints, held: Floats, v: int, r: int, locked: Ints, ma
 
 @inner
 def paid(s: Local, choice: Ints) -> float:
-    """What a choice costs."""
+    """Returns the cost of a choice."""
     g, total = s.graph, 0.0
     for v in range(len(choice)):
         total += s.cost[g.start[v] + choice[v]]
@@ -179,7 +179,7 @@ def paid(s: Local, choice: Ints) -> float:
 
 @inner
 def above(s: Local, held: Floats) -> float:
-    """The sum of bytes above the limit."""
+    """Returns the sum of bytes over the limit."""
     total = 0.0
     for t in range(len(held)):
         total += max(held[t] - s.limit, 0.0)
@@ -188,32 +188,32 @@ def above(s: Local, held: Floats) -> float:
 
 @inner
 def better(now: float, over: float, before: float, over_before: float) -> bool:
-    """Whether a choice is nearer to fitting, or fits as well and costs less beyond rounding."""
+    """Returns whether a choice is nearer to fitting, or fits as well and is cheaper."""
     return over < over_before or (over == over_before and now < before - 1e-12 * abs(before))
 
 
 class Walk(NamedTuple):
-    """Where a walk over choices stands, and the best that it has met."""
+    """State of a walk over choices, and the best choice met."""
 
     choice: Ints
     held: Floats
     best: Ints
     best_held: Floats
-    record: Floats  # what the best costs, and the bytes above the limit that it holds
+    record: Floats  # the best choice's cost and bytes over the limit
 
 
 @inner
 def walk(s: Local, choice: Ints, held: Floats) -> Walk:
-    """Returns a walk that begins with a choice."""
+    """Returns a walk that starts at a choice."""
     record = np.array([paid(s, choice), above(s, held)])
     return Walk(choice.copy(), held.copy(), choice.copy(), held.copy(), record)
 
 
 @inner
 def judged(s: Local, choice: Ints, held: Floats, met: Walk, deviation: float) -> None:
-    """Goes on from a choice that costs little more than the best one met, else steps back.
+    """Accepts a choice that costs little more than the best one, else steps back to the last.
 
-    The best one is kept. "Little" is a share `deviation` of its cost, with 0 nothing gets worse:
+    Keeps the best choice. "Little" is a share `deviation` of its cost; with 0 nothing gets worse:
     Dueck, "New Optimization Heuristics: The Great Deluge Algorithm and the Record-to-Record
     Travel", J. Comput. Phys. 104 (1993).
     """
@@ -232,7 +232,7 @@ def judged(s: Local, choice: Ints, held: Floats, met: Walk, deviation: float) ->
 
 @entry
 def kicks(s: Local, choice: Ints, held: Floats, rounds: int, deviation: float, seed: int) -> None:
-    """Kicks random nodes, with all that must follow, and descends; leaves the best choice met."""
+    """Kicks random nodes, repairs, and descends, repeatedly; leaves the best choice met."""
     np.random.seed(seed)
     n, met = len(choice), walk(s, choice, held)
     locked = np.zeros(n, np.int64)

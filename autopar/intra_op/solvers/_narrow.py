@@ -1,9 +1,9 @@
-"""Fixing by bounds, to a fixpoint: what a target rules out leaves less, whose bound is higher.
+"""Fixes choices by bounds, to a fixpoint.
 
 A choice, or pair of choices, with which the bound exceeds a target is in no solution at or below
-it, so those solutions and their prices stay as they are when it is left out (`Dual.without`). The
-reductions then decide more, and the bound of what they leave, though it holds for these solutions
-only, rules out more than that of the whole did; and so on.
+the target; dropping it leaves those solutions and their prices unchanged (`Dual.without`). The
+reductions then decide more, and the bound of the rest, though valid only for these solutions, rules
+out more than that of the whole problem; and so on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from autopar.intra_op.reduce.flat import Flat, Ints
 from autopar.intra_op.reduce.run import Reduced
 from autopar.intra_op.solvers._dual import Dual, ascend
 
-WORTH = 0.9  # share of the choices that a round may leave for another one to follow
+WORTH = 0.9  # another round follows if at most this share of the choices is left
 ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """What can still be in a solution at or below a target.
+    """The choices that a solution at or below a target can still use.
 
     Args:
         layers: the reductions, the first one of the whole problem.
-        target: seconds; the price of the best solution met on the way, if that is lower.
-        dual: the last bound; it holds for the solutions at or below the target.
+        target: seconds; lowered to the price of the best solution met on the way.
+        dual: the last bound, valid for solutions at or below the target.
     """
 
     layers: tuple[Reduced, ...]
@@ -36,11 +36,11 @@ class Narrowed:
 
     @property
     def flat(self) -> Flat:
-        """What is left."""
+        """The remaining problem."""
         return self.layers[-1].flat
 
     def expand(self, choice: Ints) -> Ints:
-        """Returns a choice for the whole problem, given one for what is left."""
+        """Returns a choice for the whole problem, given one for the remaining problem."""
         for layer in reversed(self.layers):
             choice = layer.expand(choice)
         return choice
@@ -53,13 +53,13 @@ def narrow(
     offer: Callable[[Sequence[Ints]], float],
     expired: Callable[[], bool],
 ) -> Narrowed:
-    """Leaves out, round after round, what is in no solution at or below a target.
+    """Drops, round after round, everything that no solution at or below a target uses.
 
     Args:
         dual: the problem and a first bound.
         target: seconds, finite.
-        name: of the problem, for messages.
-        offer: takes choices for the whole problem that cost little; returns the best price known.
+        name: name of the problem, for messages.
+        offer: takes cheap choices for the whole problem; returns the best price known.
         expired: whether to stop after this round.
 
     Raises:

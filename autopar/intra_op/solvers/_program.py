@@ -1,15 +1,15 @@
-"""The integer program of a problem as arrays, and HiGHS in a process of its own that solves it.
+"""The integer program of a problem as arrays, solved by HiGHS in a separate process.
 
 One binary s_v,i for every choice, one e_uv,ij >= 0 for every allowed pair:
 
     minimise    sum_v c_v . s_v  +  sum_uv <C_uv, e_uv>
     subject to  sum_i s_v,i = 1                                    one choice for every node
-                sum_j e_uv,ij = s_u,i,  sum_i e_uv,ij = s_v,j      a row of an edge is its node's
+                sum_j e_uv,ij = s_u,i,  sum_i e_uv,ij = s_v,j      marginals of an edge: its nodes
                 sum_v m_v,t . s_v <= limit                         for every t
 
-Costs are counted from the least of every node and edge, in units in which what can still matter
-spans 10^4; memory from the least of every node, in units in which what is left of the limit is
-10^3. So tolerances of 1e-6 are one part in 10^9 or less.
+Costs are measured from the least of every node and edge, in units in which the relevant range spans
+10^4; memory from the least of every node, in units in which the remaining limit is 10^3. Tolerances
+of 1e-6 are thus one part in 10^9 or less.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import numpy as np
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 
 MOST_INSIDE = 4_000
-"""Columns of a program that needs no process of its own: it takes less than a second."""
+"""Columns of a program that is solved in this process, as it takes less than a second."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Arrays of a program, and how its objective is read: seconds = offset + unit * objective."""
+    """Arrays of a program, and its scale: seconds = offset + unit * objective."""
 
     arrays: dict[str, Floats | Ints]
     unit: float
@@ -46,7 +46,7 @@ class Program:
 
 
 def program(flat: Flat, span: float, cuts: tuple[Ints, ...] = ()) -> Program:
-    """States a problem of which solutions within `span` seconds of the least matter.
+    """States the problem so that solutions within `span` seconds of the least are resolved.
 
     `cuts` are choices that exceed the limit by less than the tolerance; each becomes a cover
     inequality: of the nodes live at the fullest time, one must choose something with less memory.
@@ -79,7 +79,7 @@ def program(flat: Flat, span: float, cuts: tuple[Ints, ...] = ()) -> Program:
 
 
 def peak_program(flat: Flat) -> Program:
-    """States the problem of the least peak; what it reads as seconds are bytes."""
+    """States the problem of the least peak; its objective is in bytes."""
     free = replace(flat, cost=np.zeros(len(flat.cost)), limit=np.inf, base=flat.base[:0])
     stated = program(replace(free, span=flat.span[:0], held=flat.held[:1]), np.inf).arrays
     table, columns = flat.table(), len(stated["cost"])
@@ -106,11 +106,11 @@ def peak_program(flat: Flat) -> Program:
 
 
 Rows = tuple[Ints, Ints, Floats, Floats, Floats | None]
-"""Starts, columns, values, upper limits, and lower limits (None: the same)."""
+"""Starts, columns, values, upper limits, and lower limits (None: equal to the upper)."""
 
 
 def _marginals(flat: Flat, edge: Ints, ends: Ints, pairs: Ints, at: int) -> Rows:
-    """Of every edge and choice of one of its ends: pairs with this choice, less the choice."""
+    """Returns for every edge and each choice of one end: the sum of its pairs minus the choice."""
     owners = flat.ends[:, at]
     sizes = np.diff(flat.start)[owners]
     first = offsets(sizes)
@@ -170,8 +170,10 @@ def solve_program(
     idle: Callable[[], None] | None = None,
     seed: int = 0,
 ) -> tuple[str, float]:
-    """Solves a program; `report` gets (bound in seconds, choice or None) as they come, and stops
-    the solver by returning False.
+    """Solves a program.
+
+    `report` gets (bound in seconds, choice or None) as they arrive, and stops the solver by
+    returning False.
 
     Returns "optimal", "infeasible", or "stopped" (out of time), and the bound in seconds.
     """
@@ -202,14 +204,14 @@ def solve_program(
 
 
 class _Reader:
-    """Reads what the solver tells: its status so far, "stopped" until it has ended, and bound."""
+    """Reads the solver's reports: its status ("stopped" until it has ended) and bound."""
 
     def __init__(self, stated: Program, report: Callable[[float, Ints | None], bool]) -> None:
         self.stated, self.report = stated, report
         self.status, self.bound, self.stopped = "stopped", -np.inf, False
 
     def read(self, told: dict[str, Any]) -> None:
-        """Takes one report."""
+        """Processes one report."""
         if told.get("status") == "infeasible":
             self.status, self.bound, self.stopped = "infeasible", np.inf, True
             return
@@ -232,7 +234,7 @@ def _exchange(child: subprocess.Popen[bytes], data: bytes, lines: queue.Queue[by
         for line in child.stdout:
             lines.put(line)
     except (BrokenPipeError, ValueError):
-        pass  # it has been stopped
+        pass  # the process was stopped
     lines.put(b"")
 
 

@@ -1,7 +1,7 @@
-"""What the solvers share: the best choice and bound so far, and the steps that improve them.
+"""State that the solvers share: the best choice and bound so far, and steps that improve them.
 
-Memory binds at few times. So it is limited only where it has been seen to exceed the limit: what is
-left out makes a relaxation, whose bound holds, and whose optimum is the optimum if it fits.
+Memory binds at few times, so it is limited only where a choice has exceeded the limit. The other
+times are relaxed: the relaxation's bound is valid, and its optimum is the optimum if it fits.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from autopar.intra_op.solvers._trees import trees
 Watch = Callable[[float, float, float], None]
 """Called with seconds since the start, the best price (or infinity) and the bound."""
 
-PEAKS = 4  # times at which memory is newly limited after each look
+PEAKS = 4  # new times with a memory limit per round
 ROUNDS = 8
-FEW_NODES = 5_000  # of a problem where ties are settled, which takes seconds for more
-GUESSES = 6  # of each bound, the last ones, that are improved
-WIDE = 0.01  # a gap for which the bound need not be raised to its end
-LOOK = 10  # steps of the bound after which a guess is tried, if so
-LOOKS = 12  # at what a choice exceeds while it is made to fit
-TREE = 200  # nodes of a block that is made optimal at once, at most
-DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # by turns, how much worse than the best kicks may lead
-NEAR = 0.01  # share of the price by which the bound may be lower for it to prune the core
-MANY_PAIRS = 200_000  # of a core for which that pays
-SHRINK_STEPS = 12  # of prices for that bound
-WORK = 100_000_000  # pairs of choices that one call of `shake` may look at: under a second
+FEW_NODES = 5_000  # ties are settled up to this size; more nodes take seconds
+GUESSES = 6  # last guesses of each bound that are improved
+WIDE = 0.01  # gap above which the bound need not be raised to its end
+LOOK = 10  # in that case, steps of the bound between guesses
+LOOKS = 12  # rounds of repair while a choice exceeds memory
+TREE = 200  # maximal nodes of a block that is optimised at once
+DEVIATIONS = (0.0, 1e-3, 1e-2, 3e-2, 1e-1)  # in turn, how much worse than the best a kick may be
+NEAR = 0.01  # relative gap within which the bound prunes the core
+MANY_PAIRS = 200_000  # pairs of a core for which pruning pays
+SHRINK_STEPS = 12  # steps of the prices for that bound
+WORK = 100_000_000  # pairs of choices per call of `shake`, under a second
 
 
 class Search:
-    """One problem being solved, within its time and to its gap."""
+    """One problem being solved, within its time limit and to its gap."""
 
     def __init__(
         self,
@@ -56,29 +56,29 @@ class Search:
         self.started = time.perf_counter()
         self.problem, self.time_limit, self.gap, self.seed = problem, time_limit, gap, seed
         self.progress, self.watch = progress or (lambda text: None), watch
-        self.best: Ints | None = None  # of the core, to go on from
-        self.answer: Ints | None = None  # the choice of the whole problem that has `price`
+        self.best: Ints | None = None  # of the core, to continue from
+        self.answer: Ints | None = None  # the choice of the whole problem with price `price`
         self.price, self.bound = math.inf, -math.inf
         self.layers = [run(flatten(problem), problem.name)]
         self.reduced = self.elapsed()
         self.core = self.layers[0].flat
         self.times = np.zeros(0, dtype=np.int64)
-        self.prices = np.zeros(0)  # of a byte at each of them
+        self.prices = np.zeros(0)  # seconds per byte at each of them
         self.moves = local(self.core.at(self.times))
         self.say(f"{len(problem.nodes)} nodes reduced to {self.core.size()}")
 
     def left(self) -> float:
-        """Seconds until the time limit, less what the last step and the answer may take."""
-        # What reduced the problem slowly expands, judges and ends it slowly.
+        """Returns the seconds left, less a reserve for the last step and the answer."""
+        # A problem that is slow to reduce is slow to expand and judge.
         reserve = min(0.05 * self.time_limit, 6.0) + min(self.reduced, 0.05 * self.time_limit)
         return max(self.time_limit - reserve - self.elapsed(), 0.0)
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Returns the seconds since the start."""
         return time.perf_counter() - self.started
 
     def scale(self) -> float:
-        """Returns seconds of which targets above the bound are shares."""
+        """Returns the seconds that relative targets above the bound refer to."""
         largest = float(np.abs(self.core.cost).max(initial=0.0))
         return max(abs(self.bound), 1e-6 * largest, 1e-300)
 
@@ -88,7 +88,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether the gap is closed, or time is up."""
+        """Whether the gap is closed or time is up."""
         return self.proved or self.left() == 0
 
     @property
@@ -97,7 +97,7 @@ class Search:
         return self.price < math.inf and self.price - self.bound <= self.gap * abs(self.price)
 
     def raise_bound(self, bound: float) -> None:
-        """Takes note of a proven bound."""
+        """Records a proven bound."""
         if bound > self.bound:
             self.bound = bound
             self._tell()
@@ -108,7 +108,7 @@ class Search:
             self.watch(self.elapsed(), self.price, min(self.bound, self.price))
 
     def begin(self, start: Ints) -> None:
-        """Considers a choice for the whole problem, where its choices are still there."""
+        """Considers a starting choice for the whole problem, as far as its choices remain."""
         if len(start) != len(self.problem.nodes):
             raise ProblemError(
                 "a choice to start with does not fit its problem",
@@ -124,10 +124,10 @@ class Search:
         return choice
 
     def shrink(self, times: Ints, prices: Floats) -> Floats:
-        """Leaves out of the core what a bound shows to be in no choice as cheap as the best one,
-        and reduces it again; returns better prices of memory at those times.
+        """Drops from the core what a bound excludes from the best choices, and reduces it again.
 
-        Pays where few pairs of many can be left: where the best price is near the bound.
+        Returns better memory prices at those times. Pays where few pairs of many can be left: where
+        the best price is near the bound.
         """
         near = self.price < math.inf and self.price - self.bound <= NEAR * abs(self.price)
         if not near or self.proved or np.isfinite(self.core.matrix).sum() < MANY_PAIRS:
@@ -152,10 +152,10 @@ class Search:
         return dual.prices
 
     def offer(self, choice: Ints, repair: bool = True) -> None:
-        """Considers a choice for the core; made to fit and improved first, unless told not to.
+        """Considers a choice for the core, first made to fit and improved unless `repair` is False.
 
-        Memory is looked at where it has exceeded the limit before; if that was not enough, there
-        are more such times now, and it is made to fit again.
+        Memory is checked where it has exceeded the limit before. If the choice exceeds it
+        elsewhere, those times are added, and it is made to fit again.
         """
         choice = choice.copy()
         for _ in range(LOOKS if repair else 1):
@@ -176,7 +176,7 @@ class Search:
             self.moves = local(self.core.at(times))
 
     def weigh(self, priced: Ints, prices: Floats, times: Ints | None = None) -> None:
-        """Takes note of what a byte is worth at some times, and of the times to look at."""
+        """Records the price of a byte at some times, and the times to check."""
         if times is not None:
             self.times = times
         self.prices = np.zeros(len(self.times))
@@ -188,7 +188,7 @@ class Search:
             return True
         if float(self.core.holds(choice).max()) <= self.core.limit * (1 - 1e-9):
             return True
-        # So close to the limit only exact sums can tell.
+        # This close to the limit only exact sums can tell.
         return evaluate(self.problem, self.expand(choice).tolist()).feasible
 
     def _improve(self, choice: Ints) -> None:
@@ -206,11 +206,11 @@ class Search:
         descend(self.moves, choice, held, FITTING, 50)
 
     def rounds(self, most: int) -> int:
-        """Returns how often to kick between two looks at the clock: less often what is large."""
+        """Returns the number of kicks between two checks of the clock: fewer for large problems."""
         return max(1, min(most, WORK // (len(self.core.matrix) + 1)))
 
     def shake(self, rounds: int) -> bool:
-        """Kicks the best choice so often, single nodes and then trees; whether that helped."""
+        """Kicks the best choice, single nodes and then trees; returns whether that helped."""
         if self.best is None:
             return False
         before = self.price
@@ -224,7 +224,7 @@ class Search:
         return self.price < before
 
     def peaks(self, choice: Ints, known: Ints) -> Ints:
-        """Returns `known` with times, far from one another, at which a choice does not fit."""
+        """Returns `known` plus times, far from one another, at which a choice does not fit."""
         if not len(self.core.base):
             return known
         held, found = self.core.holds(choice), list(known)
@@ -241,11 +241,11 @@ class Search:
         """Returns the best choice.
 
         Raises:
-            InfeasibleError: there is none, which is not to say that there cannot be one.
+            InfeasibleError: none was found, though there may be one.
         """
         if self.answer is None:
             raise InfeasibleError(
-                "no choice that fits was found in time",
+                "no choice that fits was found within the time limit",
                 where=f"problem {self.problem.name!r}",
                 why=f"{self.time_limit:g} s were not enough; whether there is one is not known",
                 todo="raise the solver's time limit, or allow more memory",
@@ -259,7 +259,7 @@ class Search:
 
 
 def lightest(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a choice of the same price in which no node alone can hold less at that price."""
+    """Returns a choice of the same price in which no single node can hold less at that price."""
     now = list(choice)
     around: list[list[Edge]] = [[] for _ in choice]
     for edge in problem.edges:
@@ -296,7 +296,7 @@ class Relaxation:
         self.guesses = [self.inner.expand(guess) for guess in guesses]
 
     def _watched(self) -> Callable[[float, Ints], bool]:
-        """Whether half of the time is up, or, of a wide gap, a guess is within half of it."""
+        """Returns a test: half of the time is up or, at a wide gap, a guess halves the gap."""
         search = self.search
         half, step = search.elapsed() + 0.5 * search.left(), itertools.count()
 
@@ -310,8 +310,9 @@ class Relaxation:
         return enough
 
     def wider(self) -> tuple[Ints, Floats]:
-        """Offers the guesses; returns the times with those at which the last ones do not fit, and
-        prices for them.
+        """Offers the guesses, and adds the times at which the last ones do not fit.
+
+        Returns the times and memory prices for them.
         """
         search, times = self.search, self.times
         for guess in self.guesses[-GUESSES:]:
@@ -321,15 +322,13 @@ class Relaxation:
         return times, self.carried(times)
 
     def offer(self, guesses: Sequence[Ints]) -> float:
-        """Offers the last ones of some choices of what the reductions left; returns the best price
-        known.
-        """
+        """Offers the last of some choices for the reduced problem; returns the best price known."""
         for guess in guesses[-GUESSES:]:
             self.search.offer(self.inner.expand(guess))
         return self.search.price
 
     def carried(self, times: Ints) -> Floats:
-        """Returns the prices of memory for more times, 0 where they are new."""
+        """Returns memory prices for more times, 0 at new ones."""
         prices = np.zeros(len(times))
         if self.dual is not None:
             prices[np.searchsorted(times, self.times)] = self.dual.prices
@@ -342,7 +341,7 @@ def _somewhat_above(flat: Flat) -> float:
 
 
 def relax(search: Search) -> Relaxation:
-    """Limits memory at more and more times, until guesses do not exceed it elsewhere."""
+    """Limits memory at more and more times, until guesses fit at all others."""
     times, prices = np.zeros(0, dtype=np.int64), np.zeros(0)
     for _ in range(ROUNDS):
         relaxation = Relaxation(search, times, prices)
@@ -357,9 +356,7 @@ def relax(search: Search) -> Relaxation:
 
 
 def restricted(layer: Reduced, choice: Ints) -> Ints:
-    """Returns a choice of what the reductions left that is like one of what they were given, where
-    its choices are still there.
-    """
+    """Restricts a choice for a problem to its reduction, as far as the choices remain."""
     start, wanted = layer.flat.start, np.asarray(choice)[layer.nodes]
     found = np.zeros(layer.flat.nodes, dtype=np.int64)
     for v in range(layer.flat.nodes):

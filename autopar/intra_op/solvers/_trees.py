@@ -1,11 +1,11 @@
-"""Changes of many nodes at once, exact where they form a tree, compiled.
+"""Compiled changes of many nodes at once, exact where the nodes form a tree.
 
-A block grows from a random node by neighbours of which just one is in it already, so that what is
-between its nodes is a tree, and dynamic programming finds its best choices beside those of all
-other nodes. Memory is priced per byte and time meanwhile. Hamze & de Freitas, "From Fields to
-Trees" (UAI 2004), draw samples in blocks that are trees; here the best replaces the sample. Mostly
-the first node is told to change, and the block becomes the best beside that: a kick to which
-hundreds of nodes answer at once.
+A block grows from a random node by neighbours with exactly one neighbour in the block, so that the
+nodes form a tree. Dynamic programming then finds the block's best choices given all other nodes,
+with memory priced per byte and time. Hamze & de Freitas, "From Fields to Trees" (UAI 2004), draw
+samples in blocks that are trees; here the optimum replaces the sample. Usually the root is forced
+to change first, and the block becomes optimal given that: a kick to which hundreds of nodes respond
+at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autopar.intra_op.solvers._trws import near
 
 @inner
 def _grow(s: Local, root: int, most: int, block: Ints, parent: Ints, inside: Ints) -> int:
-    """Writes the nodes of a block, each behind its parent, with the half-edges to those.
+    """Writes the nodes of a block in order, each after its parent, with the half-edges to those.
 
-    It grows at random: other trees join the same nodes.
+    It grows at random: different trees connect the same nodes.
 
-    Returns how many there are; `inside` holds a node's place in the block, or -1.
+    Returns the number of nodes; `inside` holds a node's place in the block, or -1.
     """
     g = s.graph
     block[0], parent[0], inside[root] = root, -1, 0
@@ -55,7 +55,7 @@ def _grow(s: Local, root: int, most: int, block: Ints, parent: Ints, inside: Int
 
 @inner
 def _alone(s: Local, choice: Ints, inside: Ints, v: int, priced: Floats, view: Floats) -> None:
-    """Writes what each choice of a node costs with its memory, and beside nodes outside."""
+    """Writes the cost of each choice of a node, with its memory and its edges out of the block."""
     g = s.graph
     count = g.start[v + 1] - g.start[v]
     for r in range(count):
@@ -81,9 +81,9 @@ def _best(
     priced: Floats,
     asked: int,
 ) -> Ints:
-    """The best choices of a block: from its leaves to its root, and back.
+    """Returns the best choices of a block, by a pass from leaves to root and one back.
 
-    The root takes the choice that is asked of it, or its best one if it has that already.
+    The root takes the requested choice, or its best one if it has that already.
     """
     g = s.graph
     start = np.zeros(count + 1, np.int64)
@@ -127,17 +127,16 @@ def trees(
     deviation: float,
     seed: int,
 ) -> None:
-    """Makes blocks the best beside what is asked of their roots, and descends; leaves the best
-    choice met.
+    """Optimises random blocks given a change of their roots, and descends; leaves the best choice.
 
     Args:
         s: the problem.
-        choice, held: of every node, and the bytes at each time; both are changed.
-        prices: seconds a byte at each time, in the choice of a block only.
-        rounds: how many blocks.
-        most: nodes of a block; there are as many small ones as large ones.
+        choice, held: choice of every node, and bytes at each time; both are changed.
+        prices: seconds per byte at each time, used within a block only.
+        rounds: number of blocks.
+        most: maximal nodes of a block; sizes are spread evenly in logarithms.
         deviation: see `judged`.
-        seed: of the roots and what is asked of them.
+        seed: seed of the roots and their requested choices.
     """
     np.random.seed(seed)
     n, met = len(choice), walk(s, choice, held)

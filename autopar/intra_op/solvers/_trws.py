@@ -1,8 +1,8 @@
 """Sequential tree-reweighted message passing (TRW-S), compiled.
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE PAMI 28
-(2006). Messages move costs between edges and nodes, so that the least entries, which can be taken
-without looking at one another, add up to as much as possible: their sum is a lower bound.
+(2006). Messages move costs between edges and nodes so that the sum of the least entries, each taken
+independently, is as large as possible: this sum is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 class Links(NamedTuple):
     """A problem's graph: matrices, and per node its half-edges, 2 e at the first end of edge e.
 
-    Message h holds what edge h // 2 adds to the choices of the node of half-edge h.
+    Message h is what edge h // 2 adds to the choices of half-edge h's node.
     """
 
     start: Ints
     ends: Ints
     place: Ints
     matrix: Floats
-    first: Ints  # where each node's half-edges begin in `halves`
+    first: Ints  # start of each node's half-edges in `halves`
     halves: Ints
-    message: Ints  # where each half-edge's message begins
+    message: Ints  # start of each half-edge's message
 
 
 def links(flat: Flat) -> Links:
@@ -41,7 +41,7 @@ def links(flat: Flat) -> Links:
 
 @inner
 def near(g: Links, h: int) -> tuple[int, int, int, int, int]:
-    """Far node; where the matrix begins; steps to the next choice near and far; far choices."""
+    """Returns the far node, the matrix's start, its strides (near, far), and the far choices."""
     e = h >> 1
     v, w = g.ends[e, h & 1], g.ends[e, 1 - (h & 1)]
     count, other = g.start[v + 1] - g.start[v], g.start[w + 1] - g.start[w]
@@ -52,7 +52,7 @@ def near(g: Links, h: int) -> tuple[int, int, int, int, int]:
 
 @inner
 def _belief(g: Links, cost: Floats, messages: Floats, v: int, view: Floats) -> float:
-    """Writes the costs of a node with all messages into `view`; returns the least."""
+    """Writes a node's costs plus all its messages into `view`; returns the least."""
     count = g.start[v + 1] - g.start[v]
     for i in range(count):
         view[i] = cost[g.start[v] + i]
@@ -68,7 +68,7 @@ def _belief(g: Links, cost: Floats, messages: Floats, v: int, view: Floats) -> f
 
 @inner
 def _least(line: Floats, less: Floats) -> float:
-    """The least of line - less, four at a time: one at a time, each would wait for the last."""
+    """Returns the least of line - less, four at a time so that the additions do not wait."""
     a, b, c, d = np.inf, np.inf, np.inf, np.inf
     whole = len(line) - len(line) % 4
     for j in range(0, whole, 4):
@@ -83,7 +83,7 @@ def _least(line: Floats, less: Floats) -> float:
 
 @inner
 def _lower(least: Floats, line: Floats, less: float) -> None:
-    """Lowers entries to line - less, where that is lower; vectorised."""
+    """Lowers entries to line - less where that is lower; vectorised."""
     for i in range(len(least)):
         value = line[i] - less
         least[i] = value if value < least[i] else least[i]
@@ -91,7 +91,7 @@ def _lower(least: Floats, line: Floats, less: float) -> None:
 
 @inner
 def _gather(g: Links, messages: Floats, h: int) -> None:
-    """Moves what an edge costs at least, for each choice of the half-edge's node, to that node."""
+    """Moves the least cost of an edge, for each choice of the half-edge's node, to that node."""
     _, at, _, far_step, other = near(g, h)
     v = g.ends[h >> 1, h & 1]
     count = g.start[v + 1] - g.start[v]
@@ -108,9 +108,9 @@ def _gather(g: Links, messages: Floats, h: int) -> None:
 
 @entry
 def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool) -> None:
-    """Moves the costs of every edge to the node that is reached first, and on to later edges.
+    """Moves the costs of every edge to the node that is visited first, and on to later edges.
 
-    `guess` becomes each node's best choice given those before it.
+    `guess` becomes each node's best choice given those of earlier nodes.
     """
     nodes, view = len(g.start) - 1, np.empty(np.max(np.diff(g.start)))
     for step in range(nodes):
@@ -135,7 +135,7 @@ def sweep(g: Links, cost: Floats, messages: Floats, guess: Ints, backward: bool)
 def _best_given(
     g: Links, messages: Floats, v: int, view: Floats, guess: Ints, backward: bool
 ) -> int:
-    """The best choice of a node given the guesses for those before it."""
+    """Returns the best choice of a node given the guesses of earlier nodes."""
     best, found = np.inf, 0
     for i in range(g.start[v + 1] - g.start[v]):
         value = view[i]
@@ -152,8 +152,10 @@ def _best_given(
 
 @entry
 def bound(g: Links, cost: Floats, messages: Floats, excess: Floats, least: Ints) -> float:
-    """Returns the sum of the least entries. Writes into `excess` by how much it rises, at least, if
-    a choice is taken, and into `least` the cheapest choice of each node.
+    """Returns the sum of the least entries.
+
+    Writes into `excess` the least rise of the bound if a choice is taken, and into `least` the
+    cheapest choice of each node.
     """
     size = np.max(np.diff(g.start))
     total, view, rest = 0.0, np.empty(size), np.empty(size)

@@ -1,4 +1,4 @@
-"""The portfolio: integer programs in a process of their own, local search while they run."""
+"""A portfolio: integer programs in a separate process, and local search while they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.intra_op.solvers._exact import close
 from autopar.intra_op.solvers._search import Search, Watch, relax
 from autopar.intra_op.solvers.ilp import explained
 
-KICKS = 20  # between two looks at what the integer program has found
+KICKS = 20  # between two checks of the integer program
 
 
 def solve(
@@ -33,12 +33,12 @@ def solve(
         gap: relative distance of objective and bound at which to stop.
         progress: called with a line of text at every step.
         watch: called with seconds, best price and bound whenever one of them improves.
-        seed: of the local search.
-        start: a choice for every node to begin with, say of a similar problem; it need not fit.
+        seed: seed of the local search.
+        start: an initial choice, say of a similar problem; it need not fit.
 
     Raises:
-        InfeasibleError: no choice fits, or none was found in time.
-        MissingDependencyError: an integer program is needed, and neither HiGHS nor CBC is there.
+        InfeasibleError: no choice fits, or none is found in time.
+        MissingDependencyError: an integer program is needed, but neither HiGHS nor CBC is there.
     """
     try:
         search = Search(problem, time_limit, gap, progress, watch, seed)

@@ -1,4 +1,4 @@
-"""Tries every choice: the yardstick for the other solvers, with which it shares no code."""
+"""Tries every choice: the reference for the other solvers, with which it shares no code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def solve(problem: Problem) -> Solution:
     count = math.prod(sizes)
     if count > LIMIT:
         raise ProblemError(
-            "a problem is too large to try every choice",
+            "the problem is too large to try every choice",
             where=f"problem {problem.name!r}",
             why=f"{count} combinations, at most {LIMIT}",
             todo="use the ilp solver",
@@ -59,7 +59,7 @@ def solve(problem: Problem) -> Solution:
 
 
 def _digits(numbers: NDArray[np.int64], sizes: list[int]) -> list[NDArray[np.int64]]:
-    """The choice of each node in each numbered combination: the last node counts fastest."""
+    """Returns each node's choice in each numbered combination; the last node varies fastest."""
     digits = []
     for size in reversed(sizes):
         numbers, digit = np.divmod(numbers, size)
@@ -68,7 +68,7 @@ def _digits(numbers: NDArray[np.int64], sizes: list[int]) -> list[NDArray[np.int
 
 
 def _costs(problem: Problem, choice: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """Seconds of each combination, infinite where something is forbidden."""
+    """Returns the seconds of each combination, infinite if something is forbidden."""
     total = np.zeros(choice[0].shape if choice else 1)
     prices = [np.array(node.cost)[k] for node, k in zip(problem.nodes, choice, strict=True)]
     prices += [edge.cost[choice[edge.a], choice[edge.b]] for edge in problem.edges]
@@ -78,7 +78,7 @@ def _costs(problem: Problem, choice: list[NDArray[np.int64]]) -> NDArray[np.floa
 
 
 def _peaks(problem: Problem, choice: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """The most bytes of each combination; memory only grows at the start of some node."""
+    """Returns the peak bytes of each combination; memory only grows where some node starts."""
     peak = np.zeros(choice[0].shape if choice else 1)
     for moment in {live[0] for node in problem.nodes for live, _ in node.held}:
         held = np.zeros_like(peak)

@@ -1,4 +1,4 @@
-"""Coordinate descent: quick, without proof; also how the other solvers polish what they find."""
+"""Coordinate descent: fast, without proof; other solvers use it to polish their results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ MOST_SWEEPS = 100
 
 
 def solve(problem: Problem) -> Solution:
-    """Returns the better of two local optima that fit: from every node's least cost, and from every
-    node's least memory, changing one node at a time. The bound is the sum of all least costs.
+    """Returns the better of two local optima that fit.
+
+    They start from every node's least cost and from every node's least memory, and change one node
+    at a time. The bound is the sum of all least costs.
 
     Raises:
         InfeasibleError: neither fits. Another solver may still find a choice that does.
@@ -34,7 +36,7 @@ def solve(problem: Problem) -> Solution:
         raise InfeasibleError(
             "the greedy solver found no choice that fits",
             where=f"problem {problem.name!r}",
-            why="changing one node at a time leads to none; there may still be one",
+            why="changing one node at a time reaches none; there may still be one",
             todo="use the ilp solver",
         )
     best = min(found, key=tables.price)
@@ -43,13 +45,13 @@ def solve(problem: Problem) -> Solution:
 
 
 class Tables:
-    """A problem as arrays, forbidden costs infinite, so that single changes are priced at once.
+    """A problem as arrays with infinite forbidden costs, for fast prices of single changes.
 
     Attributes:
         cost: per node, one entry for each choice.
-        edges: per node, its neighbours and the matrices with its own choices first.
+        edges: per node, its neighbours and the matrices, with its own choices first.
         times: the critical times.
-        pieces: per node its memory, each with the range of these times at which it is held.
+        pieces: per node its memory, each piece with the range of these times at which it is held.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -67,30 +69,30 @@ class Tables:
         ]
 
     def price(self, choice: Sequence[int]) -> float:
-        """Returns seconds, infinite if something forbidden is taken."""
+        """Returns the seconds of a choice, infinite if it takes something forbidden."""
         prices = [float(cost[k]) for cost, k in zip(self.cost, choice, strict=True)]
         for node, edges in enumerate(self.edges):
             prices += [float(m[choice[node], choice[b]]) for b, m in edges if node < b]
         return math.fsum(prices)
 
     def held(self, choice: Sequence[int]) -> NDArray[np.float64]:
-        """Returns bytes at each critical time."""
+        """Returns the bytes at each critical time."""
         held = np.zeros(len(self.times))
         for v, k in enumerate(choice):
             self.hold(held, v, k)
         return held
 
     def hold(self, held: NDArray[np.float64], node: int, choice: int, sign: float = 1.0) -> None:
-        """Adds a node's bytes at each critical time, or with a sign of -1 takes them away."""
+        """Adds a node's bytes at each critical time, or subtracts them with a sign of -1."""
         for low, high, nbytes in self.pieces[node]:
             held[low:high] += sign * nbytes[choice]
 
     def most(self, node: int) -> NDArray[np.float64]:
-        """Returns the bytes of each choice, those of all its pieces together."""
+        """Returns the total bytes of each choice over all its pieces."""
         return sum((b for _, _, b in self.pieces[node]), np.zeros(len(self.cost[node])))
 
     def above(self, held: NDArray[np.float64], node: int) -> NDArray[np.float64]:
-        """Returns how far each choice exceeds the limit beside what others hold, at the worst."""
+        """Returns the worst excess of each choice over the limit, given what others hold."""
         found = np.zeros(len(self.cost[node]))
         for low, high, nbytes in self.pieces[node]:
             if low < high:
@@ -110,8 +112,9 @@ class Tables:
         return math.fsum(least)
 
     def descend(self, start: Sequence[int]) -> tuple[int, ...]:
-        """Returns a choice that no change of one node improves: first fewer forbidden costs, then
-        less memory above the limit, then less cost.
+        """Returns a choice that no change of one node improves.
+
+        Fewer forbidden costs come first, then less memory above the limit, then less cost.
         """
         choice = list(start)
         held = self.held(choice)

@@ -1,9 +1,9 @@
-"""Integer programming on what reductions and bounds leave: exact, with a proven bound.
+"""Integer programming on the problem that reductions and bounds leave: exact, with a proof.
 
 1. The reductions keep what they cannot decide (`autopar.intra_op.reduce`).
-2. Memory is limited only at times at which it has been seen to exceed the limit, which lets the
-   reductions decide most of the rest; `_dual` bounds what remains and finds good choices.
-3. What can still cost less than a target goes to HiGHS; see `_exact` and `_program`.
+2. Memory is limited only at times at which a choice has exceeded the limit, which lets the
+   reductions decide most of the rest; `_dual` bounds the remainder and finds good choices.
+3. Whatever can still cost less than a target goes to HiGHS; see `_exact` and `_program`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.intra_op.solvers._exact import close
 from autopar.intra_op.solvers._program import peak_program, solve_program
 from autopar.intra_op.solvers._search import Search, Watch, relax
 
-MOST_PAIRS = 50_000  # of a problem whose least peak is looked for
+MOST_PAIRS = 50_000  # largest problem whose least peak is computed
 SECONDS = 10.0
 
 
@@ -41,13 +41,13 @@ def solve(
         gap: relative distance of objective and bound at which to stop.
         progress: called with a line of text at every step.
         watch: called with seconds, best price and bound whenever one of them improves.
-        seed: of whatever is random.
-        start: a choice for every node to begin with, say of a similar problem; it need not fit.
+        seed: seed of all random choices.
+        start: an initial choice, say of a similar problem; it need not fit.
 
     Raises:
         InfeasibleError: no choice fits (the least attainable peak is in the message), or none was
             found in time.
-        MissingDependencyError: an integer program is needed, and neither HiGHS nor CBC is there.
+        MissingDependencyError: an integer program is needed, but neither HiGHS nor CBC is there.
     """
     try:
         search = Search(problem, time_limit, gap, progress, watch, seed)
@@ -62,7 +62,7 @@ def solve(
 
 
 def explained(problem: Problem, error: InfeasibleError) -> InfeasibleError:
-    """Returns the error with the least attainable peak, if that can be found quickly."""
+    """Returns the error with the least attainable peak, if that can be computed quickly."""
     if problem.memory_limit is None or sum(edge.cost.size for edge in problem.edges) > MOST_PAIRS:
         return error
     whole = flatten(problem)

@@ -1,4 +1,4 @@
-"""Local search from what the bounds suggest: for what is too large for integer programs."""
+"""Local search guided by bounds, for problems that are too large for integer programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.solvers._narrow import narrow
 from autopar.intra_op.solvers._search import Relaxation, Search, Watch, relax
 
-KICKS = 500  # of single nodes, and as many of trees, between two looks at the clock
-PATIENCE = 10_000  # such kicks without a better choice
-FIRST_TRIAL, TRIALS = 0.005, 12  # how far above the bound targets are: each twice as far
-NARROWING = 0.1  # share of the time left that the bounds below one target may take
+KICKS = 500  # of single nodes, and as many of trees, between two checks of the clock
+PATIENCE = 10_000  # kicks without a better choice before it stops
+FIRST_TRIAL, TRIALS = 0.005, 12  # first distance of a target above the bound, doubled each time
+NARROWING = 0.1  # share of the remaining time for the bounds below one target
 
 
 def solve(
@@ -27,12 +27,12 @@ def solve(
 ) -> Solution:
     """Returns the best choice found, with the bound of the relaxation.
 
-    Memory is priced and costs are moved about for a bound, first of the whole, then of what can be
-    below higher and higher targets; the choices met on the way are made to fit, and improved by
-    changes of single nodes and by kicks of nodes and of trees, which may lead over what costs more,
-    until kicks no longer help. The same seed gives the same choice, unless time runs out.
+    The bound is computed first for the whole problem, then for the choices below higher and higher
+    targets. Choices met on the way are made to fit, then improved by changes of single nodes and by
+    kicks of nodes and of trees, which may raise the cost for a while, until kicks no longer help.
+    The same seed gives the same choice, unless time runs out.
 
-    Args: as of `ilp.solve`.
+    Args: as in `ilp.solve`.
 
     Raises:
         InfeasibleError: no choice that fits was found; there may still be one.
@@ -41,7 +41,7 @@ def solve(
     _suggested(search, relax(search))
     idle, rounds, taken = 0, search.rounds(KICKS), 0.0
     while not search.proved and search.answer is not None and idle < PATIENCE:
-        if search.left() <= 2 * taken:  # the last ones may have been quick
+        if search.left() <= 2 * taken:  # the last rounds may have been quick
             break
         begun = search.elapsed()
         idle = 0 if search.shake(rounds) else idle + rounds
@@ -50,9 +50,10 @@ def solve(
 
 
 def _suggested(search: Search, relaxation: Relaxation) -> None:
-    """Considers what bounds suggest below higher and higher targets, up to the best price: below
-    the first ones there may be nothing, which raises the bound; below one that is little above the
-    optimum few choices are left, so that those that bounds suggest are good.
+    """Considers choices suggested by bounds below rising targets, up to the best price.
+
+    The first targets may have nothing below them, which raises the bound. Below a target little
+    above the optimum few choices remain, so that those suggested are good.
     """
     for trial in range(TRIALS):
         if relaxation.dual is None or search.done:

@@ -1,19 +1,20 @@
-"""Propagation: what is decided spreads, and nothing is searched for.
+"""Propagation: decided layouts spread through the graph, without search.
 
-After GSPMD (arXiv:2105.04663, section 3.5), which lets annotated layouts spread over a graph, the
-most telling ones first, forwards and backwards, until nothing changes. Here prices say what tells:
+After GSPMD (arXiv:2105.04663, section 3.5), which spreads annotated layouts over a graph, the most
+informative first, forwards and backwards, until nothing changes. Here prices decide the order:
 
 1. Nodes with few choices are decided first: annotations, pins, inputs. Choices multiply with the
-   axes of a mesh, so few are at most the square root of the median.
-2. A node next to decided ones follows them: it takes a choice that needs no resharding between it
-   and them, of several that which is cheapest with the cheapest that its other neighbours may
-   choose. Where there is none it takes what is cheapest with its decided neighbours.
-3. Of all nodes that could, the one that follows for free decides first, and of these the one whose
-   own cost rises least. So splits spread before wholes, since to follow a value that is whole an
-   operator must compute the whole of it.
-4. If decided nodes say nothing about any other, one with the fewest choices takes its cheapest.
+   axes of a mesh, so few means at most the square root of the median.
+2. A node next to decided ones follows them: it takes a choice that needs no resharding between
+them,
+   and of several the one that is cheapest together with the cheapest choices of its other
+   neighbours. If there is none it takes the one that is cheapest with its decided neighbours.
+3. Of all nodes that could follow, those that follow for free come first, and of these the one whose
+   own cost rises least. So splits spread before replication, since an operator that follows a whole
+   value must compute all of it.
+4. If the decided nodes constrain no other, one with the fewest choices takes its cheapest.
 
-Every node is decided once. Memory is looked at in the end only.
+Every node is decided once. Memory is checked only at the end.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ Mask = NDArray[np.bool_]
 
 
 def solve(problem: Problem) -> Solution:
-    """Returns what the decided nodes lead to; the bound is the sum of all least costs.
+    """Returns the choice that the decided nodes lead to; the bound is the sum of all least costs.
 
     Raises:
-        InfeasibleError: that exceeds the memory limit or has something forbidden. Another solver
-            may still find a choice that fits.
+        InfeasibleError: the choice exceeds the memory limit or has something forbidden. Another
+            solver may still find a choice that fits.
     """
     started = time.perf_counter()
     choice = _Spreading(problem).run()
     judged = evaluate(problem, choice)
     if not judged.feasible:
         raise InfeasibleError(
-            "what propagation leads to does not fit",
+            "the choice found by propagation does not fit",
             where=f"problem {problem.name!r}",
-            why="it takes back nothing that is decided, and has come to something forbidden"
+            why="it never revises a decision, and reached something forbidden"
             if judged.cost == math.inf
-            else f"peak: {judged.peak:.6g} bytes, limit: {problem.memory_limit}; it looks at "
-            "memory in the end only",
-            todo="use the ilp solver, which searches for what fits, or annotate or pin more",
+            else f"peak: {judged.peak:.6g} bytes, limit: {problem.memory_limit}; it checks "
+            "memory only at the end",
+            todo="use the ilp solver, which searches for a fit, or annotate or pin more",
         )
     least = [min(node.cost) for node in problem.nodes]
     bound = math.fsum([*least, *(float(edge.cost.min()) for edge in problem.edges)])
@@ -61,10 +62,10 @@ def solve(problem: Problem) -> Solution:
 
 @dataclass
 class _End:
-    """One end of an edge: the node at the other end, and costs with the own choices first.
+    """One end of an edge: the node at the other end, and costs with this end's choices first.
 
-    The costs are counted from the least of the edge. `now` is what each own choice costs here: once
-    the other end is decided with that, before with what is cheapest for the other end by itself.
+    The costs are relative to the least of the edge. `now` is the cost of each own choice: with the
+    other end's choice once decided, before that with the other end's own cheapest choice.
     """
 
     other: int
@@ -73,11 +74,11 @@ class _End:
 
 
 class _Spreading:
-    """Nodes that are decided one after the other.
+    """Decides nodes one after the other.
 
     Attributes:
-        choice: of every node that is decided.
-        waiting: of every undecided node that decided ones say something about, its turn.
+        choice: choice of every decided node.
+        waiting: priority of every undecided node that decided ones constrain.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -92,7 +93,7 @@ class _Spreading:
         self.waiting: dict[int, tuple[bool, float, int]] = {}
 
     def run(self) -> tuple[int, ...]:
-        """The choice of every node."""
+        """Returns the choice of every node."""
         sizes = [len(cost) for cost in self.cost]
         few = math.sqrt(statistics.median(sizes)) if sizes else 0.0
         for node in sorted(range(len(sizes)), key=sizes.__getitem__):
@@ -108,7 +109,7 @@ class _Spreading:
             self._decide(min(self.waiting, key=lambda node: (self.waiting[node], node)))
 
     def _decide(self, node: int) -> None:
-        """Settle one node, and look at its neighbours again."""
+        """Decides one node, and updates its neighbours."""
         self.waiting.pop(node, None)
         kept, _ = self._follow(node, self._said(node))
         hoped = sum((e.now for e in self.ends[node] if e.other not in self.choice), self.cost[node])
@@ -125,12 +126,12 @@ class _Spreading:
                 self.waiting[other] = not free, rise, int(kept.sum())
 
     def _said(self, node: int) -> Array:
-        """What each choice of a node costs with its decided neighbours."""
+        """Returns the cost of each choice of a node with its decided neighbours."""
         none = np.zeros_like(self.cost[node])
         return sum((end.now for end in self.ends[node] if end.other in self.choice), none)
 
     def _follow(self, node: int, said: Array) -> tuple[Mask, bool]:
-        """The choices with which a node follows its decided neighbours, and whether for free."""
+        """Returns the choices that follow a node's decided neighbours, and whether for free."""
         free = (said == 0) & (self.cost[node] < FORBIDDEN)
         if free.any():
             return free, True

@@ -1,12 +1,12 @@
-"""Collectives of tensor parallelism that run beside the linears around them.
+"""Tensor-parallel collectives that run beside the linears around them.
 
-Under sequence parallelism (arXiv:2205.05198, section 4.2.2) an all_gather of rows stands before the
-linears that are split by outputs, and a reduce_scatter behind one that is split by inputs. torch
-has an operator for each pair, which works rank by rank: the rows of one rank are multiplied while
-those of the next are on their way (Wang et al., "Overlap Communication with Dependent Computation
-via Decomposition in Large Deep Learning Models", ASPLOS 2023). Backwards one is the other.
+Under sequence parallelism (arXiv:2205.05198, section 4.2.2) an all_gather of rows precedes linears
+that are split by outputs, and a reduce_scatter follows one that is split by inputs. torch has an
+operator for each pair, which works rank by rank: it multiplies the rows of one rank while those of
+the next are in transit (Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition in Large Deep Learning Models", ASPLOS 2023). The backward of each is the other.
 
-Neighbours read one another's memory there, so that it is for axes whose devices can.
+The operators read the memory of neighbouring devices, so they need axes whose devices can.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autopar.ir.collective import Resharder, Step
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
 
-ASYNC = "async_tensor_parallel"  # by what `fuse` switches it on
+ASYNC = "async_tensor_parallel"  # its name in `fuse`
 LINEAR, SHARE = "aten.linear", "autopar.share"
 DTYPES = ("f64", "f32", "bf16", "f16")
-# What may stand between a parameter and a linear.
+# Operators allowed between a parameter and a linear.
 _OF_PARAMETERS = (SHARE, "aten.transpose.int", "aten.t", "aten.permute")
 
 
@@ -31,10 +31,10 @@ class Overlapped:
     """A collective that runs beside linears.
 
     Attributes:
-        step: an all_gather of what the linears read, or the reduce_scatter of what one gives.
-        value: the node whose value is moved, as it is before the collective.
-        linears: in execution order.
-        operands: of a reduce_scatter the layouts in which its linear reads.
+        step: an all_gather of the linears' input, or the reduce_scatter of a linear's result.
+        value: the node whose value is moved, before the collective.
+        linears: the linears, in execution order.
+        operands: for a reduce_scatter, the layouts in which its linear reads.
     """
 
     step: Step
@@ -44,12 +44,12 @@ class Overlapped:
 
 
 class Beside:
-    """Which linears of a graph may run beside a collective; layouts come later.
+    """The linears of a graph that may run beside a collective, whatever their layouts.
 
     Args:
         graph: prepared.
-        alone: runs of blocks, by number, in which nothing does: those that keep products while all
-            else is computed again, since torch knows its own products only.
+        alone: numbers of runs of blocks without such overlap: those that recompute selectively,
+            since torch recognises only its own matrix products.
     """
 
     def __init__(self, graph: Graph, alone: Collection[int] = ()) -> None:
@@ -64,18 +64,18 @@ class Beside:
 
     @cached_property
     def _leaving(self) -> set[str]:
-        """Values that a block hands to the next one, and outputs."""
+        """Values that a block passes to the next one, and outputs."""
         carried = {leaves for repeat in self.graph.repeats for _, leaves in repeat.carried}
         return carried | {name for _, name in self.graph.outputs}
 
     def readers(self, reader: Node) -> tuple[Node, ...]:
-        """The linears that alone use what `reader` reads: itself, or those behind a share.
+        """Returns the linears that are the only users of the value that `reader` reads.
 
         Args:
-            reader: of the folded graph.
+            reader: a node of the folded graph: a linear, or a share that linears read.
 
         Returns:
-            () where there are none, or anything else reads it.
+            () if there are none, or if another node uses the value.
         """
         graph = self.graph
         if reader.op not in (LINEAR, SHARE) or self._home.get(reader.name) in self._alone:
@@ -100,7 +100,7 @@ class Beside:
         return found if found and all(fits) else ()
 
     def reader(self, linear: Node) -> Node | None:
-        """What alone reads the result of a linear, once and in the same block."""
+        """Returns the only reader of a linear's result, if it reads once and in the same block."""
         users, home = self.graph.users[linear.name], self._home.get(linear.name)
         if not self._fits(linear) or len(users) != 1 or linear.name in self._leaving:
             return None
@@ -116,7 +116,7 @@ class Beside:
         return same and len(x.shape) > 1 and len(weight.shape) == 2
 
     def _of_parameters(self, name: str) -> bool:
-        """Whether an operand is there before any other: a parameter, or a transpose of one."""
+        """Returns whether an operand is a parameter or a transpose of one."""
         node = self.graph[name]
         while node.op in _OF_PARAMETERS:
             node = self.graph[node.inputs[0]]
@@ -126,34 +126,34 @@ class Beside:
 def runs_beside(
     op: str, value: Node, steps: Sequence[Step], near: Collection[str], resharder: Resharder
 ) -> Step | None:
-    """The one step of a layout change, if that is what linears run beside.
+    """Returns the only step of a layout change, if linears can run beside it.
 
     Args:
         op: "all_gather" or "reduce_scatter".
-        value: what is moved.
-        steps: of the resharder.
-        near: axes whose devices read one another's memory.
-        resharder: of the plan.
+        value: the moved value.
+        steps: the resharder's steps.
+        near: axes whose devices can read one another's memory.
+        resharder: the plan's resharder.
     """
     if len(steps) != 1 or steps[0].op != op or not set(steps[0].axes) <= set(near):
         return None
     (step,), shape, mesh = steps, value.type.shape, resharder.mesh
     even = step.src.is_even(shape, mesh) and step.dst.is_even(shape, mesh)
-    # Products of parts of the last dimension would have to be added up.
+    # Products of parts of the last dimension would have to be summed.
     rows = step.dim is not None and step.dim < len(shape) - 1
     exact = value.type.dtype not in resharder.widened
     return step if even and rows and exact and mesh.axis_size(step.axes[0]) > 1 else None
 
 
 class Overlaps:
-    """Which collectives of a plan run beside linears.
+    """The collectives of a plan that run beside linears.
 
     Args:
-        beside: which may.
-        resharder: of the plan.
-        near: axes whose devices read one another's memory; none where it is switched off.
+        beside: the linears that may overlap.
+        resharder: the plan's resharder.
+        near: axes whose devices can read one another's memory; none if it is switched off.
         operands: node -> the layouts in which it reads.
-        result: node -> the layout of what it gives.
+        result: node -> the layout of its result.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Overlaps:
         self.operands, self.result = operands, result
 
     def gather(self, reader: Node, held: Layout) -> Overlapped | None:
-        """The all_gather before `reader`, a linear or a share, of what is held in a layout."""
+        """Returns the all_gather of a value in layout `held` before `reader`, a linear or share."""
         linears = self.beside.readers(reader)
         if not linears:
             return None
@@ -182,7 +182,7 @@ class Overlaps:
         return Overlapped(step, value, linears)
 
     def parameters(self, found: Overlapped) -> list[tuple[str, Layout]]:
-        """Weights and biases of the linears, with the layouts in which these read them."""
+        """Returns weights and biases of the linears, with the layouts in which they are read."""
         return [
             read
             for linear in found.linears
@@ -190,10 +190,11 @@ class Overlaps:
         ]
 
     def scatter(self, linear: Node) -> Overlapped | None:
-        """The reduce_scatter behind a linear.
+        """Returns the reduce_scatter after a linear.
 
-        A bias is added behind it, by every device to its own rows. The linear by itself asks for
-        one that is zero but on the first device, which is made of one that all have.
+        Its bias is added after the reduce_scatter, by every device to its own rows. Without overlap
+        the linear needs a bias that is zero on all devices but the first, made from one that all
+        have.
         """
         reader = self.beside.reader(linear)
         if reader is None:

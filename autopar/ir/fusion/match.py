@@ -1,4 +1,4 @@
-"""Finding a spelling in a graph: an expression against a node and what that reads."""
+"""Matches spellings of a pattern against nodes of a graph."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COMMUTE = ("add", "mul")
 
 @dataclass(frozen=True)
 class _State:
-    """What names stand for so far, and the nodes gone through."""
+    """Bindings of names so far, and the nodes visited."""
 
     values: Mapping[str, Arg] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()
 
     def bind(self, name: str, value: Arg) -> Iterator[_State]:
-        """With `name` standing for `value`, unless it stands for something else."""
+        """Yields the state with `name` bound to `value`, unless it is bound to another value."""
         if name == "_":
             yield self
         elif name not in self.values:
@@ -35,15 +35,15 @@ class _State:
             yield self
 
     def through(self, node: Node) -> _State:
-        """With `node` among those gone through."""
+        """Returns the state with `node` among those visited."""
         return _State(self.values, self.inside | {node.name})
 
 
 def find(pattern: Pattern, graph: Graph, node: Node) -> Match | None:
-    """The first spelling of `pattern` that ends in `node` and fits.
+    """Returns the first match of a spelling of `pattern` that ends in `node` and fits.
 
-    A value inside that something outside reads is none that may be replaced, unless the kernel
-    gives it, or the pattern recomputes outputs.
+    A value inside the match that an outside node reads cannot be replaced, unless the kernel
+    returns it or the pattern recomputes outputs.
     """
     if node.is_leaf or len(node.types) != 1:
         return None
@@ -57,12 +57,12 @@ def find(pattern: Pattern, graph: Graph, node: Node) -> Match | None:
 
 @functools.cache
 def parsed(spelling: str) -> ast.expr:
-    """A spelling as an expression."""
+    """Returns a spelling as an expression."""
     return ast.parse(spelling, mode="eval").body
 
 
 def _closed(pattern: Pattern, match: Match) -> bool:
-    """Whether nobody but the pattern reads what goes, and nothing outside lies in between."""
+    """Returns whether only the pattern reads replaced nodes, with no outside node in between."""
     given = {node.name for node in map(match.node, pattern.gives) if node is not None}
     given.add(match.found.name)
     graph, outputs = match.graph, {name for _, name in match.graph.outputs}
@@ -73,13 +73,13 @@ def _closed(pattern: Pattern, match: Match) -> bool:
             return False
     if any(writes(graph[name]) for name in match.inside):
         return False
-    # What the kernel reads must not come of what it gives.
+    # The kernel's inputs must not depend on its results.
     reads = {name for inner in match.inside for name in graph[inner].inputs} - match.inside
     return len(given) == 1 or not _depend(graph, reads, given)
 
 
 def _depend(graph: Graph, values: set[str], on: set[str]) -> bool:
-    """Whether any of `values` is computed from any of `on`."""
+    """Returns whether any of `values` is computed from any of `on`."""
     seen, left = set(values), list(values)
     while left:
         for name in graph[left.pop()].inputs:
@@ -98,7 +98,7 @@ def _same(a: Arg, b: Arg) -> bool:
 
 
 def _match(wanted: ast.expr, given: Arg, state: _State, graph: Graph) -> Iterator[_State]:
-    """Every way in which an expression describes an argument."""
+    """Yields every way in which an expression matches an argument."""
     if isinstance(wanted, ast.Constant):
         if not isinstance(given, Ref | tuple) and given == wanted.value:
             yield state
@@ -119,7 +119,7 @@ def _match(wanted: ast.expr, given: Arg, state: _State, graph: Graph) -> Iterato
 
 
 def _all(wanted: list[ast.expr], given: list[Arg], state: _State, graph: Graph) -> Iterator[_State]:
-    """Every way in which expressions describe arguments one by one."""
+    """Yields every way in which expressions match arguments one by one."""
     if not wanted:
         yield state
         return
@@ -128,7 +128,7 @@ def _all(wanted: list[ast.expr], given: list[Arg], state: _State, graph: Graph) 
 
 
 def _operator(wanted: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[_State]:
-    """Every way in which an expression describes the result of a node."""
+    """Yields every way in which an expression matches the result of a node."""
     if isinstance(wanted, ast.BinOp):
         name = INFIX[type(wanted.op)]
         sides = [wanted.left, wanted.right]
@@ -154,7 +154,7 @@ def _call(
     state: _State,
     graph: Graph,
 ) -> Iterator[_State]:
-    """A node of the operator `name`, whatever its overload, with these arguments."""
+    """Matches a node of the operator `name`, of any overload, with these arguments."""
     if node.op != f"aten.{name}" and not node.op.startswith(f"aten.{name}."):
         return
     open_ended = bool(wanted) and isinstance(wanted[-1], ast.Constant) and wanted[-1].value is ...
@@ -197,7 +197,7 @@ def _viewed(inner: ast.expr, node: Node, state: _State, graph: Graph) -> Iterato
 
 
 def _mean(inner: ast.expr, node: Node, state: _State, graph: Graph) -> Iterator[_State]:
-    """aten.mean.dim, or a sum and a division by the count, as `lower_means` writes it."""
+    """Matches aten.mean.dim, or a sum and a division by the count, as `lower_means` writes it."""
     total = node
     if node.op == "aten.div.Tensor" and isinstance(node.args[1], int):
         total = graph[node.inputs[0]]

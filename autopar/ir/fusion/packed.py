@@ -1,9 +1,9 @@
-"""Rotary embedding that writes where an exchange of rows for heads takes from.
+"""Rotary embedding fused with the packing of a following exchange of rows for heads.
 
-DeepSpeed-Ulysses (arXiv:2309.14509): before attention devices that have all heads of a part of the
-rows exchange them for some heads of all rows. By itself the all_to_all copies what it sends block
-by block, and again what arrives, forwards and backwards. The kernel writes those blocks, and what
-arrives is what attention reads.
+In DeepSpeed-Ulysses (arXiv:2309.14509), devices that hold all heads of some rows exchange them
+before attention for some heads of all rows. The plain all_to_all copies the blocks that it sends
+and those that it receives, forwards and backwards. The fused kernel writes the blocks directly, and
+attention reads the blocks that arrive.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from autopar.ir.collective import Resharder, Step
 from autopar.ir.graph import PREFIX, Graph, Node
 from autopar.ir.tensor import Layout
 
-PACK = "rotary_pack"  # by what `fuse` switches it on and off
+PACK = "rotary_pack"  # its name in `fuse`
 ROTARY = f"{PREFIX}rotary"
-# Of what a device has: a copy reads and writes it, two of them forwards, one backwards are gone.
+# Copies of a device's tensor that are saved (each reads and writes it): two forwards, one
+# backwards.
 COPIES = 3
 
 
 def reader(graph: Graph, node: Node) -> Node | None:
-    """What reads the result of a rotary embedding, if that is one operator, and once."""
+    """Returns the reader of a rotary embedding's result, if there is just one and it reads once."""
     users = graph.users[node.name] if node.op == ROTARY else ()
     if len(users) != 1 or node.name in {name for _, name in graph.outputs}:
         return None
@@ -28,12 +29,12 @@ def reader(graph: Graph, node: Node) -> Node | None:
 
 
 def packing(node: Node, given: Layout, wanted: Layout, resharder: Resharder) -> Step | None:
-    """The exchange of rows for heads that comes right behind a rotary embedding, if one does.
+    """Returns the exchange of rows for heads directly after a rotary embedding, None if absent.
 
     Args:
         node: the embedding, of (batch, row, head, width).
         given, wanted: the layout of its result, and that in which it is read.
-        resharder: of the plan.
+        resharder: the plan's resharder.
     """
     steps = resharder.steps(node.type, given, wanted, node.requires_grad)
     if not steps or (steps[0].op, steps[0].dim, steps[0].to_dim) != ("all_to_all", 1, 2):

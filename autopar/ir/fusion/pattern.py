@@ -1,14 +1,14 @@
-"""What a pattern says: how people write an operator, and the kernel that computes it at once.
+"""Patterns: spellings of an operator in models, and the kernel that replaces them.
 
-A spelling is an expression of Python, in which names stand for values or numbers and functions for
-operators of the graph. Sums and products match in either order. Four functions are no operators:
+A spelling is a Python expression in which names stand for values or numbers, and functions for
+operators of the graph. Sums and products match in either order. Four functions are not operators:
 
     wide(x)      x, or x of 16 bits in float32
     narrow(x)    x, or x rounded to 16 bits
-    mean(x)      the mean over the last dimension, which stays with one element
-    viewed(x)    x, or x reshaped with its last dimension as it is
+    mean(x)      the mean over the last dimension, which is kept with size 1
+    viewed(x)    x, or x reshaped with its last dimension unchanged
 
-`(h := x + y)` names a value inside, `...` stands for the remaining arguments of an operator.
+`(h := x + y)` names a value inside; `...` matches the remaining arguments of an operator.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from autopar.ir.tensor import TensorType
 
 __all__ = ["PREFIX", "Match", "Pattern", "Writer", "call", "computes", "is_vector", "width"]
 
-# In float64 there are no kernels but their references, which are as precise.
+# In float64 the kernels' references run, which are as precise.
 _KERNEL_DTYPES = ("f64", "f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found.
+    """A match of a pattern in a graph.
 
     Attributes:
-        graph: in which.
-        found: the last node, whose value the kernel gives.
-        values: what each name of the spelling stands for.
-        inside: names of the nodes that the kernel replaces, `found` among them.
+        graph: the graph.
+        found: the last node, whose value the kernel computes.
+        values: the value bound to each name of the spelling.
+        inside: names of the nodes that the kernel replaces, including `found`.
     """
 
     graph: Graph
@@ -42,25 +42,25 @@ class Match:
     inside: frozenset[str]
 
     def node(self, name: str) -> Node | None:
-        """The node that a name stands for, None if it is a number or not there."""
+        """Returns the node bound to a name, None if it is a number or absent."""
         value = self.values.get(name)
         return self.graph[value.name] if isinstance(value, Ref) else None
 
     def type(self, name: str) -> TensorType:
-        """The type of the value that a name stands for; of no value, one that fits nothing."""
+        """Returns the type of the value bound to a name, or one that fits nothing."""
         node = self.node(name)
         return TensorType("", ()) if node is None else node.type
 
 
 @dataclass
 class Writer:
-    """Takes the nodes that stand in a match's place.
+    """Collects the nodes that replace a match.
 
     Attributes:
-        like: whose source they have.
-        fresh: gives out names.
-        known: what other matches in the same block have written.
-        nodes: what has been written.
+        like: the node whose source they take.
+        fresh: generator of unused names.
+        known: nodes written by other matches in the same block.
+        nodes: the nodes written so far.
     """
 
     like: Node
@@ -69,7 +69,7 @@ class Writer:
     nodes: list[Node] = field(default_factory=list)
 
     def new(self, hint: str, op: str, args: tuple[Arg, ...], kind: TensorType, grad: bool) -> Ref:
-        """An operator with one result; the same as before, if it has been written before."""
+        """Adds an operator with one result, or returns an equal one that was already written."""
         if (op, args) not in self.known:
             node = Node(self.fresh(hint), op, args, (), (kind,), self.like.source, grad)
             self.nodes.append(node)
@@ -82,19 +82,20 @@ Write = Callable[[Match, Writer], None]
 
 @dataclass(frozen=True)
 class Pattern:
-    """One kernel and how it is written out.
+    """One kernel and its spellings.
 
     Attributes:
-        name: as `fuse` names it; patterns that are switched together share it.
+        name: name in `fuse`; patterns that are switched together share it.
         kernel: a function of `autopar.operators.kernels`.
         spellings: expressions, tried in order.
-        arguments: of the kernel, by the names in the spellings.
-        gives: names inside that are read elsewhere too, which the kernel gives as further results.
-        fits: what more must hold of a match.
-        write: the nodes in its place, the last of them called as `Match.found`; by default a call
-            of the kernel.
-        outputs: whether a value inside may be an output of the graph, and is then computed for
-            itself where somebody asks for it.
+        arguments: the kernel's arguments, as names of the spellings.
+        gives: names of inner values that are read elsewhere too, which the kernel returns as
+            further results.
+        fits: further conditions on a match.
+        write: writes the replacing nodes, the last of them named like `Match.found`; by default a
+            call of the kernel.
+        outputs: whether a value inside may be an output of the graph, which is then recomputed only
+            if it is asked for.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Pattern:
     outputs: bool = False
 
     def replace(self, match: Match, writer: Writer) -> None:
-        """Write what stands in the place of `match`."""
+        """Writes the replacement of `match`."""
         if self.write is not None:
             self.write(match, writer)
             return
@@ -119,7 +120,7 @@ class Pattern:
 def call(
     match: Match, writer: Writer, kernel: str, args: Sequence[Arg], gives: Sequence[str] = ()
 ) -> None:
-    """A call of a kernel whose first result is the match's, the others those named in `gives`."""
+    """Writes a call of a kernel whose results are the match's and those named in `gives`."""
     found = match.found
     nodes = [found, *(match.node(name) or found for name in gives)]
     grad = any(node.requires_grad for node in nodes)
@@ -135,18 +136,18 @@ def call(
 
 
 def computes(match: Match, *names: str) -> bool:
-    """Whether values are of dtypes that kernels compute with, and of one."""
+    """Returns whether values have one common dtype, which kernels support."""
     kinds = {match.type(name).dtype for name in names}
     return len(kinds) == 1 and kinds <= set(_KERNEL_DTYPES)
 
 
 def width(match: Match, name: str) -> int:
-    """Elements of the last dimension, 0 of a scalar."""
+    """Returns the size of the last dimension, 0 for a scalar."""
     shape = match.type(name).shape
     return shape[-1] if shape else 0
 
 
 def is_vector(match: Match, name: str, size: int) -> bool:
-    """Whether a value has one dimension of `size` elements, of a floating dtype."""
+    """Returns whether a value has one dimension of `size` elements, of a floating dtype."""
     kind = match.type(name)
     return kind.shape == (size,) and kind.floating

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a device holds: a box, offsets and sizes along its dimensions."""
+"""Boxes: the part of a whole tensor on a device, as offsets and sizes along its dimensions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Returns the box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -32,7 +32,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What indexes the whole tensor."""
+        """Index of the box in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
@@ -51,27 +51,27 @@ class Box:
         return replace(self, offsets=offsets)
 
     def inside(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` has it."""
+        """Returns whether a tensor of `shape` contains the box."""
         return len(shape) == len(self.offsets) == len(self.sizes) and all(
             offset >= 0 and size >= 0 and offset + size <= extent
             for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def shifted(self, dim: int, by: int) -> Box:
-        """The same box further along `dim`."""
+        """Returns the same box moved along `dim`."""
         offsets = list(self.offsets)
         offsets[dim] += by
         return replace(self, offsets=tuple(offsets))
 
 
-_CUTS = 8  # dimensions of a tensor that are cut; a mesh has fewer axes
+_CUTS = 8  # most dimensions that are split; a mesh has fewer axes
 
 
 def tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes make up a tensor: each inside it, no element twice, none left out.
+    """Returns whether boxes tile a tensor: all inside it, without gaps or overlaps.
 
-    That is so if the indicator functions of the boxes add up to the tensor's, and as differences
-    along all dimensions lose nothing, if theirs do: those are ±1 at the corners, 0 elsewhere.
+    That is the case if the indicator functions of the boxes sum to the tensor's. Differences along
+    all dimensions are invertible, so these are compared: they are ±1 at corners and 0 elsewhere.
     """
     whole = Box.whole(shape)
     if not whole.volume:
@@ -97,14 +97,14 @@ def box_of(
     coordinate: Mapping[str, int],
     piece: Piece | None = None,
 ) -> Box:
-    """What the device at `coordinate` holds, as a part of the tensor of the state_dict.
+    """Returns the box of the device at `coordinate` in the tensor of the state_dict.
 
     Args:
-        layout: how the mesh holds it.
-        shape: of the tensor, or of the piece where it is one.
+        layout: layout of the tensor, or of the piece if it is one.
+        shape: its shape.
         mesh: the devices.
         coordinate: the device's position along every axis.
-        piece: the part of a fused tensor that is held in `layout`.
+        piece: the part of a fused tensor that has this layout.
     """
     bounds = layout.bounds(shape, mesh, coordinate)
     box = Box(tuple(start for start, _ in bounds), tuple(length for _, length in bounds))

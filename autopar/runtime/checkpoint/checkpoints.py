@@ -1,4 +1,4 @@
-"""Saving and loading the checkpoints of a program, on all of its ranks together."""
+"""Saves and loads the checkpoints of a program, on all of its ranks together."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Scheduler(Protocol):
     """A learning-rate scheduler, as those of torch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it needs to go on."""
+        """Returns the state needed to continue."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continues from a saved state."""
 
 
 class Checkpoints:
     """The checkpoints of one program on this rank; all ranks make the same calls.
 
     Args:
-        holder: what runs the program.
-        names: of its parameters and buffers.
-        constants: values of what no state_dict holds, for a program without weights.
+        holder: the object that runs the program.
+        names: names of its parameters and buffers.
+        constants: values of buffers that no state_dict has, for a program without weights.
     """
 
     @classmethod
@@ -63,13 +63,13 @@ class Checkpoints:
         buffers: Mapping[str, Tensor],
         aliases: Mapping[str, str],
     ) -> Checkpoints:
-        """The checkpoints of a program that was captured from a model.
+        """Returns the checkpoints of a program that was captured from a model.
 
         Args:
             model: the model.
-            holder: what runs the program.
+            holder: the object that runs the program.
             buffers: its buffers and constants.
-            aliases: every name of every parameter -> the one that holds it.
+            aliases: every name of every parameter -> the one under which it is stored.
         """
         persistent = tuple(model.state_dict())
         constants = {k: v for k, v in buffers.items() if k not in persistent}
@@ -94,7 +94,7 @@ class Checkpoints:
         asynchronous: bool = False,
         allow_nonfinite: bool = False,
     ) -> Saving:
-        """Write a checkpoint; see `Program.save_checkpoint`."""
+        """Writes a checkpoint; see `Session.save_checkpoint`."""
         path = path.absolute()
         future: Future[None] = Future()
         with ranks_lost(f"the checkpoint {path} was not saved"), self.holder.watch:
@@ -112,13 +112,13 @@ class Checkpoints:
         return self._last
 
     def close(self, agreed: bool = True) -> None:
-        """Wait for what is being written, and give back what that took; all ranks call it.
+        """Waits for a running save, and releases its resources; all ranks call it.
 
         Args:
-            agreed: whether all ranks are there to say how it ended; after an error they may not be.
+            agreed: whether all ranks can compare how the save ended; after an error they may not.
 
         Raises:
-            CheckpointError: an asynchronous save failed, and nobody has asked for it.
+            CheckpointError: an asynchronous save failed, and its result was not requested.
         """
         try:
             if agreed and (self._last or self._lease):
@@ -132,11 +132,11 @@ class Checkpoints:
                 self._lease.close()
 
     def _settle(self, group: dist.ProcessGroup | None) -> None:
-        """Wait until the last save has ended; raise, on all ranks, what nobody has asked for."""
+        """Waits for the last save; raises its error on all ranks unless already raised."""
         last, self._last = self._last, None
         error = None if last is None else last.unheard()
         if error is not None and not isinstance(error, AutoparError):
-            raise error  # a rank is lost: nothing can be agreed on
+            raise error  # a rank is lost, so that the ranks cannot agree
         errors = [error]
         if group is not None:
             errors = [None] * dist.get_world_size()
@@ -159,7 +159,7 @@ class Checkpoints:
     def _attempt(
         self, scheduler: Scheduler | None, values: Any, copied: bool, allow_nonfinite: bool
     ) -> Snapshot | AutoparError:
-        """What this rank has to save, or why it cannot: the other ranks wait to hear of it."""
+        """Returns this rank's snapshot, or the error that the other ranks must learn of."""
         try:
             snapshot = self._snapshot(scheduler, values)
             if not allow_nonfinite:
@@ -167,13 +167,13 @@ class Checkpoints:
             return snapshot.copied() if copied else snapshot
         except AutoparError as error:
             return error
-        except Exception as error:  # a scheduler may be the user's code and raise anything
+        except Exception as error:  # a scheduler may be user code and raise anything
             return CheckpointError(
-                "the state of the program cannot be taken", why=f"{type(error).__name__}: {error}"
+                "the state of the program cannot be read", why=f"{type(error).__name__}: {error}"
             )
 
     def _snapshot(self, scheduler: Scheduler | None, values: Any) -> Snapshot:
-        """What this rank has to save, as it is now."""
+        """Returns this rank's current state."""
         holder, names = self.holder, self.names
         if not holder.loaded:
             raise StateError("the program has no weights to save", todo="load some first")
@@ -196,25 +196,25 @@ class Checkpoints:
             else encode(scheduler.state_dict(), "the scheduler"),
             "values": encode(values, "values"),
             "update": encode(holder.update.state_dict(), "the scale of the loss"),
-            # The other ranks follow the first one's; see `runtime/random.py`.
+            # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
         }
         return Snapshot([*parts, *states], optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
-        """A group of all ranks for objects and host memory, none for a process alone."""
+        """Returns a group of all ranks for objects and host memory, None for a single process."""
         peers = Peers.here()
         if peers.everyone is None:
             return None
         if self._lease is None:
-            # Its own: what is saved beside the training calls in a thread.
+            # A group of its own, since saving runs in a thread beside the training calls.
             self._lease = peers.own("checkpoints", backend="gloo")
         return self._lease.channels[0].handle
 
     # Loading -------------------------------------------------------------------------------------
 
     def load(self, path: Path, *, scheduler: Scheduler | None = None) -> Any:
-        """Go on from a checkpoint; see `Program.load_checkpoint`."""
+        """Continues from a checkpoint; see `Session.load_checkpoint`."""
         path = path.absolute()
         with ranks_lost(f"the checkpoint {path} was not loaded"), self.holder.watch:
             self._settle(self._group())
@@ -288,7 +288,7 @@ class Checkpoints:
     def load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
     ) -> None:
-        """Take parameters and buffers only; see `Program.load_weights`."""
+        """Loads only parameters and buffers; see `Session.load_weights`."""
         with ranks_lost("the weights were not loaded"), self.holder.watch:
             self._settle(self._group())
             self._load_weights(source, rename)
@@ -317,7 +317,7 @@ class Checkpoints:
         publish.reading(lambda: from_first_rank(lambda: weights_index(path)), use)
 
     def _parts(self, index: Index, matches: Mapping[str, str], prefix: str) -> list[Part]:
-        """Where the parameters and buffers of this rank go that the folder has."""
+        """Returns the destinations of this rank's parameters and buffers that the folder has."""
         parts = []
         for h in self.holder.held:
             name = f"{prefix}{matches[h.name]}" if h.name in matches else f"buffer.{h.name}"
@@ -327,7 +327,7 @@ class Checkpoints:
         return parts
 
     def _averages(self, index: Index, matches: Mapping[str, str]) -> list[Part]:
-        """Where the averages of this rank's parameters go, if the folder has them."""
+        """Returns the destinations of this rank's averages, if the folder has them."""
         return [
             Part(f"ema.{matches[h.name]}", h.average, h.updated_box, h.shape)
             for h in self.holder.held
@@ -336,7 +336,7 @@ class Checkpoints:
 
     @torch.no_grad()
     def _read(self, path: Path, index: Index, wanted: Callable[[], list[Part]]) -> None:
-        """Read what each rank wants; nothing is overwritten before all of it is checked."""
+        """Reads the parts that each rank wants; nothing is overwritten before all are checked."""
         group = self._group()
         rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
         reader = Reader(path, index, rank, world)
@@ -346,16 +346,16 @@ class Checkpoints:
             self.holder.refresh()
         except BaseException:
             if reader.began:
-                self.holder.loaded = False  # some of it is the old, some the new
+                self.holder.loaded = False  # a mixture of old and new values
             raise
         self.holder.loaded = True
 
     @torch.no_grad()
     def _fill(self, stored: Container[str]) -> None:
-        """Give a program without weights what no state_dict holds; `stored` has some of it.
+        """Sets buffers of a program without weights that no state_dict has and `stored` lacks.
 
         Raises:
-            StateError: on every rank, if the model on the meta device has not got it either.
+            StateError: on every rank, if the model on the meta device has no values either.
         """
         if self.holder.loaded:
             return
@@ -367,7 +367,7 @@ class Checkpoints:
         if lacking:
             raise StateError(
                 f"the program has no value of {', '.join(lacking)}",
-                why="a state_dict leaves it out, and on the meta device the model has none",
+                why="it is not in a state_dict, and a model on the meta device has no value of it",
                 todo="make it persistent, or compile a model that has weights",
             )
         for h in self.holder.held:
@@ -377,7 +377,7 @@ class Checkpoints:
 
 
 def _random_state(text: str) -> Tensor:
-    """The state of torch's random numbers; CheckpointError if it is none."""
+    """Returns the state of torch's random numbers; raises CheckpointError if it is malformed."""
     try:
         state = torch.frombuffer(
             bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8
@@ -392,12 +392,12 @@ def _random_state(text: str) -> Tensor:
 
 @contextmanager
 def _taking(what: str) -> Iterator[None]:
-    """Inside, what is no state of a scheduler, say, is a CheckpointError."""
+    """Returns a context that raises CheckpointError for any error of loading a state."""
     try:
         yield
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # user code may raise anything
         raise CheckpointError(
-            f"{what} does not take its state",
+            f"{what} does not accept its state",
             why=f"{type(error).__name__}: {error}",
             todo="pass one of the kind that was saved",
         ) from error

@@ -1,6 +1,7 @@
-"""What is saved of a program: its parameters and buffers, and what the optimizer knows of them.
+"""The saved state of a program: its parameters and buffers, and the optimizer's state of them.
 
-A program shows what it holds as a list of `Held`; nothing here knows of meshes or stages beyond it.
+A program describes its state as a list of `Held`; this file knows of meshes and stages only through
+it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.update.update import Update
 
-# How an optimizer computes, not what: the program that loads a checkpoint keeps its own.
+# Options of how an optimizer computes: the program that loads a checkpoint keeps its own.
 _MANNER = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer on this rank; of one that has a master that, which it is made of.
+    """A parameter or buffer on this rank; for one with a master, the master it is rounded from.
 
     Attributes:
-        parameter: what it is and how the mesh holds it.
-        state: the state that it is part of.
+        parameter: its description, with its layout.
+        state: the state that it belongs to.
         tensor: this rank's part.
-        updated: the tensor that the optimizer updates; None for what it does not train.
-        first: whether it is saved from here; another stage of a pipeline may hold a copy.
-        average: the average of `updated`, where one is kept.
+        updated: the tensor that the optimizer updates; None if it is not trained.
+        first: whether this rank's stage saves it; another stage of a pipeline may have a copy.
+        average: the average of `updated`, if there is one.
     """
 
     parameter: Parameter
@@ -51,22 +52,22 @@ class Held:
 
     @property
     def name(self) -> str:
-        """In the state_dict."""
+        """Name in the state_dict."""
         return self.parameter.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor of the state_dict."""
+        """Shape of the whole tensor of the state_dict."""
         return self.state.shapes[self.name]
 
     @property
     def box(self) -> Box:
-        """What `tensor` is of it."""
+        """Box of `tensor` in the whole tensor."""
         return self._box(self.parameter.layout)
 
     @property
     def updated_box(self) -> Box:
-        """What `updated` is of it, and the optimizer's state."""
+        """Box of `updated` and of the optimizer's state in the whole tensor."""
         return self._box(self.parameter.storage.updated)
 
     def _box(self, layout: Layout) -> Box:
@@ -83,14 +84,14 @@ class Holder(Protocol):
 
     @property
     def held(self) -> Sequence[Held]:
-        """Everything that this rank holds."""
+        """Everything that this rank stores."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes of what all ranks hold, by name."""
+        """Whole shapes of the state of all ranks, by name."""
 
     def refresh(self) -> None:
-        """Make what is held again of what the optimizer updates."""
+        """Rounds stored parameters again from their masters."""
 
 
 def held_of(
@@ -100,14 +101,14 @@ def held_of(
     first: Collection[str] | None = None,
     averages: Mapping[int, Tensor] | None = None,
 ) -> list[Held]:
-    """What this rank holds of a state.
+    """Returns this rank's part of a state.
 
     Args:
-        state: of the program.
-        tensors: what it holds of each parameter and buffer.
-        weights: the same, with what the optimizer updates of each.
+        state: state of the program.
+        tensors: this rank's tensor of each parameter and buffer.
+        weights: the same, with the tensors that the optimizer updates.
         first: names that are saved from here, None for all.
-        averages: of what the optimizer updates, by the id of that.
+        averages: averages of updated tensors, by the tensor's id.
     """
     return [
         Held(
@@ -126,11 +127,11 @@ def held_of(
 
 
 def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
-    """Refuse to save what no training goes on from.
+    """Refuses to save a state from which training cannot continue.
 
     Raises:
-        CheckpointError: a parameter that is trained, or its average, is not finite; names it and
-            the optimizer's step.
+        CheckpointError: a trained parameter or its average is not finite; names it and the
+            optimizer's step.
     """
     for h in held:
         for what, tensor in (("", h.tensor), ("the average of ", h.average)):
@@ -140,16 +141,16 @@ def check_finite(optimizer: Optimizer, held: Sequence[Held]) -> None:
             when = "" if step is None else f" after step {int(step)}"
             raise CheckpointError(
                 f"{what}{h.name} is not finite{when}",
-                why="the loss or a gradient overflowed; a run that goes on from there stays so",
-                todo="go on from an earlier checkpoint with a lower rate or clip_norm=..., or pass "
-                "allow_nonfinite=True to save it all the same",
+                why="the loss or a gradient overflowed; training from it would stay that way",
+                todo="start from an earlier checkpoint with a lower rate or clip_norm=..., or pass "
+                "allow_nonfinite=True to save it anyway",
             )
 
 
 def groups_of(
     optimizer: Optimizer, held: Sequence[Held]
 ) -> Iterator[tuple[dict[str, Any], list[tuple[Held, Tensor]]]]:
-    """Every group of an optimizer with its tensors, and what they are of the program."""
+    """Yields every group of an optimizer with its tensors, and the parameters they belong to."""
     known = {id(h.updated): h for h in held if h.updated is not None}
     for group in optimizer.param_groups:
         yield group, [(known[id(t)], t) for t in group["params"] if id(t) in known]
@@ -158,10 +159,10 @@ def groups_of(
 def optimizer_parts(
     optimizer: Optimizer, held: Sequence[Held]
 ) -> tuple[list[Part], dict[str, Any]]:
-    """The tensors of an optimizer's state on this rank, and the rest of it as JSON.
+    """Returns the tensors of an optimizer's state on this rank, and the rest of it as JSON.
 
     Raises:
-        CheckpointError: something that cannot be saved; names it.
+        CheckpointError: something cannot be saved; names it.
     """
     parts: list[Part] = []
     values: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def optimizer_parts(
             for key, value in optimizer.state.get(tensor, {}).items() if h.first else ():
                 where = f"{key!r} of the optimizer's state of {h.name}"
                 if not isinstance(key, str) or "." in key:
-                    raise CheckpointError(f"{where} cannot be saved", why="it is no plain name")
+                    raise CheckpointError(f"{where} cannot be saved", why="it is not a plain name")
                 if isinstance(value, Tensor):
                     parts.append(_state_part(h, key, value, where))
                 else:
@@ -219,7 +220,7 @@ def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[
 def _options(
     optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every group that the checkpoint knows, and the options it has there."""
+    """Yields every group that the checkpoint knows, with its saved options."""
     known = {name: group for group in record["groups"] for name in group["parameters"]}
     for group, members in groups_of(optimizer, held):
         found = {
@@ -227,16 +228,16 @@ def _options(
         }
         if len(found) > 1:
             raise CheckpointError(
-                "the optimizer's groups are not those of the checkpoint",
+                "the optimizer's groups differ from those of the checkpoint",
                 why=f"{' and '.join(found.values())} had different options",
-                todo="make the groups as they were, or load the weights only",
+                todo="restore the groups, or load the weights only",
             )
         if not members and len(record["groups"]) == 1:
             found = {json.dumps(record["groups"][0]["options"]): ""}
         for text in found:
             options = decode(json.loads(text))
             if not isinstance(options, dict) or any(key in options for key in _MANNER):
-                raise CheckpointError("the checkpoint's options of the optimizer are none")
+                raise CheckpointError("the checkpoint's options of the optimizer are not a mapping")
             yield group, options
 
 
@@ -249,18 +250,19 @@ def room_for(
     group: Mapping[str, Any],
     old: Any,
 ) -> Part:
-    """Where this rank's part of one tensor of the optimizer's state goes.
+    """Returns the destination of this rank's part of one tensor of the optimizer's state.
 
     Args:
         h: the parameter.
-        updated: what the optimizer updates of it.
-        key, stored: the name of the tensor, and how the checkpoint has it.
-        dtype: of the parameter in the checkpoint; state of the same dtype follows the program's.
+        updated: the tensor of it that the optimizer updates.
+        key, stored: name of the state tensor, and its description in the checkpoint.
+        dtype: the parameter's dtype in the checkpoint; state of the same dtype follows the
+            program's.
         group: the parameter's group.
-        old: what the optimizer has in its place, which is overwritten if it will do.
+        old: the optimizer's present value, which is overwritten if it fits.
 
     Raises:
-        CheckpointError: this plan splits the parameter, and the tensor is not like it.
+        CheckpointError: this plan splits the parameter, but the tensor has another shape.
     """
     like = stored.shape == h.shape and not (key == "step" and h.shape == ())
     box = h.updated_box if like else Box.whole(stored.shape)
@@ -271,28 +273,28 @@ def room_for(
             f"shape is {list(h.shape)}",
             todo="pin the parameter whole",
         )
-    # Where torch's optimizers keep them: counts on the host, unless the device counts.
+    # As torch's optimizers do: counts are on the host, unless the device counts.
     on_device = stored.shape or like or group.get("capturable") or group.get("fused")
     own = DTYPES[stored.dtype]
     kind = updated.dtype if own == dtype and like else own
     device = updated.device if on_device else torch.device("cpu")
     wanted = (box.sizes, kind, device)
     fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
-    fits = fits and bool(box.sizes)  # a count may be shared
+    fits = fits and bool(box.sizes)  # counts may be shared
     tensor = old if fits else torch.empty(box.sizes, dtype=kind, device=device)
     return Part(f"optimizer.{h.name}.{key}", tensor, box, stored.shape)
 
 
 class OptimizerState:
-    """The state of an optimizer as a checkpoint has it, to be read and then given to it.
+    """An optimizer's state in a checkpoint, to be read and then given to the optimizer.
 
     Args:
-        optimizer: of this rank.
-        held: what it updates.
+        optimizer: the optimizer of this rank.
+        held: the parameters that it updates.
         index: the checkpoint.
 
     Raises:
-        CheckpointError: as `check_optimizer`, or a tensor that this plan cannot hold.
+        CheckpointError: as `check_optimizer`, or a tensor that does not fit this plan.
     """
 
     def __init__(self, optimizer: Optimizer, held: Sequence[Held], index: Index) -> None:
@@ -316,7 +318,7 @@ class OptimizerState:
                     self._values.append((tensor, key, decode(value)))
 
     def give(self) -> None:
-        """Let the optimizer have it, in place of its own."""
+        """Replaces the optimizer's state by the one that was read."""
         state = self._optimizer.state
         state.clear()
         for parameter, key, value in (*self._tensors, *self._values):

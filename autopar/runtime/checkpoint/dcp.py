@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, with its errors by name."""
+"""Calls torch.distributed.checkpoint, and names the rank in its errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 
 
 def write_parts(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
-    """Write a checkpoint, on all ranks of a group; None for this process alone.
+    """Writes a checkpoint on all ranks of a group; None for this process alone.
 
     Raises:
-        AutoparError: on every rank, what the first failing one raised.
+        AutoparError: on every rank, the error of the first failing one.
         RuntimeError: a rank was lost.
     """
     try:
@@ -40,7 +40,7 @@ def write_parts(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup |
 def read_parts(
     reader: Reader, wanted: Callable[[], list[Part]], group: dist.ProcessGroup | None
 ) -> None:
-    """Read what each rank of a group wants; raises what `write_parts` does."""
+    """Reads the parts that each rank of a group wants; raises as `write_parts` does."""
     with _named(f"the checkpoint {reader.path} was not loaded"), _quiet(group):
         load(
             {},
@@ -53,7 +53,7 @@ def read_parts(
 
 @contextmanager
 def ranks_lost(what: str) -> Iterator[None]:
-    """Around a watch: what it cannot name is a CheckpointError at least."""
+    """Returns a context in which errors that a watch cannot name become CheckpointErrors."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -64,7 +64,7 @@ def ranks_lost(what: str) -> Iterator[None]:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Errors of torch's checkpoints as those of the rank that failed."""
+    """Returns a context that raises errors of torch's checkpoints as those of the failing rank."""
     try:
         yield
     except CheckpointException as error:
@@ -73,7 +73,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _of_rank(what: str, rank: int, cause: BaseException) -> AutoparError:
-    """What every rank raises where `rank` failed."""
+    """Returns the error that every rank raises if `rank` failed."""
     if isinstance(cause, AutoparError):
         where = f"rank {rank}, {cause.where}" if cause.where else f"rank {rank}"
         return type(cause)(cause.what, where=where, why=cause.why, todo=cause.todo)
@@ -82,7 +82,7 @@ def _of_rank(what: str, rank: int, cause: BaseException) -> AutoparError:
 
 @contextmanager
 def _quiet(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns where there is no process group, which is no fault of one process."""
+    """Silences torch's warning about a missing process group, which a single process may lack."""
     if group is not None:
         yield
         return

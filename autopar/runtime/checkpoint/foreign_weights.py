@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a folder of safetensors, or the first rank's state_dict."""
+"""Weights from other sources: a folder of safetensors, or the first rank's state_dict."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LISTS = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.i
 
 
 def weights_index(path: Path) -> tuple[Path, Index, str]:
-    """What a checkpoint, a folder of safetensors or one such file holds.
+    """Returns the contents of a checkpoint, a folder of safetensors or one such file.
 
-    A folder with a list of names and files, as Hugging Face writes them, is read by it; otherwise
-    all of its safetensors are.
+    A folder with a list of names and files, as written by Hugging Face, is read by that list;
+    otherwise all of its safetensors are.
 
     Returns:
-        The folder, what it holds, and the prefix of the names in it.
+        The folder, its contents, and the prefix of the names in it.
 
     Raises:
-        CheckpointError: it is nothing of that kind, or a file is missing or damaged.
+        CheckpointError: it is none of these, or a file is missing or damaged.
     """
     with publish.readable(path):
         if (path / MARKER).exists():
@@ -59,7 +59,7 @@ def weights_index(path: Path) -> tuple[Path, Index, str]:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files of a folder, with the names to take from each; None for all."""
+    """Returns the files of a folder, with the names to take from each; None for all."""
     if not path.is_dir():
         return {path: None} if path.exists() else {}
     for name in _LISTS:
@@ -99,14 +99,14 @@ def deal(
     group: dist.ProcessGroup | None,
     rename: Callable[[str], str] = str,
 ) -> None:
-    """Send every rank its parts of the first rank's state_dict, and no more.
+    """Sends every rank its parts of the first rank's state_dict, and no more.
 
     Args:
-        values: on the first rank; what others pass does not matter.
+        values: the state_dict on the first rank; ignored on others.
         holder: the program.
-        names: of its tensors.
-        group: all ranks; None for a process alone.
-        rename: the name in `values` of a name of the state_dict.
+        names: names of its tensors.
+        group: all ranks; None for a single process.
+        rename: maps a name of the state_dict to the name in `values`.
 
     Raises:
         CheckpointError: on every rank, if `values` does not fit the model.

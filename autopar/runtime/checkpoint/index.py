@@ -1,8 +1,8 @@
-"""What a checkpoint holds, and checkpoint.json, the text of it: strict in what it takes.
+"""The contents of a checkpoint, and checkpoint.json, their text, which is strictly validated.
 
-The text has a checksum of itself and of every box of every tensor. Nothing is believed for that:
-whoever can write the file can write the checksum too. Boxes must make up their tensors exactly, and
-each is in its file under a name that says what it is, so that no other can stand in for it.
+The text has a checksum of itself and of every box of every tensor. Checksums detect damage, not
+forgery: whoever can write the file can write the checksum too. So boxes must tile their tensors
+exactly, and each is stored under a key that states what it is, so that no other can replace it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.runtime.checkpoint.values import DTYPES
 
 MARKER = "checkpoint.json"
 FORMAT = "autopar checkpoint 1"
-HEAD = f'{{"format": {json.dumps(FORMAT)}'  # with which the text begins
+HEAD = f'{{"format": {json.dumps(FORMAT)}'  # the start of the text
 _KINDS = ("model", "buffer", "ema", "optimizer")
 _FILE = re.compile(r"(save-[0-9a-f]{16}/)?[A-Za-z0-9_]+\.safetensors")
-_LARGEST = 2**63 - 1  # what torch counts bytes with
+_LARGEST = 2**63 - 1  # torch's limit for byte counts
 _DIMENSIONS = 64
-_DIGITS = 1000  # of a number; Python takes time that grows with their square
+_DIGITS = 1000  # most digits of a number, as Python's parsing time grows with their square
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Chunk:
     """A box of a tensor in a file.
 
     Attributes:
-        box: where it lies in the whole tensor.
+        box: its place in the whole tensor.
         file: a path in the folder.
-        key: the tensor's name in that file.
-        checksum: CRC-32 of its bytes; None where nobody wrote one.
+        key: its key in that file.
+        checksum: CRC-32 of its bytes; None if not recorded.
     """
 
     box: Box
@@ -47,37 +47,37 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a folder: dtype (a key of DTYPES), shape, and the boxes that make it up."""
+    """A tensor in a folder: dtype (a key of DTYPES), shape, and the boxes that tile it."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def bytes_of(self, chunk: Chunk) -> int:
-        """What one of its chunks has in a file."""
+        """Returns the bytes of one of its chunks in a file."""
         return chunk.box.volume * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder holds: tensors by name, and other values as JSON.
+    """The contents of a folder: tensors by name, and other values as JSON.
 
-    `details` of a checkpoint: `names`, those of the state_dict in its order; `tied`, names of
-    tensors that have another one as well; `optimizer`, its kind, groups and values that are no
-    tensors; `scheduler`, `values`, `random`; `update`, the scale of the loss. Tensors are the
-    `model`'s, as they are trained, `buffer`s, `ema`, averages of the former, and the `optimizer`'s.
+    `details` of a checkpoint: `names`, the names of the state_dict in order; `tied`, further names
+    of tensors; `optimizer`, its kind, groups and values other than tensors; `scheduler`, `values`,
+    `random`; `update`, the scale of the loss. Tensors are those of `model`, as trained, `buffer`s,
+    `ema` (averages of the former), and those of `optimizer`.
     """
 
     tensors: Mapping[str, Stored]
     details: Mapping[str, Any]
 
     def under(self, prefix: str) -> dict[str, Stored]:
-        """The tensors whose names begin with `prefix.`, without it."""
+        """Returns the tensors whose names begin with `prefix.`, without the prefix."""
         start = f"{prefix}."
         return {k.removeprefix(start): v for k, v in self.tensors.items() if k.startswith(start)}
 
     def optimizer_state(self) -> dict[str, dict[str, Stored]]:
-        """For each parameter's name the tensors of the optimizer's state, by theirs."""
+        """Returns for each parameter's name the tensors of its optimizer state, by their names."""
         found: dict[str, dict[str, Stored]] = {}
         for name, stored in self.under("optimizer").items():
             parameter, _, key = name.rpartition(".")
@@ -86,12 +86,12 @@ class Index:
 
     @property
     def model(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the state_dict."""
+        """Returns the shapes of the state_dict."""
         return model_of(self.details, {name: s.shape for name, s in self.under("model").items()})
 
     @property
     def files(self) -> dict[str, int]:
-        """Every file, and the bytes of the tensors in it."""
+        """Returns every file, with the total bytes of its tensors."""
         found: dict[str, int] = {}
         for stored in self.tensors.values():
             for chunk in stored.chunks:
@@ -102,19 +102,19 @@ class Index:
 def model_of(
     details: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a state_dict, tied names included, whichever of these a tensor is saved by."""
+    """Returns the shapes of a state_dict, including tied names whatever the saved one."""
     return {name: shapes[details["tied"].get(name, name)] for name in details["names"]}
 
 
 def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """A name in a file: the tensor's, with the range of each dimension where it is a part."""
+    """Returns a key in a file: the tensor's name, with the range of each dimension for a part."""
     if box == Box.whole(shape):
         return name
     return f"{name}[{', '.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
 
 
 def to_json(index: Index) -> str:
-    """The text of checkpoint.json."""
+    """Returns the text of checkpoint.json."""
     tensors = {
         name: {
             "dtype": stored.dtype,
@@ -135,7 +135,7 @@ def _checksum(content: Any) -> int:
 
 
 def from_json(text: str) -> Index:
-    """The inverse of `to_json`.
+    """Parses the text of `to_json`.
 
     Raises:
         ValueError: anything that `to_json` does not write.
@@ -179,19 +179,19 @@ def _integer(text: str) -> int:
 def _real(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is no finite number")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return number
 
 
 def _table(value: Any, *keys: str) -> dict[str, Any]:
-    """An object that has at least these keys."""
+    """Returns an object that has at least these keys."""
     if not isinstance(value, dict) or any(key not in value for key in keys):
         raise ValueError(f"an object with {', '.join(keys) or 'names'} was expected")
     return value
 
 
 def _list(value: Any, kind: type, most: float = math.inf) -> list[Any]:
-    """A list whose items are all of one type."""
+    """Returns a list whose items are all of one type."""
     if not isinstance(value, list) or len(value) > most:
         raise ValueError("a list was expected, not too long")
     if any(type(item) is not kind for item in value):
@@ -200,7 +200,7 @@ def _list(value: Any, kind: type, most: float = math.inf) -> list[Any]:
 
 
 def _extents(value: Any) -> tuple[int, ...]:
-    """Offsets or sizes along the dimensions of a tensor."""
+    """Returns offsets or sizes along the dimensions of a tensor."""
     numbers = _list(value, int, _DIMENSIONS)
     if any(not 0 <= number <= _LARGEST for number in numbers):
         raise ValueError("a size or an offset is negative or too large")
@@ -212,7 +212,7 @@ def _stored(name: str, item: Any) -> Stored:
     shape = _extents(item["shape"])
     name.encode()  # raises where it is no text
     if not isinstance(item["dtype"], str) or item["dtype"] not in DTYPES or "\0" in name:
-        raise ValueError(f"tensor {name!r} has no dtype that is known")
+        raise ValueError(f"tensor {name!r} has no known dtype")
     if math.prod(max(n, 1) for n in shape) * DTYPES[item["dtype"]].itemsize > _LARGEST:
         raise ValueError(f"tensor {name!r} has too many elements")
     chunks = tuple(_chunk(name, shape, part) for part in _list(item["chunks"], list))
@@ -227,26 +227,26 @@ def _chunk(name: str, shape: tuple[int, ...], part: list[Any]) -> Chunk:
     offsets, sizes, file, key, checksum = part
     box = Box(_extents(offsets), _extents(sizes))
     if not isinstance(file, str) or not _FILE.fullmatch(file):
-        raise ValueError(f"{file!r} is no name of a file")
+        raise ValueError(f"{file!r} is not a file name")
     if not box.inside(shape) or key != key_of(name, box, shape) or type(checksum) is not int:
         raise ValueError(f"a part of tensor {name!r} is not what its name says")
     return Chunk(box, file, key, checksum)
 
 
 def _check_details(index: Index) -> None:
-    """ValueError unless what is said of the tensors fits them."""
+    """Raises ValueError unless the details fit the tensors."""
     details = index.details
     names, tied = _list(details["names"], str), _table(details["tied"])
     _list(list(tied.values()), str)
     strange = [name for name in index.tensors if name.partition(".")[0] not in _KINDS]
     if strange:
-        raise ValueError(f"tensor {strange[0]!r} is nothing that a checkpoint has")
+        raise ValueError(f"tensor {strange[0]!r} does not belong in a checkpoint")
     model = set(index.under("model"))
     if len(set(names)) != len(names) or {tied.get(name, name) for name in names} != model:
         raise ValueError("its names are not those of its tensors")
     for name, mean in index.under("ema").items():
         if name not in model or mean.shape != index.tensors[f"model.{name}"].shape:
-            raise ValueError(f"the average of {name!r} is of no parameter")
+            raise ValueError(f"the average of {name!r} has no parameter")
     optimizer = _table(details["optimizer"], "kind", "groups", "values")
     for group in _list(optimizer["groups"], dict):
         _list(_table(group, "options", "parameters")["parameters"], str)

@@ -1,4 +1,4 @@
-"""A checkpoint as the state_dict of the plain model, without processes."""
+"""Reads a checkpoint as the state_dict of the plain model, without processes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from autopar.runtime.checkpoint.values import DTYPES
 
 
 def load_checkpoint(path: str | Path, *, average: bool = False) -> dict[str, Tensor]:
-    """The model's state_dict in a checkpoint, for `model.load_state_dict`; executes no code.
+    """Returns a checkpoint's state_dict, for `model.load_state_dict`; executes no code.
 
     Args:
-        path: the folder that `Program.save_checkpoint` was given.
-        average: take the averages of the parameters, where the program kept any.
+        path: the folder passed to `save_checkpoint`.
+        average: return the averages of the parameters, if the program kept any.
 
     Returns:
         Whole tensors in host memory; tied names share one.
 
     Raises:
-        CheckpointError: there is none, or it is not whole, or damaged, or has no averages.
+        CheckpointError: there is none, or it is incomplete, damaged, or without averages.
     """
     folder = Path(path).absolute()
     return publish.reading(lambda: publish.read(folder), lambda i: _state_dict(folder, i, average))
 
 
 def _state_dict(folder: Path, index: Index, average: bool) -> dict[str, Tensor]:
-    """The whole tensors that an index names."""
+    """Returns the whole tensors that an index names."""
     means = index.under("ema") if average else {}
     if average and not means:
         raise CheckpointError(

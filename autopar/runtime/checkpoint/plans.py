@@ -1,9 +1,9 @@
-"""What torch.distributed.checkpoint asks: which boxes this rank has to save, or wants to load.
+"""Planners for torch.distributed.checkpoint: the boxes that this rank saves or loads.
 
-Its planners know plain tensors and DTensors, whose parts have one length each. What this rank holds
+torch's planners know plain tensors and DTensors, whose parts all have one size. Parts on this rank
 may be uneven, split over several axes along one dimension, or a piece of a fused parameter, so the
-items are made of boxes here; duplicates are removed, the parts are checked for holes and overlaps,
-and reads are cut out of what was saved by torch's own code.
+items are made of boxes here. torch's own code removes duplicates, checks the parts for holes and
+overlaps, and cuts the reads out of what was saved.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Part:
     """A box of a tensor of a checkpoint, on this rank.
 
     Attributes:
-        name: of the tensor, in the checkpoint.
+        name: name of the tensor in the checkpoint.
         tensor: the elements of the box.
-        box: where they lie.
-        shape: of the whole tensor.
+        box: their place in the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     name: str
@@ -57,18 +57,18 @@ class Part:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box in torch's words."""
+        """Returns the box as torch's metadata."""
         return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank brings to a checkpoint.
+    """One rank's contribution to a checkpoint.
 
     Attributes:
-        parts: of the tensors.
-        optimizer: groups and values of this rank's parameters, as JSON; see `held.py`.
-        details: what the first rank says for all; see `Index`.
+        parts: boxes of tensors.
+        optimizer: groups and values of this rank's parameters, as JSON; see `contents.py`.
+        details: the first rank's values for all; see `Index`.
     """
 
     parts: Sequence[Part]
@@ -76,16 +76,17 @@ class Snapshot:
     details: Mapping[str, Any]
 
     def copied(self) -> Snapshot:
-        """The same with tensors of its own, in host memory."""
+        """Returns a copy with its own tensors, in host memory."""
         parts = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in self.parts]
         return replace(self, parts=parts)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans to save a snapshot; what each rank says of its optimizer is put together on the way.
+    """Plans to save a snapshot, merging the optimizer details of all ranks.
 
     Args:
-        snapshot: of this rank; an error, of making it, is raised where all ranks learn of it.
+        snapshot: this rank's snapshot, or the error of making it, raised where all ranks learn of
+            it.
     """
 
     def __init__(self, snapshot: Snapshot | AutoparError) -> None:
@@ -94,11 +95,11 @@ class SavePlanner(DefaultSavePlanner):
         self._parts: dict[MetadataIndex, Part] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """An item for every part; pieces of one parameter share their scalars."""
+        """Returns an item for every part; pieces of one parameter share their scalars."""
         if isinstance(self._snapshot, AutoparError):
             raise self._snapshot
         for part in self._snapshot.parts:
-            # A device with none of the elements has nothing to say.
+            # A device without elements contributes nothing.
             if part.box.volume or not Box.whole(part.shape).volume:
                 self._parts.setdefault(MetadataIndex(part.name, part.box.offsets), part)
         items = [
@@ -115,7 +116,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Who writes what; the metadata has the `details` of the whole checkpoint."""
+        """Assigns writers; the metadata has the `details` of the whole checkpoint."""
         plans, metadata = super().create_global_plan(all_plans)
         _, details = all_plans[0].planner_data
         optimizers = [optimizer for optimizer, _ in (plan.planner_data for plan in all_plans)]
@@ -123,7 +124,7 @@ class SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The part's tensor."""
+        """Returns the part's tensor."""
         return self._parts[index].tensor
 
 
@@ -144,7 +145,7 @@ class ReadPlanner(LoadPlanner):
     """Plans to read the parts that this rank wants.
 
     Args:
-        wanted: makes the list of them; what it raises all ranks learn.
+        wanted: returns the list of parts; all ranks learn of its errors.
     """
 
     def __init__(self, wanted: Callable[[], Sequence[Part]]) -> None:
@@ -158,11 +159,11 @@ class ReadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take note of what there is."""
+        """Records the metadata."""
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The boxes of the stored tensors that make up each part."""
+        """Returns the boxes of stored tensors that make up each part."""
         assert self._metadata is not None
         for part in self._wanted():
             self._parts.setdefault(part.name, []).append(part)
@@ -180,23 +181,23 @@ class ReadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """Returns the plans unchanged: every rank reads for itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing is left to plan."""
+        """Returns the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """A checkpoint has no bytes to unpickle."""
-        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+        """Refuses bytes, as a checkpoint has none to unpickle."""
+        raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the elements of an item go."""
+        """Returns the destination of an item's elements."""
         number = read_item.dest_index.index
         part = self._parts[read_item.dest_index.fqn][0 if number is None else number]
         box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
         return part.tensor.detach()[box.slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The elements are where they belong."""
+        """Does nothing, as the elements are already in place."""

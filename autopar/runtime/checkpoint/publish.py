@@ -1,8 +1,8 @@
-"""The folder of a checkpoint: published whole or not at all, and read as one or the next.
+"""The folder of a checkpoint: published as a whole, and read consistently.
 
-checkpoint.json is the marker of `autopar.files`: every save writes into a draft of its own, and the
-marker takes its place when all that it names is there. What is in the folder besides, a user's
-notes say, is left alone.
+checkpoint.json is the marker of `autopar.files`: every save writes into its own draft, and the
+marker is renamed into place once everything that it names exists. Other files in the folder, such
+as a user's notes, are left alone.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from autopar.runtime.checkpoint.index import FORMAT, HEAD, MARKER, Index, from_j
 
 Found = TypeVar("Found")
 Value = TypeVar("Value")
-_OLD_FILE = re.compile(r"rank_\d+\.safetensors")  # beside the marker, as they were once written
-_LARGEST = 2**30  # bytes of a checkpoint.json
-_READS = 100  # of a checkpoint that is replaced again and again
+_OLD_FILE = re.compile(r"rank_\d+\.safetensors")  # where older versions wrote them
+_LARGEST = 2**30  # most bytes of a checkpoint.json
+_READS = 100  # attempts to read a checkpoint that keeps being replaced
 
 
 class GoneError(CheckpointError):
-    """A file that checkpoint.json names is not there, perhaps since that was replaced."""
+    """A file that checkpoint.json names is missing, perhaps because the checkpoint was replaced."""
 
 
 # Saving ------------------------------------------------------------------------------------------
 
 
 def begin(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Draft:
-    """Make room for a checkpoint at `path`.
+    """Creates a draft for a checkpoint at `path`.
 
     Args:
-        path: absolute.
-        shapes: of the model's state_dict; a checkpoint of another model is not replaced.
+        path: absolute path.
+        shapes: shapes of the model's state_dict; a checkpoint of another model is not replaced.
 
     Returns:
         The draft to write into.
 
     Raises:
-        CheckpointError: something else is there, or another model is being saved there, or the
-            folder cannot be made.
+        CheckpointError: something else is there, another model is being saved there, or the folder
+            cannot be made.
     """
     note = f"{zlib.crc32(repr(sorted(shapes.items())).encode()):08x}"
     with writable(path):
         draft = Draft(path, note)
     try:
-        # Of two models' jobs that begin at once, one sees the other; what has ended has a marker.
+        # If two models' jobs begin at once, one sees the other; a finished save has a marker.
         other = next((o for o in draft.others() if o.note not in ("", note)), None)
         if other is not None:
             raise CheckpointError(
                 f"another model is being saved to {path}",
-                why=f"process {other.process} on {other.host} is at it",
+                why=f"process {other.process} on {other.host} is saving",
                 todo="save to another place",
             )
         with writable(path):
@@ -70,22 +70,22 @@ def begin(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Draft:
 
 
 def commit(draft: Draft, index: Index) -> None:
-    """Write checkpoint.json, and let it take its place once all is there that it names.
+    """Writes checkpoint.json, and renames it into place once everything that it names exists.
 
     Raises:
-        CheckpointError: it cannot be written, or a rank's file is not there or not whole.
+        CheckpointError: it cannot be written, or a rank's file is missing or incomplete.
     """
     with writable(draft.target):
         check_files(draft.folder.parent, index)
         files.write_text(draft.folder / MARKER, to_json(index))
         if _parsed(draft.folder) != index:
-            raise OSError(f"{MARKER} is not as it was written")
+            raise OSError(f"{MARKER} differs from what was written")
         draft.publish(MARKER)
     sweep(draft)
 
 
 def sweep(draft: Draft) -> None:
-    """Remove what is left of saves that have ended and of checkpoints that were replaced."""
+    """Removes remains of saves that have ended and of checkpoints that were replaced."""
     path = draft.target
 
     def named() -> Collection[str]:
@@ -95,36 +95,36 @@ def sweep(draft: Draft) -> None:
                 os.unlink(path / name)
         return kept
 
-    with suppress(ValueError):  # the next save will do it
+    with suppress(ValueError):  # the next save will try again
         draft.sweep(named)
 
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Inside, what the system does not let us write is a CheckpointError."""
+    """Returns a context that raises CheckpointError for failed writes."""
     try:
         yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be written",
             why=str(error),
-            todo="make room, or save to another place; a checkpoint that was there still is",
+            todo="make room, or save to another place; an existing checkpoint is unchanged",
         ) from error
 
 
 def _check_place(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse to replace anything but a checkpoint of the model with these shapes."""
+    """Refuses to replace anything but a checkpoint of a model with these shapes."""
     if not os.path.lexists(path):
         return
-    what, todo = f"{path} is no checkpoint", "save to another place, or remove it"
+    what, todo = f"{path} is not a checkpoint", "save to another place, or remove it"
     entries = os.listdir(path) if os.path.isdir(path) else [path.name]
     if all(map(files.is_draft, entries)):
         return
     if MARKER not in entries:
         raise CheckpointError(what, why="it would be replaced by one", todo=todo)
     if _content(path, len(HEAD)) != HEAD.encode():
-        raise CheckpointError(what, why=f"its {MARKER} is no {FORMAT!r}", todo=todo)
-    with suppress(ValueError):  # what is damaged may be replaced
+        raise CheckpointError(what, why=f"its {MARKER} is not {FORMAT!r}", todo=todo)
+    with suppress(ValueError):  # a damaged one may be replaced
         found = _parsed(path).model
         if found != dict(shapes):
             odd = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
@@ -139,21 +139,21 @@ def _check_place(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def read(path: Path) -> Index:
-    """What the checkpoint at `path` holds; files that it names are there and as long as it says.
+    """Returns the contents of the checkpoint at `path`, whose files exist with the stated sizes.
 
     Raises:
-        GoneError: one of the files is not there.
-        CheckpointError: there is no checkpoint, it is not whole, or it is damaged.
+        GoneError: one of the files is missing.
+        CheckpointError: there is no checkpoint, it is incomplete, or it is damaged.
     """
     with readable(path):
         if not os.path.isdir(path):
             raise CheckpointError(
                 f"there is no checkpoint {path}",
-                todo="pass the folder that save_checkpoint was given",
+                todo="pass the folder that was passed to save_checkpoint",
             )
         if not os.path.exists(path / MARKER):
             raise CheckpointError(
-                f"{path} is no whole checkpoint",
+                f"{path} is not a complete checkpoint",
                 why=f"{MARKER}, which is written last, is missing: the save was interrupted, or "
                 "the folder is another program's",
                 todo="load an earlier one",
@@ -179,10 +179,11 @@ def _missing(path: Path, index: Index) -> GoneError | None:
 
 
 def reading(read: Callable[[], Found], use: Callable[[Found], Value]) -> Value:
-    """Use what is read of a checkpoint; where that is replaced meanwhile, what is read then.
+    """Uses the contents of a checkpoint; reads them again if it was replaced meanwhile.
 
     Raises:
-        CheckpointError: what either raises; a file is missing though nothing was replaced.
+        CheckpointError: an error of either function, or a file that is missing though nothing was
+            replaced.
     """
     found = read()
     for _ in range(_READS):
@@ -194,12 +195,12 @@ def reading(read: Callable[[], Found], use: Callable[[Found], Value]) -> Value:
                 raise
             found = again
     raise CheckpointError(
-        "the checkpoint is replaced faster than it can be read", todo="wait for who saves it"
+        "the checkpoint is replaced faster than it can be read", todo="wait until it is saved"
     )
 
 
 def damaged(path: Path, where: str, why: str) -> CheckpointError:
-    """The error of a checkpoint that is not as it was saved."""
+    """Returns the error of a checkpoint that differs from what was saved."""
     return CheckpointError(
         f"the checkpoint {path} is damaged", where=where, why=why, todo="load an earlier one"
     )
@@ -207,7 +208,7 @@ def damaged(path: Path, where: str, why: str) -> CheckpointError:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Inside, what the system does not let us read is a CheckpointError."""
+    """Returns a context that raises CheckpointError for failed reads."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -215,11 +216,11 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Compare the files with what an index says of them: to be there, regular, and as long.
+    """Checks that the files of an index exist, are regular, and have the stated sizes.
 
     Raises:
-        GoneError: one is not there.
-        CheckpointError: one is something else.
+        GoneError: a file is missing.
+        CheckpointError: a file is something else.
     """
     inside = os.path.join(os.path.realpath(folder), "")
     for name, size in index.files.items():
@@ -240,7 +241,7 @@ def check_files(folder: Path, index: Index) -> None:
 
 
 def _tensor_bytes(path: Path) -> int:
-    """Bytes of the tensors in a safetensors file, behind the length of its header and that."""
+    """Returns the bytes of tensors in a safetensors file: all after the header."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     try:
         about = os.fstat(handle)
@@ -252,17 +253,17 @@ def _tensor_bytes(path: Path) -> int:
 
 
 def _parsed(folder: Path) -> Index:
-    """The marker in a folder; ValueError if it is none."""
+    """Parses the marker in a folder; raises ValueError if it is malformed."""
     if _content(folder, len(HEAD)) != HEAD.encode():
         raise ValueError(f"its format is not {FORMAT!r}")
     return from_json(_content(folder).decode())
 
 
 def _content(folder: Path, length: int = -1) -> bytes:
-    """What the marker in a folder begins with; ValueError if it is no file, or too large."""
+    """Returns the start of a folder's marker; raises ValueError if not a file, or too large."""
     handle = os.open(folder / MARKER, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
-            raise ValueError(f"it is no file, or has {about.st_size} bytes")
+            raise ValueError(f"it is not a file, or has {about.st_size} bytes")
         return file.read(length)

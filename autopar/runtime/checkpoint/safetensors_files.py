@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's files: safetensors, and checkpoint.json in place of a pickle."""
+"""Storage for torch.distributed.checkpoint: safetensors, and checkpoint.json for the pickle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from autopar.runtime.checkpoint.index import Chunk, Index, Stored, key_of, model
 from autopar.runtime.checkpoint.values import DTYPES, dtype_name
 
 Value = TypeVar("Value")
-# What safetensors calls them.
+# Their names in safetensors.
 _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float16": "F16", "bfloat16": "BF16",
@@ -49,7 +49,7 @@ _DTYPES = {
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a contiguous host tensor's bytes."""
+    """Returns the CRC-32 of a contiguous host tensor's bytes."""
     content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(content)
 
@@ -61,10 +61,10 @@ def _done(value: Value) -> Future[Value]:
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint folder, one file a rank.
+    """Writes a checkpoint folder, one file per rank.
 
     Args:
-        path: the folder that it is to be.
+        path: the folder to publish.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,28 +72,28 @@ class Writer(StorageWriter):
         self._draft: files.Draft | None = None
 
     def abandon(self) -> None:
-        """Remove what a save that failed has left; the first rank made it and does so."""
+        """Removes the remains of a failed save; the first rank made it and does so."""
         if self._draft is not None:
             self._draft.abandon()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Part of torch's interface; the place was given."""
+        """Does nothing; the path is already set."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Accepts any path."""
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of who this is."""
+        """Records whether this rank coordinates."""
         self.rank = int(kwargs.get("rank") or 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, with the draft that the first rank makes for all."""
+        """Returns the plans with the draft that the first rank creates for all."""
         shapes = {
             item.index.fqn.removeprefix("model."): tuple(item.tensor_data.size)
             for plan in plans
@@ -105,7 +105,7 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=str(self._draft.folder)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file."""
+        """Writes this rank's file."""
         draft = Path(plan.storage_data)
         name = f"{draft.name}/rank_{self.rank}.safetensors"
         tensors: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
             box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             key = key_of(item.index.fqn, box, tuple(data.size))
             tensors[key] = value.detach().cpu().contiguous()
-            dtype_name(value.dtype)  # raises where there is none
+            dtype_name(value.dtype)  # raises for an unknown dtype
             chunk = Chunk(box, name, key, checksum(tensors[key]))
             results.append(WriteResult(item.index, tensors[key].nbytes, chunk))
         if tensors:
@@ -128,23 +128,23 @@ class Writer(StorageWriter):
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             save_file(dict(tensors), path)
-            path.chmod(path.parent.stat().st_mode & 0o666)  # as the others; safetensors hides it
+            path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors restricts it
             files.sync(path)
             files.sync(path.parent)
             with safe_open(path, framework="pt") as opened:
                 if {*opened.keys()} != {*tensors}:
-                    raise OSError("what is in the file is not what was written")
+                    raise OSError("the file differs from what was written")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the checkpoint {self.path} cannot be written",
                 where=path.name,
                 why=str(error),
-                todo="make room, or save to another place, which all machines share; a checkpoint "
-                "that was there still is",
+                todo="make room, or save to another place, which all machines share; an existing "
+                "checkpoint is unchanged",
             ) from error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write checkpoint.json and put the folder in its place."""
+        """Writes checkpoint.json and publishes the folder."""
         chunks = {result.index: result.storage_data for part in results for result in part}
         tensors = {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -163,8 +163,8 @@ class Reader(StorageReader):
 
     Args:
         path: the folder.
-        index: what it holds.
-        rank, world: which of the checksums this process checks, before anything is read.
+        index: its contents.
+        rank, world: select the checksums that this process checks before anything is read.
 
     Attributes:
         began: whether a tensor may have been overwritten.
@@ -180,15 +180,15 @@ class Reader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Part of torch's interface; the place was given."""
+        """Does nothing; the path is already set."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Accepts any path."""
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is, in torch's words."""
+        """Returns the index as torch's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -207,10 +207,10 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is to be set up."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check this rank's share of the files: all ranks stop here if one of them is damaged."""
+        """Checks this rank's share of the files; all ranks stop here if one of them is damaged."""
         files: dict[str, list[tuple[Stored, Chunk]]] = {}
         for stored in self.index.tensors.values():
             for chunk in stored.chunks:
@@ -221,11 +221,11 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Returns the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan lists, and no more of any tensor."""
+        """Reads exactly the boxes that the plan lists."""
         self.began = True
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -257,14 +257,14 @@ class Reader(StorageReader):
                 why = f"it is {found} there, {stored.dtype} of {list(chunk.box.sizes)} by its index"
                 raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
             if chunk.checksum not in (None, checksum(opened.get_tensor(chunk.key))):
-                why = "its bytes are not those that were saved"
+                why = "its bytes differ from those that were saved"
                 raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner, opened: Any) -> None:
         for item in items:
             key = self._chunks[item.storage_index].key
             box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            # A tensor without dimensions has no slices.
+            # A tensor without dimensions cannot be sliced.
             part = opened.get_slice(key)[box.slices] if box.sizes else opened.get_tensor(key)
             target = planner.resolve_tensor(item)
             target.copy_(part)

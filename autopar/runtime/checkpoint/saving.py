@@ -1,4 +1,4 @@
-"""A checkpoint that is being written: whoever lets go of it hears of its failure all the same."""
+"""Handles of saves in progress, whose failure is reported even if the handle is dropped."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from autopar.runtime.ranks.failure import Watch
 
 
 class Saving:
-    """A checkpoint that is being written, or is.
+    """A checkpoint that is being written, or has been.
 
-    A failure that nobody has asked for is raised by the program's next save or load, on all ranks;
-    where there is none, the process says it when it ends, with status 1.
+    A failure that the user did not ask for is raised by the program's next save or load, on all
+    ranks; if there is none, the process reports it at its end, with status 1.
 
     Args:
-        path: where it is to be.
-        future: what writes it.
-        watch: finds out who was lost.
+        path: the checkpoint's folder.
+        future: the write.
+        watch: detects lost ranks.
 
     Attributes:
-        path: where it is to be.
+        path: the checkpoint's folder.
     """
 
     def __init__(self, path: Path, future: Future[None], watch: Watch) -> None:
@@ -36,15 +36,15 @@ class Saving:
         future.add_done_callback(self._ended)
 
     def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
+        """Returns whether `result` returns or raises at once."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait until every rank has written its part; the folder.
+        """Waits until every rank has written its part; returns the folder.
 
         Raises:
-            CheckpointError: it was not written; what was there before still is.
-            RankFailedError: neither, since a rank was lost.
+            CheckpointError: it was not written; a previous checkpoint is unchanged.
+            RankFailedError: it was not written either, since a rank was lost.
             TimeoutError: `timeout` seconds were not enough.
         """
         error = self._future.exception(timeout)
@@ -58,7 +58,7 @@ class Saving:
         raise error
 
     def unheard(self) -> BaseException | None:
-        """Wait for the end; the failure that nobody has asked for, which is heard then."""
+        """Waits for the end; returns a failure that was not yet raised, and marks it as raised."""
         error = self._future.exception()
         if self._asked or error is None:
             return None
@@ -71,7 +71,7 @@ class Saving:
             atexit.unregister(self._complain)
 
     def _complain(self) -> None:
-        """The process ends: nobody is left to catch an error, and exit handlers cannot raise."""
+        """Reports at the end of the process, when an error can no longer be caught or raised."""
         error = self._future.exception() if self._future.done() else None
         if error is not None:
             sys.stderr.write(f"the last save failed: {error}\n")

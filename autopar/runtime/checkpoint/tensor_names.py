@@ -1,4 +1,4 @@
-"""Which tensor of a folder is which of a program: names, tied names, shapes."""
+"""Matches tensors of a folder with those of a program: names, tied names, shapes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Names:
     """The names of a program's parameters and buffers.
 
     Attributes:
-        persistent: those of the model's state_dict, in its order.
-        tied: further names of tensors, each with the one that the program knows it by.
+        persistent: names of the model's state_dict, in order.
+        tied: further names of tensors -> the name in the program.
         others: buffers that a state_dict leaves out.
     """
 
@@ -31,11 +31,11 @@ class Names:
         return frozenset(self.persistent)
 
     def all_of(self, name: str) -> tuple[str, ...]:
-        """A tensor's names."""
+        """Returns all names of a tensor."""
         return (name, *(alias for alias, tied in self.tied.items() if tied == name))
 
     def kind(self, name: str) -> str:
-        """The prefix in a checkpoint: "model", "buffer", or "" for constants, which it lacks."""
+        """Returns the prefix in a checkpoint: "model", "buffer", or "" for constants."""
         if any(n in self._known for n in self.all_of(name)):
             return "model"
         return "buffer" if name in self.others else ""
@@ -49,17 +49,17 @@ class Names:
         strict: bool = True,
         rename: Callable[[str], str] = str,
     ) -> dict[str, str]:
-        """For each tensor of the state_dict that the program holds, the name it is stored under.
+        """Returns for each tensor of the program's state_dict the name it is stored under.
 
         Args:
-            shapes: of what the program holds.
-            stored: what there is.
+            shapes: shapes of the program's tensors.
+            stored: the stored tensors.
             where: the folder.
-            strict: whether what the program does not know is an error.
-            rename: the name in the folder of a name of the state_dict.
+            strict: whether tensors unknown to the program are an error.
+            rename: maps a name of the state_dict to the name in the folder.
 
         Raises:
-            CheckpointError: naming what is missing, unexpected or of another shape.
+            CheckpointError: names what is missing, unexpected or of another shape.
         """
         own = [n for n in shapes if n not in self.tied and self.kind(n) == "model"]
         found: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Names:
             spellings = [s for n in self.all_of(name) for s in (rename(n), n) if s in stored]
             if spellings:
                 found[name] = spellings[0]
-        # The model may have what the program does not use.
+        # The model may have tensors that the program does not use.
         aliases = {s for n in (*shapes, *self.persistent) for s in (rename(n), n)}
         faults = {
             "missing": [name for name in own if name not in found],

@@ -1,7 +1,7 @@
-"""Python values as JSON and back, exactly: what a scheduler or an optimizer group holds.
+"""Converts Python values to JSON and back exactly, for the state of schedulers and optimizers.
 
-Loading builds nothing but plain values, so that it cannot execute anything. JSON has no tuples, no
-keys but strings and no tensors; such values become an object with one key that names their kind:
+Loading builds only plain values, so that it cannot execute anything. JSON has no tuples, no keys
+but strings and no tensors; such values become an object with one key that names their kind:
 {"tuple": [0.9, 0.999]}.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import CheckpointError
 
-_ELEMENTS = 1_000_000  # of a tensor in JSON
+_ELEMENTS = 1_000_000  # most elements of a tensor in JSON
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -29,26 +29,26 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name in DTYPES.
+    """Returns the name in DTYPES.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise CheckpointError(f"a tensor of {dtype} cannot be saved", why="safetensors has none")
+        raise CheckpointError(f"a tensor of {dtype} cannot be saved", why="safetensors lacks it")
     return name
 
 
 def encode(value: Any, where: str) -> Any:
-    """What `json.dumps` takes, for a value of plain Python types and small tensors.
+    """Converts a value of plain Python types and small tensors for `json.dumps`.
 
     Args:
         value: numbers, texts, None, lists, tuples, mappings, sets of these, small tensors.
-        where: what it is, for errors.
+        where: a description, for errors.
 
     Raises:
-        CheckpointError: anything else; names where it stands.
+        CheckpointError: anything else; names its place.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -67,7 +67,7 @@ def encode(value: Any, where: str) -> Any:
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     raise CheckpointError(
         f"{where} cannot be saved",
-        why=f"it is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds "
+        why=f"it is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint contains "
         "numbers, texts, lists, mappings and tensors only, so that loading one executes nothing",
         todo="save what it was made from",
     )
@@ -77,7 +77,7 @@ def _encode_tensor(value: Tensor, where: str) -> list[Any]:
     if value.numel() > _ELEMENTS:
         raise CheckpointError(
             f"{where} cannot be saved",
-            why=f"a tensor of {value.numel()} elements does not belong into JSON",
+            why=f"a tensor of {value.numel()} elements is too large for JSON",
             todo="make it a buffer of the model",
         )
     plain = value.detach().cpu()
@@ -93,17 +93,17 @@ def _decode_tensor(content: list[Any]) -> Tensor:
     if dtype.is_complex:
         pairs = torch.tensor(numbers, dtype=torch.float32).reshape(*shape, 2)
         return torch.view_as_complex(pairs)
-    # Small floats are made of large ones: torch cannot make all of them of Python's.
+    # Small floats are cast from float64: torch cannot create all of them from Python numbers.
     wide = torch.tensor(numbers, dtype=torch.float64) if dtype.is_floating_point else None
     made = torch.tensor(numbers, dtype=dtype) if wide is None else wide.to(dtype)
     return made.reshape(shape)
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`.
+    """Inverts `encode`.
 
     Raises:
-        CheckpointError: nothing that `encode` writes.
+        CheckpointError: anything that `encode` does not write.
     """
     if isinstance(value, list):
         return [decode(item) for item in value]

@@ -1,8 +1,8 @@
-"""Linears that run while what they read is gathered, or while what they give is scattered.
+"""Linears that overlap with gathering their input or scattering their output.
 
-Where the devices of a group read one another's memory, torch's operators do both, rank by rank; see
-`autopar/ir/fusion/async_tensor_parallel.py`. Elsewhere, on CPUs above all, one
-comes after the other.
+If the devices of a group can read one another's memory, torch's operators do both, rank by rank;
+see `autopar/ir/fusion/async_tensor_parallel.py`. Elsewhere, above all on CPUs, they run one after
+the other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from autopar.runtime.communication.group import Group
 
 
 def reach_one_another(group: Group) -> bool:
-    """Whether the devices of a group read one another's memory; every rank of it must ask.
+    """Returns whether the devices of a group can read one another's memory; all its ranks must ask.
 
-    They are different devices of one host, each of which all processes see.
+    They are distinct devices of one host that all processes can access.
     """
     if not torch.cuda.is_available() or group.size == 1:
         return False
@@ -38,30 +38,30 @@ def reach_one_another(group: Group) -> bool:
 
 
 class Around:
-    """The products of a group of ranks with a collective before or behind them.
+    """Matrix products with a collective of a group before or after them.
 
     Args:
-        group: of at least two ranks.
-        dim: that is split, not the last one.
-        direct: whether they read one another's memory.
+        group: at least two ranks.
+        dim: the split dimension, not the last one.
+        direct: whether the devices can read one another's memory.
     """
 
     def __init__(self, group: Group, dim: int, direct: bool) -> None:
         self.group, self.dim, self.direct = group, dim, direct
 
     def gathered(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """x of all ranks, and its products with [in, out] matrices."""
+        """Returns x of all ranks, and its products with [in, out] matrices."""
         if not self.direct:
             whole = self.group.gather(x, self.dim)
             return whole, [whole @ matrix for matrix in matrices]
         whole, made = torch_private.all_gather_matmul(
             x.contiguous(), matrices, self.dim, self.group.calls.handle
         )
-        # Rows come in the order of ranks, whatever stands before them.
+        # Rows are ordered by rank, whatever dimensions precede them.
         return whole, [product.contiguous() for product in made]
 
     def scattered(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """This rank's rows of the sum of the products over ranks."""
+        """Returns this rank's rows of the sum of the products over ranks."""
         if not self.direct:
             return self.group.reduce_scatter(x @ matrix, self.dim)
         made = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.calls.handle)
@@ -69,7 +69,7 @@ class Around:
 
 
 class _Gathered(torch.autograd.Function):
-    """Linears of what is gathered; backwards the gradient of that is scattered as it is made."""
+    """Linears of a gathered input; backwards its gradient is scattered as it is computed."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         into, wanted = None, ctx.needs_input_grad[2:]
-        if ctx.needs_input_grad[0]:  # the sum of all products as one
+        if ctx.needs_input_grad[0]:  # the sum of all products, computed as one
             given = torch.cat(gradients, -1) if len(gradients) > 1 else gradients[0]
             stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
             into = ctx.around.scattered(given, stacked)
@@ -137,7 +137,7 @@ def _of_bias(gradient: Tensor) -> Tensor:
 def gathered_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], around: Around
 ) -> tuple[Tensor, ...]:
-    """`F.linear` of the parts of x of all ranks with each weight and bias.
+    """Returns `F.linear` of the parts of x of all ranks with each weight and bias.
 
     The gradient of x is the sum over ranks.
     """
@@ -146,7 +146,7 @@ def gathered_linears(
 
 
 def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
-    """This rank's part of the sum over ranks of `F.linear(x, weight)`, and the bias, once.
+    """Returns this rank's part of the sum over ranks of `F.linear(x, weight)`, plus the bias once.
 
     The gradient of the bias is that of the whole, on every rank.
     """

@@ -1,4 +1,4 @@
-"""Clocks for what all processes of a mesh run at once; `codegen.calibrate` says what is run."""
+"""Clocks for problems that all processes of a mesh run at once; `measure.py` lists the problems."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor
 from autopar.cost.calibration import Timing
 from autopar.runtime.communication.group import Group
 
-BEHIND = 5e-3  # seconds of work before a collective: more than a process's turn on a processor
-_MOST_RUNS = 1000  # of a problem between two looks at the clock
+BEHIND = 5e-3  # seconds of work before a collective, longer than a process's time slice
+_MOST_RUNS = 1000  # of a problem between two checks of the clock
 
 
 class Bench:
-    """Times what all processes of a mesh run at once.
+    """Times problems that all processes of a mesh run at once.
 
     Args:
-        group: all of them.
-        device: where this one computes.
-        runs: of each problem.
-        seconds: a run takes at least; problems that are shorter are repeated in it.
+        group: all processes.
+        device: device of this process.
+        runs: number of runs of each problem.
+        seconds: least duration of a run; shorter problems are repeated in it.
     """
 
     def __init__(self, group: Group, device: torch.device, runs: int, seconds: float) -> None:
         self.group, self.device, self.runs, self.seconds = group, device, runs, seconds
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """Each value's largest over the processes."""
+        """Returns each value's maximum over the processes."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         return [float(value) for value in self.group.maximum(found)]
 
     def __call__(self, call: Callable[[], Sequence[float]]) -> list[Timing]:
-        """Times of the parts of a problem.
+        """Returns the times of the parts of a problem.
 
         Args:
             call: runs the problem once and returns the clock before, between and after its parts;
@@ -45,7 +45,7 @@ class Bench:
         """
         count, samples = self._count(call), []
         for _ in range(self.runs):
-            self.slowest([0.0])  # they begin together
+            self.slowest([0.0])  # all processes start together
             total: list[float] = []
             for _ in range(count):
                 marks = call()
@@ -55,7 +55,7 @@ class Bench:
         return [timing(part) for part in zip(*samples, strict=True)]
 
     def alone(self, call: Callable[[], object]) -> Timing:
-        """Time of a problem in one part."""
+        """Returns the time of a problem in one part."""
 
         def marked() -> tuple[float, float]:
             before = self.clock()
@@ -65,10 +65,10 @@ class Bench:
         return self(marked)[0]
 
     def behind(self, call: Callable[[], object]) -> Timing:
-        """By how much longer work takes with a call behind it that processes make together.
+        """Returns the extra time of work that is followed by a joint call.
 
-        Processes that share processors have their turns and do not arrive at once. That is no less
-        than the last of them to arrive spends in the call.
+        Processes that share processors take turns and do not arrive at once. The result is at least
+        the time that the last one to arrive spends in the call.
         """
         count, samples = self._count(call), []
         for _ in range(self.runs):
@@ -94,7 +94,7 @@ class Bench:
         inputs: Sequence[tuple[Tensor, ...]],
         run: Callable[..., Tensor],
     ) -> list[Timing]:
-        """Times of one operator forwards and backwards, run on one after another of `inputs`."""
+        """Returns the times of one operator, forwards and backwards, run on each of `inputs`."""
         wanted = [x.requires_grad_() for xs in inputs for x in xs if x.is_floating_point()]
         results = [run(*xs) for xs in inputs]
         gradients = [torch.ones_like(result) for result in results]
@@ -110,16 +110,16 @@ class Bench:
         return [Timing(t.seconds / len(inputs), t.spread) for t in self(call)]
 
     def clock(self) -> float:
-        """Seconds, when all that was launched has ended."""
+        """Returns seconds, after all launched work has ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def _count(self, call: Callable[[], object]) -> int:
-        """How often a problem is run for `seconds`; alike on all processes.
+        """Returns the repetitions of a problem that take `seconds`; alike on all processes.
 
-        A run by itself says little of that: where processes share processors it may wait for its
-        turn, and runs that end before all have had theirs are measured too short.
+        A single run is not representative: where processes share processors it may wait for its
+            turn, and runs that end before all have had their turn measure too short.
         """
         call()
         count = 1
@@ -127,14 +127,14 @@ class Bench:
             began = self.clock()
             for _ in range(count):
                 call()
-            if self.slowest([began - self.clock()])[0] <= -self.seconds:  # the fastest one's
+            if self.slowest([began - self.clock()])[0] <= -self.seconds:  # of the fastest process
                 break
             count *= 2
         return count
 
     @cached_property
     def _work(self) -> Callable[[], None]:
-        """Work of BEHIND seconds while all processes do it."""
+        """Returns work that takes BEHIND seconds while all processes do it."""
         x, w = torch.randn(128, 256, device=self.device), torch.randn(256, 256, device=self.device)
         once = self.alone(lambda: torch.tanh(x @ w)).seconds
         count = max(round(BEHIND / once), 1)
@@ -147,7 +147,7 @@ class Bench:
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    """Their median, and half the distance between their quartiles as a share of it."""
+    """Returns the median, and half the interquartile range relative to it."""
     if len(samples) < 2:
         return Timing(median(samples), 0.0)
     low, middle, high = quantiles(samples, n=4, method="inclusive")

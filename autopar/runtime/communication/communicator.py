@@ -1,11 +1,11 @@
 """The collectives of generated programs: autograd-aware, named as in `autopar.ir.collective`.
 
-A generated program makes one `Communicator` and calls its methods:
+A generated program creates one `Communicator` and calls its methods:
 
     y = comm.reduce_scatter(y, dim=1, axis="gpu")        # bf16[8, 1024@gpu, 2048]
 
-Each method is one row of the table in `autopar/ir/collective.py`: what it does to the value and,
-in backward, to the gradient. All ranks of the mesh must make the same calls in the same order.
+Each method is one row of the table in `autopar/ir/collective.py`: its effect on the value and, in
+backward, on the gradient. All ranks of the mesh must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Move = Callable[[Tensor], Tensor]
 
 
 def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
-    """The `Mesh` of a torch DeviceMesh whose devices are called `device` (as in devices.toml).
+    """Returns the `Mesh` of a torch DeviceMesh whose devices are called `device` in devices.toml.
 
     Raises:
         MeshError: the DeviceMesh has no axis names, or its ranks are not numbered row-major.
@@ -60,7 +60,7 @@ def mesh_of(device_mesh: DeviceMesh, device: str) -> Mesh:
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != list(range(len(ranks))):
         raise MeshError(
-            f"the DeviceMesh holds the ranks {ranks}",
+            f"the DeviceMesh has the ranks {ranks}",
             why="ranks must be numbered row-major from 0",
             todo="build it with init_device_mesh over all processes",
         )
@@ -73,7 +73,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 class _Paired(torch.autograd.Function):
-    """A move of the value together with the move of its gradient."""
+    """Pairs a move of the value with a move of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: _Move, backward: _Move, recorder: Recorder) -> Tensor:
@@ -98,7 +98,7 @@ class _Used(torch.autograd.Function):
         if weight.path("forward"):
             assert comm.fetch is not None
             used = comm.fetch.take(weight)
-        # What is frozen has no gradient, and is gathered again all the same.
+        # A frozen parameter has no gradient, but is gathered again all the same.
         kept = ctx.needs_input_grad[0] or not weight.held.requires_grad
         if kept and comm.refetch is not None and weight.path("backward"):
             comm.refetch.watch(weight, used)
@@ -114,15 +114,15 @@ class _Used(torch.autograd.Function):
 
 
 class Groups:
-    """The process groups of a mesh, one for each set of axes, made at once.
+    """The process groups of a mesh, one for each set of axes, created at once.
 
-    Every process must construct it at the same point of the program: the groups are created in one
-    order on all ranks, so that no rank waits for another.
+    Every process must construct it at the same point of the program: all ranks create the groups in
+    the same order, so that none waits for another.
 
     Args:
         mesh: the grid.
         ranks: the global ranks of its devices, row-major; by default 0, 1, ... A process that is
-            not among them takes part in the construction only.
+            not among them only takes part in the construction.
 
     Raises:
         MeshError: the mesh and the number of ranks differ in size.
@@ -163,11 +163,11 @@ class Groups:
         }
 
     def close(self) -> None:
-        """Give the process groups back; every use of them is a ProgramError from then on."""
+        """Releases the process groups; using them afterwards raises ProgramError."""
         self._lease.close()
 
     def group(self, axes: Axes) -> Group:
-        """The group along `axes`, which are one name or several, outermost first."""
+        """Returns the group along `axes`, one name or several, outermost first."""
         names = (axes,) if isinstance(axes, str) else axes
         if names not in self._groups:
             self._groups[names] = self._describe(names)
@@ -188,19 +188,19 @@ class Groups:
 
 
 class Communicator(Groups, Across):
-    """What a generated program calls to communicate over one mesh; see `Groups` for arguments.
+    """The communication methods of a generated program over one mesh; arguments as in `Groups`.
 
-    `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one
-    returns its input. Parts of a dimension may differ by one element; a call that gathers such
-    parts is told the `size` of what it gathers.
+    `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one returns
+    its input. Parts of a dimension may differ by one element; calls that gather such parts need the
+    `size` of the whole dimension.
 
     Attributes:
-        gradients: where the gradients of parameters are taken to, and the parameters; without it
-            nothing is known of any, and gradients are moved like all others, each by itself.
-        fetch: gathers parameters for operators; there with `gradients`.
-        refetch: what becomes of parameters that are not kept for the backward; None keeps all.
-        widened: dtype of activations -> the one in which sums of them over devices are made.
-        stow: takes what blocks keep for the backward to host memory; None leaves it.
+        gradients: collects the gradients of parameters; without it parameters are unknown, and each
+            gradient is moved by itself.
+        fetch: gathers parameters for operators; set with `gradients`.
+        refetch: handles parameters that are not kept for the backward; None keeps all.
+        widened: dtype of activations -> dtype in which sums of them over devices are computed.
+        stow: offloads blocks' saved tensors to host memory; None leaves them.
     """
 
     gradients: Gradients | None = None
@@ -210,13 +210,13 @@ class Communicator(Groups, Across):
     widened: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 
     def _wide(self, x: Tensor) -> torch.dtype | None:
-        """The dtype in which sums of such a tensor are made, None for its own."""
+        """Returns the dtype in which sums of such a tensor are computed, None for its own."""
         return self.widened.get(x.dtype)
 
     def use(self, held: Tensor, weight: Weight) -> Tensor:
-        """A parameter as operators use it, whose gradient goes to `gradients`."""
+        """Returns a parameter as operators use it; its gradient goes to `gradients`."""
         if self.gradients is not None and self.gradients.leave(weight):
-            return held.view_as(held)  # what it becomes after that is no parameter
+            return held.view_as(held)  # later values of it are not parameters
         used: Tensor = _Used.apply(held, weight, self)  # type: ignore[no-untyped-call]
         return used
 
@@ -232,7 +232,7 @@ class Communicator(Groups, Across):
         return moved
 
     def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:
-        """P to R: the sum of x over `axis`; the gradient is passed on as it is."""
+        """P to R: the sum of x over `axis`; the gradient is unchanged."""
         group = self.group(axis)
         return self._move(x, group, lambda t: group.reduce(t, self._wide(t)), _same)
 
@@ -247,7 +247,7 @@ class Communicator(Groups, Across):
         return self._move(x, group, _same, group.first)
 
     def to_partial(self, x: Tensor, axis: Axes) -> Tensor:
-        """R to P: x on the first device, zeros on the others; the gradient as it is."""
+        """R to P: x on the first device, zeros on the others; the gradient is unchanged."""
         group = self.group(axis)
         return self._move(x, group, group.first, _same)
 
@@ -274,7 +274,7 @@ class Communicator(Groups, Across):
     def all_gather_invariant(
         self, x: Tensor, dim: int, axis: Axes, size: int | None = None
     ) -> Tensor:
-        """S to R: as `all_gather`, for a result used alike everywhere; the gradient is sliced."""
+        """S to R: like `all_gather`, for a result used alike everywhere; the gradient is sliced."""
         group = self.group(axis)
         return self._move(
             x, group, lambda t: group.gather(t, dim, size), lambda g: group.slice(g, dim)
@@ -297,7 +297,7 @@ class Communicator(Groups, Across):
     def all_to_all(
         self, x: Tensor, dim: int, to_dim: int, axis: Axes, size: int | None = None
     ) -> Tensor:
-        """S to S': gathers `dim` and splits `to_dim`; the gradient takes the way back."""
+        """S to S': gathers `dim` and splits `to_dim`; the gradient does the reverse."""
         group, extent = self.group(axis), int(x.shape[to_dim])
         return self._move(
             x,
@@ -307,8 +307,8 @@ class Communicator(Groups, Across):
         )
 
     def rotary_all_to_all(self, x: Tensor, cos: Tensor, sin: Tensor, axis: Axes) -> Tensor:
-        """`kernels.rotary`, then `all_to_all` of rows for heads, which the kernel packs itself."""
-        # Not at the top: it brings Triton, which takes a second.
+        """`kernels.rotary`, then `all_to_all` of rows for heads, which the kernel itself packs."""
+        # Imported here because Triton takes a second to import.
         from autopar.runtime.communication.packed_rotary import exchanged
 
         return exchanged(x, cos, sin, self.group(axis))
@@ -322,7 +322,7 @@ class Communicator(Groups, Across):
         dim: int,
         axis: Axes,
     ) -> tuple[Tensor, ...]:
-        """`all_gather`, then `F.linear` with each weight, at a time where the devices can."""
+        """`all_gather`, then `F.linear` with each weight, overlapped where the devices can."""
         group, given = self.group(axis), biases or (None,) * len(weights)
         if group.size == 1:
             return tuple(map(F.linear, (x,) * len(weights), weights, given))
@@ -331,7 +331,7 @@ class Communicator(Groups, Across):
     def linear_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dim: int, axis: Axes
     ) -> Tensor:
-        """`F.linear`, then `reduce_scatter`, at a time where the devices can; the bias once."""
+        """`F.linear`, then `reduce_scatter`, overlapped where the devices can; the bias once."""
         group = self.group(axis)
         if group.size == 1:
             return F.linear(x, weight, bias)
@@ -343,11 +343,11 @@ class Communicator(Groups, Across):
         return Around(group, dim, self._direct[group.axes])
 
     def part(self, size: int, axis: Axes) -> int:
-        """How many of a dimension's `size` elements this rank holds if `axis` splits it."""
+        """Returns this rank's number of elements of a dimension of `size` that `axis` splits."""
         return self.group(axis).own(size)[1]
 
     def apply(self, step: Step, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Perform one step of `autopar.ir.collective.Resharder.steps` on a tensor of `shape`."""
+        """Performs one step of `autopar.ir.collective.Resharder.steps` on a tensor of `shape`."""
         where = {"dim": step.dim, "to_dim": step.to_dim}
         if step.op in GATHERS and step.dim is not None:
             where["size"] = self.part(shape[step.dim], step.dst.dims[step.dim])
@@ -356,9 +356,9 @@ class Communicator(Groups, Across):
         return moved
 
     def shard(self, full: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of a tensor that every rank holds whole; no communication, no gradient.
+        """Returns this rank's part of a tensor that every rank has whole, without communication.
 
-        Along partial axes the value lies on the first device, as after `to_partial`.
+        No gradient. Along partial axes the first device has the value, as after `to_partial`.
         """
         layout.check(tuple(full.shape), self.mesh)
         local = full.detach()
@@ -368,7 +368,7 @@ class Communicator(Groups, Across):
         return self.group(layout.partial).first(local) if layout.partial else local
 
     def unshard(self, local: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        """The inverse of `shard`: the whole tensor, of `shape`, on every rank; no gradient."""
+        """Inverts `shard`: returns the whole tensor, of `shape`, on every rank; no gradient."""
         full = local.detach()
         for dim, axes in enumerate(layout.dims):
             if self.group(axes).size > 1:

@@ -1,9 +1,9 @@
-"""Parameters that are held in parts are gathered block by block, as in FSDP.
+"""Gathers sharded parameters block by block, as in FSDP.
 
-The first of a block's parameters that is used brings the others that take the same way: one
-collective gathers them all from one flat buffer, or a few where they fill several buckets
-(arXiv:2304.11277, section 4.2). The next block's are on their way meanwhile: that is the one that
-was next in the last forward, or the one before where the backward computes blocks again.
+The first use of a block's parameter gathers all that use the same collectives: one call gathers
+them from one flat buffer, or a few calls if they fill several buckets (arXiv:2304.11277, section
+4.2). Meanwhile the next block's are on their way: the one that came next in the last forward, or
+the previous one if the backward recomputes blocks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Row:
 
     @property
     def block(self) -> str:
-        """The block that they are of."""
+        """The block that they belong to."""
         return self.weights[0].block
 
 
 def rows(weights: Iterable[Weight], when: str, bucket: int, mesh: Mesh) -> list[Row]:
-    """Parameters of one block by the way they take, in buckets of so many bytes or little more."""
+    """Groups each block's parameters by their collectives, in buckets of about `bucket` bytes."""
     ways: dict[object, list[list[Weight]]] = {}
     for weight in weights:
         found = ways.setdefault(weight.way(when), [[]])
@@ -57,16 +57,16 @@ class Fetch:
         self._row: dict[Weight, Row] = {}
         self._arrived: dict[Weight, Tensor] = {}
         self._coming: dict[Row, Callable[[], list[Tensor]]] = {}
-        self._order: list[Row] = []  # of the last forward
+        self._order: list[Row] = []  # order of the last forward
         self._places: dict[Row, int] = {}
-        self._forward: list[Row] | None = None  # so far, while there is one
+        self._forward: list[Row] | None = None  # order of the current forward so far
 
     def add(self, weights: Sequence[Weight], bucket: int) -> None:
-        """The parameters of one program.
+        """Adds the parameters of one program.
 
         Args:
             weights: the parameters.
-            bucket: bytes that go together, or little more.
+            bucket: bytes that are gathered together, approximately.
         """
         blocks: dict[str, list[Weight]] = {}
         for weight in weights:
@@ -78,13 +78,13 @@ class Fetch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside is a forward; what blocks compute again in the backward is outside."""
+        """Returns the context of a forward; recomputation of blocks in the backward is outside."""
         self.drop()
         self._forward = []
         try:
             yield
         except BaseException:
-            self._coming.clear()  # nobody can wait for them
+            self._coming.clear()  # nothing can wait for them
             self._forward = None
             raise
         self._order, self._forward = self._forward, None
@@ -92,20 +92,20 @@ class Fetch:
         self.drop()
 
     def take(self, weight: Weight) -> Tensor:
-        """A parameter as operators use it."""
+        """Returns a parameter as operators use it."""
         if weight not in self._arrived:
             self._arrive(self._row[weight])
         return self._arrived.pop(weight)
 
     def drop(self) -> None:
-        """Forget what nobody took, once it is there."""
+        """Drops gathered parameters that were not used, once they have arrived."""
         for arrive in self._coming.values():
             arrive()
         self._coming.clear()
         self._arrived.clear()
 
     def _arrive(self, row: Row) -> None:
-        # A block that is computed again may have stopped before its last parameter.
+        # A recomputed block may have stopped before its last parameter.
         for weight in [other for other in self._arrived if other.block != row.block]:
             del self._arrived[weight]
         arrive = self._coming.pop(row, None) or self._depart(row)
@@ -117,7 +117,7 @@ class Fetch:
             self._coming[following] = self._depart(following)
 
     def _following(self, row: Row) -> Row | None:
-        """What is gathered next, as far as that is known."""
+        """Returns the row to gather next, None if unknown."""
         if row not in self._places:
             return None
         place = self._places[row] + (-1 if self._forward is None else 1)

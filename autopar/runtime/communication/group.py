@@ -1,6 +1,6 @@
-"""A group of ranks: which blocks of a tensor they hold, and the moves of plain tensors.
+"""A group of ranks: its blocks of a tensor, and moves of plain tensors.
 
-`autopar.runtime.communication.communicator` pairs these moves with those of the gradients.
+`autopar.runtime.communication.communicator` pairs these moves with those of gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.runtime.ranks.channel import Channel
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that differ from this one along `axes` only.
+    """The ranks that differ from this one only along `axes`.
 
     Attributes:
         axes: outermost first, in the order in which they split a dimension.
         sizes: the number of devices along each.
         order: positions in `axes` of the axes in mesh order, which is the order of group ranks.
-        index: which block of a dimension split over `axes` this rank holds.
-        channel: what its calls go through; None stands for a group of one.
+        index: number of this rank's block of a dimension split over `axes`.
+        channel: the channel of its calls; None for a group of one.
     """
 
     axes: tuple[str, ...]
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def calls(self) -> Channel:
-        """What the calls of a group of more than one go through."""
+        """Returns the channel of a group of more than one rank."""
         assert self.channel is not None
         return self.channel
 
@@ -51,7 +51,7 @@ class Group:
         return math.prod(self.sizes)
 
     def parts(self, extent: int) -> tuple[tuple[int, int], ...]:
-        """(start, length) of the blocks of a dimension of `extent` elements, by group rank.
+        """Returns (start, length) of the blocks of a dimension of `extent` elements, by group rank.
 
         Raises:
             LayoutError: a block would be empty.
@@ -60,12 +60,12 @@ class Group:
             raise LayoutError(
                 f"a dimension of {extent} does not split {self.size} ways",
                 where=f"axis {', '.join(self.axes)}",
-                why="a device would hold none of its elements",
+                why="a device would have none of its elements",
             )
         return _parts(self.sizes, self.order, extent)
 
     def own(self, extent: int) -> tuple[int, int]:
-        """(start, length) of this rank's block."""
+        """Returns (start, length) of this rank's block."""
         start = 0
         remainder = self.index
         for count, inner in zip(self.sizes, _inner(self.sizes), strict=True):
@@ -75,7 +75,7 @@ class Group:
         return start, extent
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """x cut along `dim` into `size` blocks: contiguous [size, *block], by group rank.
+        """Cuts x along `dim` into `size` blocks: contiguous [size, *block], by group rank.
 
         Shorter blocks are padded with zeros to the length of the longest.
         """
@@ -90,7 +90,7 @@ class Group:
         return result
 
     def join(self, blocks: Tensor, dim: int, extent: int) -> Tensor:
-        """The inverse of `split`: [size, *block] by group rank to one tensor, contiguous."""
+        """Inverts `split`: [size, *block] by group rank to one contiguous tensor."""
         dim = dim % (blocks.dim() - 1)
         if extent % self.size:
             pairs = sorted(zip(self.parts(extent), blocks, strict=True), key=lambda pair: pair[0])
@@ -100,33 +100,33 @@ class Group:
         blocks = blocks.movedim(list(range(count)), [dim + i for i in self.order])
         return blocks.flatten(dim, dim + count).contiguous()
 
-    # The moves of a plain tensor. Each returns a new tensor and leaves x as it is. `extent` is the
-    # length of the whole dimension whose parts are gathered; without it all parts are equal.
+    # Moves of a plain tensor. Each returns a new tensor and leaves x unchanged. `extent` is the
+    # whole length of a dimension to gather; without it all parts are equal.
 
     def reduce(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum over the group, on every rank; made in `dtype` where that is another."""
+        """Returns the sum over the group, on every rank, computed in `dtype` if given."""
         total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.size > 1:
             self.calls.all_reduce(total)
         return total.to(x.dtype)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest over the group, on every rank."""
+        """Returns the maximum over the group, on every rank."""
         largest = x.clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             self.calls.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
     def stack(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, of equal shapes, along a new first dimension."""
+        """Stacks the tensors of all ranks, of equal shapes, along a new first dimension."""
         found = x.new_empty((self.size, *x.shape))
         self.calls.all_gather(found.view(-1), x.contiguous().view(-1))
         return found
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the ranks with the blocks before and after this one's sent here, None at the ends.
+        """Returns tensors from the ranks with the previous and the next block, None at the ends.
 
-        `before` goes to the rank before, `after` to the one after; shapes are equal on all ranks.
+        `before` is sent to the previous rank, `after` to the next; shapes are equal on all ranks.
         """
         if self.size == 1:
             return None, None
@@ -136,7 +136,7 @@ class Group:
             (rank_of.get(self.index - 1), before, after),
             (rank_of.get(self.index + 1), after, before),
         )
-        # All ranks take part; most pairs of them have nothing to say to one another.
+        # All ranks take part, though most pairs of them exchange nothing.
         sent, taken = [before.new_empty(0)] * self.size, [before.new_empty(0)] * self.size
         for rank, outgoing, incoming in sides:
             if rank is not None:
@@ -151,18 +151,18 @@ class Group:
         return head, tail
 
     def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's block of the sum over the group; made in `dtype` where that is another."""
+        """Returns this rank's block of the sum over the group, computed in `dtype` if given."""
         return self.reduce_scatter_all([x.to(dtype or x.dtype)], [dim])[0].to(x.dtype)
 
     def gather(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
-        """The blocks of all ranks in a row."""
+        """Concatenates the blocks of all ranks."""
         return self.gather_all([x], [dim], [extent])[0]
 
-    # Several tensors at once, in one flat buffer: gloo wants equal ranks, and every backend takes
-    # them. Of one tensor that is only sent the buffer is the tensor itself.
+    # Several tensors at once, in one flat buffer: gloo needs equal ranks, and every backend accepts
+    # such a buffer. A single tensor that is only sent is its own buffer.
 
     def reduce_all(self, xs: list[Tensor]) -> list[Tensor]:
-        """The sum of each over the group; `xs` is emptied once they are in the buffer."""
+        """Returns the sum of each over the group; empties `xs` once they are in the buffer."""
         if self.channel is None:
             return xs
         shapes = [x.shape for x in xs]
@@ -179,10 +179,10 @@ class Group:
         quantised: bool = False,
         into: Tensor | None = None,
     ) -> list[Tensor]:
-        """`reduce_scatter` of each along its dimension; `quantised` sends int8 blocks.
+        """Applies `reduce_scatter` to each along its dimension; `quantised` sends int8 blocks.
 
-        `xs` is emptied once they are in the buffer. What arrives lies in `into`, if that has as
-        many elements and the same dtype.
+        Empties `xs` once they are in the buffer. The result is in `into`, if that has as many
+        elements and the same dtype.
         """
         dtype = xs[0].dtype
         own = [self.own(int(x.shape[dim]))[1] for x, dim in zip(xs, dims, strict=True)]
@@ -205,7 +205,7 @@ class Group:
     def _packed(
         self, xs: list[Tensor], dims: Sequence[int], quantised: bool
     ) -> tuple[Tensor, list[torch.Size]]:
-        """One buffer of the blocks of each, by rank, and the blocks' shapes; `xs` is used up."""
+        """Packs blocks by rank; returns the buffer and the blocks' shapes; empties `xs`."""
         blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
         xs.clear()
         shapes = [block.shape[1:] for block in blocks]
@@ -217,7 +217,7 @@ class Group:
     def gather_all(
         self, xs: Sequence[Tensor], dims: Sequence[int], extents: Sequence[int | None]
     ) -> list[Tensor]:
-        """`gather` of each along its dimension."""
+        """Applies `gather` to each along its dimension."""
         return self.begin_gather(xs, dims, extents, False)()
 
     def begin_gather(
@@ -228,10 +228,10 @@ class Group:
         ahead: bool,
         quantised: bool = False,
     ) -> Callable[[], list[Tensor]]:
-        """`gather_all` in two parts: the function returned waits, if it is done `ahead`.
+        """Starts `gather_all`; the returned function waits for it, if it runs `ahead`.
 
-        What is `quantised` is sent as int8 blocks, a device's own part as well, so that all have
-        the same.
+        If `quantised`, tensors are sent as int8 blocks, and a device's own part is rounded too, so
+        that all have the same values.
         """
         padded = [self._of_equal_blocks(*given) for given in zip(xs, dims, extents, strict=True)]
         flat = [x.reshape(-1) for x, _ in padded]
@@ -257,7 +257,7 @@ class Group:
         return arrive
 
     def exchange(self, x: Tensor, dim: int, to_dim: int, extent: int | None = None) -> Tensor:
-        """Gather `dim` while splitting `to_dim`."""
+        """Gathers `dim` while splitting `to_dim`."""
         length = self.own(int(x.shape[to_dim]))[1]
         x, extent = self._of_equal_blocks(x, dim, extent)
         blocks = self.split(x, to_dim)
@@ -266,20 +266,20 @@ class Group:
         return _trimmed(self.join(out, dim, extent), to_dim, length)
 
     def _of_equal_blocks(self, x: Tensor, dim: int, extent: int | None) -> tuple[Tensor, int]:
-        """x padded along `dim` to the length of the longest block, and the whole extent."""
+        """Pads x along `dim` to the length of the longest block; also returns the whole extent."""
         if extent is None:
             return x, int(x.shape[dim]) * self.size
         longest = max(length for _, length in self.parts(extent))
         return _padded(x, dim, longest), extent
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's block of x."""
+        """Returns this rank's block of x."""
         self.parts(int(x.shape[dim]))
         own = x.narrow(dim, *self.own(int(x.shape[dim])))
         return own.clone(memory_format=torch.contiguous_format)
 
     def pad(self, x: Tensor, dim: int, extent: int | None = None) -> Tensor:
-        """x in its place among zeros."""
+        """Places x among zeros."""
         dim = dim % x.dim()
         extent = int(x.shape[dim]) * self.size if extent is None else extent
         whole = x.new_zeros([*x.shape[:dim], extent, *x.shape[dim + 1 :]])
@@ -287,7 +287,7 @@ class Group:
         return whole
 
     def first(self, x: Tensor) -> Tensor:
-        """x on the first rank, zeros on the others."""
+        """Returns x on the first rank, zeros on the others."""
         return x.clone() if self.index == 0 else torch.zeros_like(x)
 
 
@@ -295,7 +295,7 @@ class Group:
 def _parts(
     sizes: tuple[int, ...], order: tuple[int, ...], extent: int
 ) -> tuple[tuple[int, int], ...]:
-    """(start, length) of every block, one split inside the other, by group rank."""
+    """Returns (start, length) of every block, one split inside the other, by group rank."""
     blocks = []
     for place in itertools.product(*(range(sizes[i]) for i in order)):
         start, length = 0, extent
@@ -307,12 +307,12 @@ def _parts(
 
 
 def _inner(sizes: tuple[int, ...]) -> list[int]:
-    """For each axis the number of blocks inside one of its parts."""
+    """Returns for each axis the number of blocks inside one of its parts."""
     return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """x with zeros after its elements along `dim`, `length` of them in all."""
+    """Pads x with zeros along `dim` to `length` elements."""
     missing = length - x.shape[dim]
     if not missing:
         return x
@@ -321,5 +321,5 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _trimmed(x: Tensor, dim: int, length: int) -> Tensor:
-    """The first `length` elements of x along `dim`, contiguous."""
+    """Returns the first `length` elements of x along `dim`, contiguous."""
     return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()

@@ -1,16 +1,16 @@
-"""Measures what kernels and collectives take on this machine, for `cost.measured`.
+"""Measures kernels and collectives on this machine, for `cost.measured`.
 
-All processes of the mesh run each problem at once, so that they compete for the machine as they do
-in training; a run takes as long as the slowest of them. Operators are measured with autograd
-recording, several independent ones a run, so that what Python, the dispatcher and autograd add to
-each is in their time.
+All processes of the mesh run each problem at once, so that they compete for the machine as in
+training; a run takes as long as the slowest of them. Operators are measured with autograd
+recording, several independent ones per run, so that their time includes the overhead of Python, the
+dispatcher and autograd.
 
-Collectives are measured behind work, as programs call them, where processes share processors. They
-do not arrive at once then, since each runs for some milliseconds before another one has its turn;
-waiting for the last of them is part of what a collective takes.
+Where processes share processors, collectives are measured after work, as programs call them. The
+processes then do not arrive at once, since each runs for some milliseconds before another has its
+turn; waiting for the last of them is part of a collective's time.
 
-All problems are measured once before any is measured again: what disturbs the machine for a while
-disturbs one round of all of them, and the median over rounds leaves it out.
+All problems are measured once before any is measured again, so that a temporary disturbance affects
+one round of all of them, which the median over rounds discards.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from autopar.runtime.communication.communicator import Communicator
 from autopar.runtime.communication.group import Group
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-WIDTH = 256  # of the rows that normalisations and softmax look along
+WIDTH = 256  # row length of normalisations and softmax
 HEAD = 64  # width of a head of attention
-_AGAIN = 10  # how often problems are measured again that took longer than larger ones
+_AGAIN = 10  # most repetitions of problems that took longer than larger ones
 Progress = Callable[[str, int, int], None]
 P = TypeVar("P", bound=Point)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """The extent of a calibration.
 
     Attributes:
-        dtypes: of the IR.
-        lengths: of each side of matrix products.
-        elements: of kernels' results.
+        dtypes: dtypes of the IR.
+        lengths: lengths of each side of matrix products.
+        elements: numbers of elements of kernels' results.
         sequences: lengths of attention.
-        payloads: bytes a device of collectives.
-        runs: of each problem in a row.
-        rounds: of all problems, one after another.
-        seconds: a run takes at least; problems that are shorter are repeated in it.
+        payloads: bytes per device of collectives.
+        runs: consecutive runs of each problem.
+        rounds: rounds over all problems.
+        seconds: least duration of a run; shorter problems are repeated in it.
     """
 
     dtypes: tuple[str, ...]
@@ -74,7 +74,7 @@ class Settings:
 
 
 def settings(device: torch.device, quick: bool = False) -> Settings:
-    """The usual measurements on a kind of device; `quick` ones say little."""
+    """Returns the usual settings for a kind of device; `quick` ones are imprecise."""
     usual = Settings(
         dtypes=("f32",),
         lengths=(16, 64, 256, 1024),
@@ -106,11 +106,11 @@ class Problem:
 
     Attributes:
         op: its name in graphs.
-        inputs: makes fresh ones of one dtype; those that are floating get a gradient.
+        inputs: creates inputs of one dtype; floating ones get a gradient.
         run: the operator.
-        flops: for each direction, where matrix units run it, else 0.
-        nbytes: that each direction reads and writes, as `intra_op.works` counts them.
-        kernels: into how many the backward is counted.
+        flops: FLOPs of each direction on matrix units, else 0.
+        nbytes: bytes that each direction reads and writes, as `intra_op.kernel_work` counts them.
+        kernels: number of kernels in the backward.
     """
 
     op: str
@@ -122,7 +122,7 @@ class Problem:
 
 
 def problems(size: int, itemsize: int) -> Iterator[Problem]:
-    """Operators that move bytes, with results of `size` elements in rows of WIDTH."""
+    """Yields operators bound by memory, with results of `size` elements in rows of WIDTH."""
     n, rows = float(size * itemsize), max(size // WIDTH, 1)
     row = (rows, min(size, WIDTH))
 
@@ -133,7 +133,7 @@ def problems(size: int, itemsize: int) -> Iterator[Problem]:
         return (*one(dtype, device), *one(dtype, device))
 
     def turned(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """A value whose dimensions stand in another order in memory, as heads do."""
+        """Creates a tensor with permuted strides, like heads of attention."""
         return (torch.randn(16, size // 16, dtype=dtype, device=device).transpose(0, 1),)
 
     def labelled(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -155,7 +155,7 @@ def problems(size: int, itemsize: int) -> Iterator[Problem]:
 
 
 def attention(length: int, itemsize: int, heads: int = 4) -> Problem:
-    """Causal attention of `heads` heads over `length` positions."""
+    """Returns causal attention of `heads` heads over `length` positions."""
 
     def inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(torch.randn(heads, length, HEAD, dtype=dtype, device=device) for _ in "qkv")
@@ -179,7 +179,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # Kernels of fused attention take four dimensions.
+    # Fused attention kernels need four dimensions.
     made = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
     return made[0]
 
@@ -187,18 +187,18 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def calibrate(
     mesh: Mesh, device: torch.device, chosen: Settings, date: str, progress: Progress
 ) -> Calibration:
-    """Measure this machine; every process of the mesh calls it alike and gets the same.
+    """Measures this machine; all processes of the mesh call it alike and get the same result.
 
     Args:
-        mesh: as many devices as there are processes.
-        device: where this process computes.
-        chosen: what is measured.
-        date: of today, as text.
-        progress: told of each problem: its name, its number, how many there are.
+        mesh: a mesh with as many devices as there are processes.
+        device: device of this process.
+        chosen: the extent of the calibration.
+        date: today's date, as text.
+        progress: called for each problem with its name, its number and the total.
 
     Raises:
         MeshError: the mesh and the number of processes differ.
-        CalibrationError: the measurements make no sense.
+        CalibrationError: the measurements are inconsistent.
     """
     comm = Communicator(mesh)
     bench = Bench(comm.group(mesh.names), device, chosen.runs, chosen.seconds)
@@ -210,8 +210,8 @@ def calibrate(
             progress(name, (len(rounds) - 1) * len(plan) + len(rounds[-1]) + 1, total)
             rounds[-1].append(measure())
     found = [middle(each) for each in zip(*rounds, strict=True)]
-    # What else runs on the machine only slows down: a small problem that took longer than a large
-    # one is measured again.
+    # Other load on the machine only slows problems down, so a small problem that took longer than a
+    # larger one is measured again.
     for _ in range(_AGAIN):
         slow = {id(small) for small, _ in disorder(itertools.chain(*found))}
         for number, points in enumerate(found):
@@ -231,7 +231,7 @@ def calibrate(
 
 
 def middle(rounds: Sequence[Sequence[P]]) -> list[P]:
-    """The points of a problem, or of several, each with the median over its rounds."""
+    """Returns the points of one or several problems, each with the median over its rounds."""
     if len(rounds) == 1:
         return list(rounds[0])
     return [
@@ -243,7 +243,7 @@ def middle(rounds: Sequence[Sequence[P]]) -> list[P]:
 def _plan(
     bench: Bench, comm: Communicator, chosen: Settings
 ) -> Iterator[tuple[str, Callable[[], list[Point]]]]:
-    """What is measured: its name, and what measures it."""
+    """Yields the name and the measuring function of each problem."""
     for dtype in chosen.dtypes:
         size = DTYPES[dtype].itemsize
         for shape in itertools.product(chosen.lengths, repeat=3):
@@ -265,7 +265,7 @@ def _plan(
 
 
 def groups(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Every set of axes with more than one device, in the mesh's order."""
+    """Returns every set of axes with more than one device, in mesh order."""
     wide = [axis.name for axis in mesh.axes if axis.size > 1]
     return [
         names for count in range(1, len(wide) + 1) for names in itertools.combinations(wide, count)
@@ -281,7 +281,7 @@ def _product(bench: Bench, dtype: str, gemm: Gemm) -> list[Point]:
 
 
 def _kernels(bench: Bench, dtype: str, problem: Problem) -> list[Point]:
-    """Both directions of an operator; the backward only where it launches something."""
+    """Measures both directions of an operator; the backward only if it launches something."""
     copies = 8 if problem.nbytes[0] < 1 << 22 else 2
     inputs = [problem.inputs(DTYPES[dtype], bench.device) for _ in range(copies)]
     forward, backward = bench.operator(inputs, problem.run)
@@ -295,7 +295,7 @@ def _kernels(bench: Bench, dtype: str, problem: Problem) -> list[Point]:
 
 
 def _optimizer(bench: Bench, dtype: str, elements: int) -> list[Point]:
-    """AdamW's update of one parameter."""
+    """Measures AdamW's update of one parameter."""
     parameter = torch.nn.Parameter(torch.randn(elements, dtype=DTYPES[dtype], device=bench.device))
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], lr=1e-6)
@@ -314,10 +314,10 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor], object]] = {
 
 
 def _exchange(bench: Bench, group: Group, kind: str, payload: int) -> list[Point]:
-    """A collective with `payload` bytes a device, in f32, as generated programs call it."""
+    """Measures a collective of `payload` bytes per device, in f32, as programs call it."""
     count = max(payload // 4 // group.size, 1) * group.size
     x = torch.randn(count, device=bench.device)
-    # Accelerators are one process's each, and are given their work ahead of time.
+    # Each accelerator belongs to one process and gets its work ahead of time.
     measure = bench.alone if bench.device.type == "cuda" else bench.behind
     taken = measure(lambda: COLLECTIVES[kind](group, x))
     if kind == "send":  # neighbours send in both directions at once

@@ -1,4 +1,4 @@
-"""Rotary embedding and the exchange of rows for heads behind it, without a copy between the two."""
+"""Rotary embedding fused with the following exchange of rows for heads, without a copy between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.runtime.communication.group import Group
 
 
 class _Exchanged(torch.autograd.Function):
-    """Forwards the kernel writes what is sent, backwards its inverse reads what arrives."""
+    """The kernel writes the send buffer; backwards its inverse reads the receive buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, group: Group) -> Tensor:
@@ -30,16 +30,18 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _sent(blocks: Tensor, group: Group) -> Tensor:
-    """Block r of every rank on rank r, in the order of ranks."""
+    """Sends block r of every rank to rank r; returns them ordered by rank."""
     out = torch.empty_like(blocks)
     group.calls.all_to_all(out, blocks)
     return out
 
 
 def exchanged(x: Tensor, cos: Tensor, sin: Tensor, group: Group) -> Tensor:
-    """(batch, all rows, heads of this rank, width) of (batch, own rows, all heads, width), rotated.
+    """Rotates x and exchanges its rows for heads.
 
-    Both rows and heads divide by the size of the group. cos and sin are those of the own rows.
+    x is (batch, own rows, all heads, width), the result (batch, all rows, own heads, width).
+
+    Rows and heads divide by the size of the group. cos and sin are those of the own rows.
     """
     if group.size == 1:
         return kernels.rotary(x, cos, sin)

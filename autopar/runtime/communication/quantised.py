@@ -1,7 +1,7 @@
-"""int8 blocks on their way: what `autopar/ir/int8_blocks.py` prices, of tensors.
+"""Packs tensors as int8 blocks for sending, as priced by `autopar/ir/int8_blocks.py`.
 
-Blocks do not reach from one tensor, or one device's part of it, into the next, so that no number
-depends on which tensors go together.
+Blocks do not cross from one tensor, or one device's part of it, into the next, so that no value
+depends on which tensors are sent together.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from autopar.ir.int8_blocks import BLOCK, BLOCK_BYTES, blocks
 from autopar_kernels.registry import register
 
-_LIBRARY = register()  # holds the operators
+_LIBRARY = register()  # keeps the operators registered
 _OPS = torch.ops.autopar_kernels
 
 
 def pack(rows: Sequence[Tensor]) -> Tensor:
-    """int8 [parts, bytes] of tensors [parts, n]: of each part all blocks, then their scales."""
+    """Packs tensors [parts, n] as int8 [parts, bytes]: per part all blocks, then their scales."""
     whole = [row if row.shape[1] % BLOCK == 0 else _filled(row) for row in rows]
     numbers = whole[0] if len(whole) == 1 else torch.cat(whole, 1)
     q, scales = _OPS.quantize_int8(numbers.contiguous(), BLOCK)
@@ -29,14 +29,14 @@ def pack(rows: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """The inverse of `pack`: a tensor [parts, n], of `dtype`, for each of the lengths n."""
+    """Inverts `pack`: returns a tensor [parts, n], of `dtype`, for each of the lengths n."""
     q, scales = _parts(packed)
     flat = _OPS.dequantize_reduce(q.view(1, -1), scales.view(1, -1), BLOCK, 1.0, dtype)
     return _cut(flat.view(len(packed), -1), lengths)
 
 
 def added(packed: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """The sums [n] of `unpack` over parts, made in float32."""
+    """Returns the sums [n] of `unpack` over parts, computed in float32."""
     return _cut(_OPS.dequantize_reduce(*_parts(packed), BLOCK, 1.0, dtype), lengths)
 
 
@@ -45,7 +45,7 @@ def _filled(row: Tensor) -> Tensor:
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """q [parts, n] and scales [parts, n / BLOCK]."""
+    """Returns q [parts, n] and scales [parts, n / BLOCK]."""
     numbers = packed.shape[1] // BLOCK_BYTES * BLOCK
     q, scales = packed.split([numbers, packed.shape[1] - numbers], 1)
     return q.contiguous(), scales.contiguous().view(torch.float32)

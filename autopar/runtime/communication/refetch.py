@@ -1,11 +1,11 @@
-"""Parameters that are not kept for the backward as operators use them, but gathered again for it.
+"""Parameters that are gathered again for the backward instead of being kept in their used layout.
 
-What autograd saves of such a tensor is replaced by what is kept of the parameter, which is nothing
-where it is held in parts anyway (FSDP's "reshard after forward", arXiv:2304.11277, section 3.2) and
-a second copy in every group of devices in ZeRO++ (arXiv:2306.10209). When a backward asks for the
-first of a block, what it keeps of the block is gathered together, and each is forgotten when nobody
-needs it any more. On accelerators the block before that is on its way meanwhile; on the CPU, where
-little would be gained, it would come where a step needs the most memory.
+For such a tensor autograd saves the kept part of the parameter instead: nothing if it is stored in
+shards anyway (FSDP's "reshard after forward", arXiv:2304.11277, section 3.2), or a second copy in
+every group of devices in ZeRO++ (arXiv:2306.10209). When the backward needs the first parameter of
+a block, the block's kept parts are gathered together; each is dropped after its last use. On
+accelerators the previous block's are on their way meanwhile; on the CPU that would gain little, and
+would raise the peak of memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class _Kept:
-    """What is kept of one parameter between a forward and its backward.
+    """The kept part of one parameter between a forward and its backward.
 
     Attributes:
         weight: the parameter.
-        part: what is kept of it.
+        part: its kept part.
         saved: whether autograd saved it for some operator.
         arrived: the parameter as operators use it, until the first of them takes it.
     """
@@ -46,7 +46,7 @@ class _Kept:
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def fetch(self) -> Tensor:
-        """The parameter as operators use it, gathered unless it still is."""
+        """Returns the parameter as operators use it, gathering it unless it still is."""
         self._block.arrive()
         found = self._again() if self.arrived is None else self.arrived
         self.arrived = None
@@ -57,12 +57,12 @@ class _Kept:
 
 
 class _Block:
-    """What is kept of the parameters of one block in one forward.
+    """The kept parts of one block's parameters in one forward.
 
     Args:
         comm: the mesh.
-        bucket: bytes that go together, or little more.
-        before: the block before it, which the backward reaches next, where that comes ahead.
+        bucket: bytes that are gathered together, approximately.
+        before: the previous block, whose backward comes next, if it is prefetched.
     """
 
     def __init__(self, comm: Groups, bucket: int, before: _Block | None) -> None:
@@ -73,7 +73,7 @@ class _Block:
         self._arrived = False
 
     def depart(self, ahead: bool) -> None:
-        """Begin to gather what autograd saved."""
+        """Starts gathering the parts that autograd saved."""
         if self._coming is not None:
             return
         self._coming = []
@@ -86,7 +86,7 @@ class _Block:
             self._coming.append((members, coming))
 
     def arrive(self) -> None:
-        """Gather it, once; the block before begins to come."""
+        """Gathers them, once; the previous block's start to arrive."""
         if self._arrived:
             return
         self._arrived = True
@@ -101,7 +101,7 @@ class _Block:
 
 
 def part_of(comm: Groups, storage: Storage, held: Tensor, used: Tensor) -> Tensor:
-    """What is kept of a parameter, given what is held and what is used of it."""
+    """Returns the kept part of a parameter, given its stored and its used tensor."""
     if storage.kept.dims == storage.held.dims:
         return held.detach()
     part = used.detach()
@@ -122,11 +122,11 @@ class _View:
 
 
 class Refetch:
-    """The tensors of parameters that autograd does not keep.
+    """Replaces parameters among autograd's saved tensors.
 
     Args:
         comm: the mesh.
-        ahead: whether the next ones are on their way while the backward of a block computes.
+        ahead: whether the next block is prefetched while a block's backward computes.
     """
 
     def __init__(self, comm: Groups, ahead: bool) -> None:
@@ -137,7 +137,7 @@ class Refetch:
         self._known: dict[int, tuple[Any, _Kept]] = {}
 
     def watch(self, weight: Weight, used: Tensor) -> None:
-        """Keep nothing but its part of a parameter that has been gathered."""
+        """Registers a gathered parameter, of which only the kept part is saved."""
         block = self._block
         if block is None or self._name != weight.block or weight in block.kept:
             block = _Block(self._comm, self._bucket, block if self._ahead else None)
@@ -150,17 +150,17 @@ class Refetch:
 
     @contextmanager
     def instead(self, bucket: int) -> Iterator[None]:
-        """Inside, autograd saves parts of such parameters in their place.
+        """Returns a context in which autograd saves kept parts in place of such parameters.
 
         Args:
-            bucket: bytes that are gathered together, or little more.
+            bucket: bytes that are gathered together, approximately.
         """
         self._bucket, self._block = bucket, None
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
             yield
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """What autograd keeps in place of a tensor, the tensor itself unless it is such a one."""
+        """Returns what autograd saves: the tensor itself unless it is a parameter's."""
         known = self._known.get(torch_private.storage_id(tensor))
         if known is None:
             return tensor
@@ -169,7 +169,7 @@ class Refetch:
 
 
 def unpack(saved: Tensor | _View) -> Tensor:
-    """The tensor in whose place that was kept."""
+    """Returns the tensor that was saved as `saved`."""
     if isinstance(saved, Tensor):
         return saved
     return saved.kept.fetch().as_strided(saved.size, saved.stride, saved.offset)

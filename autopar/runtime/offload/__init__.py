@@ -1,1 +1,1 @@
-"""Optimizer state and activations that lie in host memory while nothing needs them."""
+"""Optimizer state and activations kept in host memory while they are not needed."""

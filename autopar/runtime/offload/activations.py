@@ -1,12 +1,12 @@
-"""What blocks keep for their backward lies in host memory between their forward and that.
+"""Keeps blocks' saved tensors in host memory between forward and backward.
 
 with mesh.stowed():
     hidden = h_block(mesh, p, i, hidden)
 
-Autograd's saved tensors go there storage by storage, each once; parameters and the batch stay where
-they are. When the backward asks for the first of a block all of the block come back. On
-accelerators copies run beside what is computed: a block goes while the next one is computed, and
-comes back while the backward computes the one behind it.
+Autograd's saved tensors are copied storage by storage, each once; parameters and the batch stay on
+the device. When the backward needs the first tensor of a block, all tensors of the block return. On
+accelerators copies overlap with computation: a block leaves while the next one computes, and
+returns while the backward computes the one after it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Stowed:
     """One storage in host memory.
 
     Attributes:
-        put: its bytes there.
-        back: its bytes on the device, once they have been asked for.
+        put: its copy in host memory.
+        back: its bytes on the device, once requested.
     """
 
     def __init__(self, put: Put) -> None:
@@ -39,31 +39,31 @@ class _Stowed:
 
 
 class _Block:
-    """What one block stows.
+    """The offloaded tensors of one block.
 
     Args:
-        host: where it lies.
-        before: the block before it, which the backward reaches next.
+        host: the host.
+        before: the previous block, whose backward comes next.
     """
 
     def __init__(self, host: Host, before: _Block | None) -> None:
         self._host = host
         self._before = None if before is None else weakref.ref(before)
         self._coming: list[Taken] = []
-        self.stowed: dict[weakref.ref[_Stowed], None] = {}  # also what others stowed before
+        self.stowed: dict[weakref.ref[_Stowed], None] = {}  # including earlier blocks' storages
 
     def _alive(self) -> Iterator[_Stowed]:
         return (found for ref in self.stowed if (found := ref()) is not None)
 
     def depart(self) -> None:
-        """Begin to bring back what somebody still needs."""
+        """Starts copying back the storages that are still needed."""
         for stowed in self._alive():
             if stowed.back is None:
                 stowed.back = self._host.take(stowed.put)
                 self._coming.append(stowed.back)
 
     def come(self) -> None:
-        """Bring it back; the block before begins to come beside what is computed next."""
+        """Brings it back; the previous block starts to return beside the next computation."""
         self.depart()
         self.arrived()
         before = None if self._before is None else self._before()
@@ -72,20 +72,20 @@ class _Block:
             before.depart()
 
     def arrived(self) -> None:
-        """Wait for what comes; until then its memory is nobody else's."""
+        """Waits for the copies; until then their memory must not be reused."""
         for taken in self._coming:
             taken.wait()
         self._coming.clear()
 
     def went(self) -> None:
-        """Wait until it is in host memory."""
+        """Waits until it is in host memory."""
         for stowed in self._alive():
             self._host.gone(stowed.put)
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor that was saved in a block: a view of a storage in host memory."""
+    """A saved tensor of a block: a view of a storage in host memory."""
 
     stowed: _Stowed
     block: _Block
@@ -96,10 +96,10 @@ class _View:
 
 
 class Stow:
-    """The saved tensors of the blocks of one program that are not kept on the device.
+    """The offloaded saved tensors of one program's blocks.
 
     Args:
-        device: where the program runs.
+        device: device of the program.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,7 +114,7 @@ class Stow:
 
     @contextmanager
     def forward(self, staying: Iterable[Tensor]) -> Iterator[None]:
-        """Inside is a forward, of which these tensors stay on the device."""
+        """Returns the context of a forward during which these tensors stay on the device."""
         for block in self._blocks:
             block.arrived()
         self._known.clear()
@@ -125,7 +125,7 @@ class Stow:
             self._blocks[-1].went()
 
     def leave(self, tensor: Tensor) -> None:
-        """One more that stays: a parameter that was gathered."""
+        """Adds a tensor that stays: a gathered parameter."""
         if not self._inside:
             return
         key = torch_private.storage_id(tensor)
@@ -136,11 +136,11 @@ class Stow:
     def block(
         self, packed: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> Iterator[None]:
-        """Inside a block is computed whose saved tensors are stowed.
+        """Returns the context of a block whose saved tensors are offloaded.
 
         Args:
-            packed: what else may be saved in a tensor's place; the tensor itself if nothing.
-            unpack: gives the tensor for that.
+            packed: maps a tensor to what is saved instead; the tensor itself by default.
+            unpack: the inverse of `packed`.
         """
         before = self._blocks[-1] if self._blocks else None
         self._blocks.append(_Block(self._host, before))

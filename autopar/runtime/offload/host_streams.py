@@ -1,7 +1,7 @@
-"""Copies between a device and its host: pinned memory, each way on a stream of its own.
+"""Copies between a device and its host: pinned memory, with one stream per direction.
 
-On a CPU the host's memory is the device's; a copy there is a copy, made at once, so that what a
-device holds is the same everywhere.
+On a CPU the host's memory is the device's; a copy there is made at once, so that a device's memory
+is counted alike everywhere.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass
 class Put:
-    """A tensor that goes to host memory.
+    """A tensor on its way to host memory.
 
     Attributes:
-        host: where it will be.
+        host: its destination.
         source: on the device; kept until the copy is done.
-        done: when it is, None at once.
+        done: event of the end of the copy, None if immediate.
     """
 
     host: Tensor
@@ -29,13 +29,13 @@ class Put:
 
 @dataclass
 class Taken:
-    """A tensor that comes back: what will be on the device, and when, None at once."""
+    """A tensor on its way back: its destination, and the event of arrival, None if immediate."""
 
     tensor: Tensor
     done: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """The tensor; what the device computes from now on finds it there."""
+        """Returns the tensor; later computation on the device waits for it."""
         if self.done is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.done)
             self.done = None
@@ -46,10 +46,10 @@ class Host:
     """The host of one device.
 
     Args:
-        device: whose host it is.
+        device: the device.
 
     Attributes:
-        beside: whether copies run while the device computes.
+        beside: whether copies overlap with computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,11 +58,11 @@ class Host:
         self._back = torch.cuda.Stream(device) if self.beside else None
 
     def put(self, tensor: Tensor, into: Tensor | None = None) -> Put:
-        """Begin to copy a tensor to host memory.
+        """Starts copying a tensor to host memory.
 
         Args:
-            tensor: on the device.
-            into: host memory for it; by default new, pinned where there is a device.
+            tensor: a tensor on the device.
+            into: host memory for it; by default new, pinned for accelerators.
         """
         if into is None:
             shape, dtype = tensor.shape, tensor.dtype
@@ -78,13 +78,13 @@ class Host:
         return Put(into, tensor, done)
 
     def gone(self, put: Put) -> None:
-        """Let the memory on the device be used for what is computed from now on."""
+        """Frees the memory on the device for later computation."""
         if put.done is not None and put.source is not None:
             torch.cuda.current_stream(self.device).wait_event(put.done)
             put.source = None
 
     def take(self, put: Put) -> Taken:
-        """Begin to copy it back; its memory on the device is there at once."""
+        """Starts copying back; its memory on the device is allocated at once."""
         made = torch.empty(put.host.shape, dtype=put.host.dtype, device=self.device)
         if self._back is None:
             return Taken(made.copy_(put.host))

@@ -1,10 +1,10 @@
-"""Optimizer state in host memory: a bucket of it comes to the device, is updated and goes back.
+"""Optimizer state in host memory: each bucket is copied to the device, updated and copied back.
 
-Masters of mixed precision are state like any other: between updates a parameter of the optimizer is
-an empty place, with its master's shape and dtype, for the gradient to be stored at. Each bucket is
-a step of the optimizer in which no other parameter has a gradient, so that any torch optimizer will
-do that updates every parameter by itself. On accelerators the next bucket comes and the last one
-goes meanwhile.
+Masters of mixed precision are treated as state: between updates, a parameter of the optimizer is an
+empty placeholder with its master's shape and dtype, for the gradient to be stored at. Each bucket
+is one step of the optimizer in which no other parameter has a gradient, so that any torch optimizer
+that updates each parameter independently works. On accelerators the next bucket arrives and the
+previous one leaves meanwhile.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.optim import Optimizer
 from autopar.ir.offload import rows
 from autopar.runtime.offload.host_streams import Host, Put, Taken
 
-Slot = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: a mapping, and its key
+Slot = tuple[MutableMapping[Any, Any], Any]  # place of a tensor: a mapping, and its key
 
 
 class HostState:
-    """The state of one optimizer, and averages of what it updates, in host memory.
+    """The state of one optimizer, and averages of its parameters, in host memory.
 
     Args:
-        optimizer: of this rank.
-        parameters: what it updates.
-        averages: of them, by their id; {} without.
-        device: where the update runs.
-        bucket: bytes of parameters whose state comes together, or little more.
-        masters: ids of parameters that lie there as well.
+        optimizer: the optimizer of this rank.
+        parameters: the parameters that it updates.
+        averages: averages by the parameter's id; {} without.
+        device: device of the update.
+        bucket: bytes of parameters whose state is copied together, approximately.
+        masters: ids of parameters that are also in host memory.
 
     Attributes:
-        masters: the values of these, wherever they lie, by the ids.
+        masters: values of these by id, wherever they are.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class HostState:
         self.masters = {id(p): p.detach() for p in parameters if id(p) in masters}
 
     def settle(self) -> None:
-        """Take to the host what is not there: what was loaded, or begun on the device."""
+        """Moves loaded or new state from the device to the host."""
         for row in self._rows:
             self._empty(row)
             for put in self._go(row):
                 self._host.gone(put)
 
     def step(self, updated: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """One step of the optimizer.
+        """Makes one step of the optimizer.
 
         Args:
-            updated: what is done with parameters once they are updated.
+            updated: called with parameters once they are updated.
         """
         gradients = [[parameter.grad for parameter in row] for row in self._rows]
         for row in self._rows:
@@ -92,7 +92,7 @@ class HostState:
                 _give(row, given)
 
     def _slots(self, row: Sequence[nn.Parameter]) -> Iterator[Slot]:
-        """Where the state of some parameters is kept; single numbers stay where they are."""
+        """Yields the places of some parameters' state; single numbers are not moved."""
         for parameter in row:
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
@@ -103,18 +103,18 @@ class HostState:
                     yield kept, id(parameter)
 
     def _fill(self, row: Sequence[nn.Parameter]) -> None:
-        """Masters that have come are what the optimizer updates."""
+        """Gives the optimizer the masters that have arrived."""
         for parameter in row:
             parameter.data = self.masters.get(id(parameter), parameter.data)
 
     def _empty(self, row: Sequence[nn.Parameter]) -> None:
-        """They are not, and may go."""
+        """Takes the masters from the optimizer, so that they can leave."""
         for parameter in row:
             if id(parameter) in self.masters:
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
     def _come(self, number: int) -> list[tuple[Slot, Taken]]:
-        """Begin to bring a bucket to the device."""
+        """Starts copying a bucket to the device."""
         if number >= len(self._rows):
             return []
         return [
@@ -127,12 +127,12 @@ class HostState:
         return put if put is not None and put.host is kept[key] else Put(kept[key])
 
     def _go(self, row: Sequence[nn.Parameter]) -> list[Put]:
-        """Begin to take a bucket to the host, into the memory that it had there."""
+        """Starts copying a bucket back into its host memory."""
         found = []
         for kept, key in self._slots(row):
             value, before = kept[key], self._puts.get((id(kept), key))
             if before is not None and before.host is value:
-                continue  # it is there
+                continue  # already on the host
             like = before is not None and before.host.dtype == value.dtype
             fits = before is not None and like and before.host.shape == value.shape
             put = self._host.put(value, before.host if before is not None and fits else None)

@@ -1,8 +1,8 @@
-"""What forwards leave in buffers: `mesh.write("norm.running_mean", running_mean)`.
+"""Buffer updates of forwards: `mesh.write("norm.running_mean", running_mean)`.
 
-A buffer has its new value when the backward is over. Until then whoever reads it, autograd and the
-blocks that are computed again among them, has what the forward had. The next microbatch begins with
-what the one before it left, and a step that fails leaves every buffer as it was.
+A buffer gets its new value after the backward. Until then every reader, including autograd and
+recomputed blocks, sees the value of the forward. The next microbatch starts from the values that
+the previous one wrote, and a step that fails leaves every buffer unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Writes:
     """The new values of one program's buffers, within a step.
 
     Args:
-        named: what is held, by `Parameter.key`.
+        named: stored tensors, by `Parameter.key`.
     """
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
@@ -26,26 +26,26 @@ class Writes:
 
     @property
     def given(self) -> Mapping[str, Tensor]:
-        """Everything that is held, buffers as the last forward left them."""
+        """All stored tensors, with buffers as the last forward wrote them."""
         return {**self._named, **self._new} if self._new else self._named
 
     def put(self, key: str, value: Tensor) -> None:
-        """Keep the new value of a buffer, a copy: what it is a view of may be written or freed."""
+        """Stores a copy of a buffer's new value, since the value may be a view of other memory."""
         self._new[key] = value.detach().clone()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Give the buffers their new values."""
+        """Gives the buffers their new values."""
         for key, value in self._new.items():
             self._named[key].copy_(value)
         self.drop()
 
     def drop(self) -> None:
-        """Forget the new values."""
+        """Discards the new values."""
         self._new.clear()
 
     def apart(self, value: Tensor) -> Tensor:
-        """A result that `settle` does not change: itself, or a copy of what is held."""
+        """Returns a result that `settle` does not change: itself, or a copy of a stored tensor."""
         storage = value.untyped_storage().data_ptr()
         held = (self._named[key].untyped_storage().data_ptr() for key in self._new)
         return value.clone() if storage in held else value

@@ -1,16 +1,16 @@
-"""What AdamW's kernel reads and writes of many parameters, in flat buffers.
+"""Flat buffers that the AdamW kernel reads and writes, for many parameters at once.
 
     parameters | a a a a a a | b b . | c c c c |
     moments    | a a a a a a | b b . | c c c c |      one launch: a, b and c
     gradients  | a a a a a a | b b . | c c c c |
 
-Parameters stand in the order in which their gradients lie in memory. So those that were reduced in
-one buffer are neighbours here as well, and one launch takes them all. Small gradients that autograd
-made apart are copied beside one another; copying a large one would take longer than its own launch.
-Parts that a reduce_scatter gives are put where they belong in a buffer for all of them at once.
-On a CPU, where the reference in torch runs, a launch is of a piece that stays in its cache.
+Parameters are placed in the memory order of their gradients, so that those reduced in one buffer
+are neighbours here as well, and one launch updates them all. Small gradients that autograd
+allocated separately are copied next to one another; copying a large one would take longer than a
+launch of its own. Shards from a reduce_scatter are written directly into one buffer for all of
+them. On a CPU, where the torch reference runs, each launch covers a piece that stays in the cache.
 
-Every tensor begins at a multiple of 16 bytes, as products of matrices want what they read.
+Every tensor starts at a multiple of 16 bytes, as matrix products require of their operands.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from autopar.ir.storage import COPIED
 from autopar.runtime import torch_private
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW calls them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names in AdamW
 _PIECE = 2**16  # elements
 _ALIGNED = 8  # elements: 16 bytes of 16 bits each
-State = Mapping[Tensor, dict[str, Any]]  # an optimizer's
+State = Mapping[Tensor, dict[str, Any]]  # state of an optimizer
 Launch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def neighbours(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The same elements in as few flat tensors as they lie in; contiguous ones share memory."""
+    """Returns the same elements in as few flat tensors as possible, as views if contiguous."""
     rows: list[list[Tensor]] = []
     found = [tensor.contiguous() for tensor in tensors]
     for tensor in (found[place] for place in _in_memory(found)):
@@ -47,7 +47,7 @@ def neighbours(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of tensors in a dtype, of their shapes, in one buffer; between them are zeros."""
+    """Returns copies of tensors in a dtype, of their shapes, in one buffer padded with zeros."""
     starts, total = _starts(tensors)
     gaps = total > sum(tensor.numel() for tensor in tensors)
     made = torch.zeros if gaps else torch.empty
@@ -58,12 +58,13 @@ def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """Parameters in a row, with their moments and what is held of them in a lower precision.
+    """Parameters in one buffer, with their moments and lower-precision copies.
 
     Attributes:
-        parameters: in their order.
-        starts: where each begins in every buffer.
-        buffers: parameters, first and second moments, and what is held, where a step writes it.
+        parameters: the parameters in buffer order.
+        starts: start of each in every buffer.
+        buffers: parameters, first and second moments, and lower-precision copies if a step writes
+            them.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -74,16 +75,16 @@ class Flat:
     def of(
         cls, parameters: Iterable[nn.Parameter], state: State, held: Mapping[int, Tensor]
     ) -> Flat:
-        """Move parameters to buffers, with all that belongs to them.
+        """Moves parameters to buffers, with all their state.
 
         Args:
-            parameters: of one dtype.
-            state: of each; moments that are missing are zero.
-            held: what is held, by the parameter's id; of all of them, or of none.
+            parameters: parameters of one dtype.
+            state: state of each; missing moments are zero.
+            held: lower-precision copies by the parameter's id; of all parameters, or of none.
         """
         found = list(parameters)
         gradients = [p if p.grad is None else p.grad for p in found]
-        # Those last whose gradients are copied.
+        # Parameters whose gradients are copied come last.
         places = sorted(_in_memory(gradients), key=lambda place: _small(gradients[place]))
         row = [found[place] for place in places]
         starts, total = _starts(row)
@@ -117,7 +118,7 @@ class Flat:
         return {id(parameter): place for place, parameter in enumerate(self.parameters)}
 
     def span(self, parameters: Sequence[nn.Parameter]) -> slice | None:
-        """Where parameters lie that stand in this order, without gaps; None if they do not."""
+        """Returns the slice of consecutive parameters, None if they are not consecutive."""
         places = [self._places.get(id(parameter), -1) for parameter in parameters]
         first, end = places[0], 0
         if -1 in places:
@@ -129,7 +130,7 @@ class Flat:
         return slice(self.starts[first], end)
 
     def stands(self, state: State) -> bool:
-        """Whether parameters and moments are where they were put: none was loaded since."""
+        """Returns whether parameters and moments are still in the buffers, and not loaded since."""
         return all(
             tensor is not None
             and tensor.data_ptr() == buffer.data_ptr() + start * buffer.element_size()
@@ -141,7 +142,7 @@ class Flat:
         )
 
     def gather_small(self) -> None:
-        """Copy small gradients beside those of their neighbours, so that one launch takes them."""
+        """Copies small gradients next to their neighbours', so that one launch covers them."""
         groups: list[list[int]] = [[]]
         for place, parameter in enumerate(self.parameters):
             small = parameter.grad is not None and _small(parameter.grad)
@@ -158,10 +159,10 @@ class Flat:
                     parameter.grad = gradient
 
     def launches(self, wanted: Container[int]) -> Iterator[Launch]:
-        """Flat parameters, moments, gradients and what is held, each for one launch.
+        """Yields flat parameters, moments, gradients and copies, each for one launch.
 
         Args:
-            wanted: ids of the parameters that are updated; without gradients they are not.
+            wanted: ids of the parameters to update; those without gradients are skipped.
         """
         p, m, v, low = self.buffers
         for row in self._rows(wanted):
@@ -175,7 +176,7 @@ class Flat:
                 start = part.stop
 
     def _rows(self, wanted: Container[int]) -> list[list[int]]:
-        """Places of neighbours whose gradients lie as they do."""
+        """Returns indices of neighbours whose gradients are consecutive in memory too."""
         rows: list[list[int]] = []
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is None or id(parameter) not in wanted:
@@ -198,7 +199,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _small(gradient: Tensor) -> bool:
-    """Whether it was made apart and is copied beside others."""
+    """Returns whether it was allocated separately and is to be copied next to others."""
     return gradient.nbytes == _storage(gradient).nbytes() < COPIED
 
 
@@ -207,7 +208,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _in_memory(tensors: Sequence[Tensor]) -> list[int]:
-    """Their places in the order in which they lie in each storage, whatever address that has."""
+    """Returns indices in memory order within each storage, independent of addresses."""
     first: dict[int, int] = {}
     for place, tensor in enumerate(tensors):
         first.setdefault(_storage(tensor).data_ptr(), place)
@@ -220,19 +221,19 @@ def _in_memory(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _apart(one: Tensor, other: Tensor) -> int:
-    """Elements from the beginning of one to that of the other; -1 where they share no storage."""
+    """Returns the distance in elements between the starts; -1 if they share no storage."""
     if _storage(one).data_ptr() != _storage(other).data_ptr():
         return -1
     return int(other.storage_offset() - one.storage_offset())
 
 
 def _flat(first: Tensor, length: int) -> Tensor:
-    """So many elements from the first of a tensor on."""
+    """Returns `length` elements from the first element of a tensor on."""
     return first.as_strided((length,), (1,))
 
 
 def _starts(tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], int]:
-    """Where tensors in a row begin, and the elements of all."""
+    """Returns the starts of tensors placed one after another, and the total elements."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)

@@ -1,18 +1,18 @@
-"""Gradients are reduced beside the backward: only the optimizer waits for them.
+"""Reduces gradients beside the backward: only the optimizer waits for them.
 
-What becomes of a parameter's gradient - data parallelism's all_reduce, ZeRO-3's reduce_scatter, or
-one of them inside groups of devices and one between them - ends a path of the backward: nothing
-that is still to be computed needs its result. So gradients wait for others that go the same way, in
-the order in which the backward makes them, and when a buffer is full one collective takes them all
-(Li et al., "PyTorch Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device that runs on a
-stream of its own while the backward goes on. Elsewhere it runs at once; but all_reduces, which save
-no memory, run at the end, all of a group as one, since each of them waits for the slowest process.
-Where that is all that becomes of a gradient, autograd itself adds it up until then.
-Nobody may write to what the backward gives: an all_reduce sums in the buffer that it is put into.
+The exchange of a parameter's gradient (data parallelism's all_reduce, ZeRO-3's reduce_scatter, or
+one of them inside groups of devices and one between them) ends a path of the backward: no further
+computation needs its result. Gradients therefore wait for others with the same collectives, in the
+order of the backward, and when a buffer is full one collective sends them all (Li et al., "PyTorch
+Distributed", VLDB 13(12), 2020, sec. 3.2.3). On a CUDA device it runs on its own stream while the
+backward continues. Elsewhere it runs at once; but all_reduces, which save no memory, run at the
+end, in one call per group, since each call waits for the slowest process. If nothing else happens
+to a gradient, autograd itself accumulates it until then. Tensors from the backward are never
+written to: an all_reduce sums in the buffer that they are copied into.
 
-A step of several microbatches adds gradients up as far as they are split (`Storage.grads`), and
-takes the sums to where they are updated once. In mixed precision a gradient is cast to the dtype in
-which it is sent as soon as it is made, and added up in that of the master.
+A step of several microbatches accumulates gradients as far as they are split (`Storage.grads`), and
+reduces the sums once to the layout of the update. In mixed precision a gradient is cast at once to
+the dtype in which it is sent, and accumulated in that of the master.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from autopar.runtime.parameters.shards import Bucket, Room, Weight, Weights
 
 @dataclass
 class _Sum:
-    """The sum of a parameter's gradients so far, and of how many microbatches it is."""
+    """The sum of a parameter's gradients so far, and the number of microbatches in it."""
 
     weight: Weight
     total: Tensor
-    own: bool  # whether nobody else may hold that tensor
+    own: bool  # whether no one else can refer to that tensor
     count: int = 1
 
     def add(self, gradient: Tensor) -> None:
-        """One more."""
+        """Adds one gradient."""
         self.total = self.total.add_(gradient) if self.own else self.total + gradient
         self.own, self.count = True, self.count + 1
 
@@ -48,13 +48,13 @@ class Gradients:
 
     Args:
         weights: the parameters; those of further stages on this mesh are added to `weights`.
-        device: where they are.
-        rounds: how many backwards a step has.
-        order: by the ids of what is updated a number; gradients of one number go together.
-        room: gives a flat tensor for the parts of gradients of some parameters, or None.
+        device: their device.
+        rounds: backwards per step.
+        order: id of an updated tensor -> number; only gradients with one number are sent together.
+        room: returns a flat tensor for the gradient shards of some parameters, or None.
 
     Attributes:
-        weights: the parameters that are exchanged, by the id of the tensor that is held.
+        weights: parameters with collectives, by the id of the stored tensor.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Gradients:
         self._parts = Bucket(weights.comm, weights.bucket, "accumulate", order, self._first)
         self._whole = Bucket(weights.comm, weights.bucket, "reduce", order, room)
         self._sums: dict[int, _Sum] = {}
-        self._left: dict[Weight, Tensor | None] = {}  # to autograd; what was there before
+        self._left: dict[Weight, Tensor | None] = {}  # left to autograd; the earlier gradient
         self._done: list[tuple[Weight, Tensor]] = []
 
     def leave(self, weight: Weight) -> bool:
-        """Whether autograd adds up a parameter's gradients where they are, until `collect`."""
+        """Returns whether autograd accumulates a parameter's gradients itself, until `collect`."""
         if self._stream is not None or not weight.only_summed:
             return False
         if torch.is_grad_enabled() and weight not in self._left:
@@ -83,9 +83,9 @@ class Gradients:
         return True
 
     def take(self, weight: Weight, gradient: Tensor) -> None:
-        """The gradient that a backward gives a parameter, of the layout in which it is used.
+        """Accepts a parameter's gradient from a backward, in the layout of the parameter's use.
 
-        `collect` stores what comes of it.
+        `collect` stores the result.
         """
         with self._beside(gradient):
             if weight.path("accumulate"):
@@ -94,15 +94,15 @@ class Gradients:
                 self._add([(weight, gradient)], own=False)
 
     def end_of_backward(self) -> None:
-        """Send what waits to be added up, before the next backward brings more of it."""
+        """Sends waiting gradients to be accumulated, before the next backward produces more."""
         with self._beside():
             self._add(self._parts.empty(), own=True)
 
     def collect(self) -> None:
-        """Wait for everything, and store the gradients where the optimizer looks for them."""
+        """Waits for everything, and stores the gradients where the optimizer reads them."""
         self.end_of_backward()
         with self._beside():
-            for late in list(self._sums.values()):  # that had no gradient of some microbatch
+            for late in list(self._sums.values()):  # without a gradient in some microbatch
                 self._reduce(late)
             self._sums.clear()
             for weight, before in self._left.items():
@@ -121,7 +121,7 @@ class Gradients:
         self._done.clear()
 
     def _widened(self) -> list[tuple[Weight, Tensor]]:
-        """What is done; of those that lie together, what is to be cast is cast into one buffer."""
+        """Returns finished gradients; neighbours that need a cast are cast into one buffer."""
         rows: dict[tuple[object, ...], list[int]] = {}
         done = list(self._done)
         for place, (weight, gradient) in enumerate(done):
@@ -136,7 +136,7 @@ class Gradients:
         return done
 
     def drop(self) -> None:
-        """Forget what a backward that failed has left."""
+        """Discards the remains of a backward that failed."""
         self._parts.drop()
         self._whole.drop()
         self._sums.clear()
@@ -146,7 +146,7 @@ class Gradients:
         self._done.clear()
 
     def _first(self, weights: Sequence[Weight]) -> Tensor | None:
-        """Room for the first gradients of a step, to which the others are added there."""
+        """Returns room for the first gradients of a step, to which the others are added."""
         others = any(id(weight) in self._sums or weight.path("reduce") for weight in weights)
         return None if others else self._room(weights)
 
@@ -154,7 +154,7 @@ class Gradients:
         for weight, gradient in arrived:
             known = self._sums.get(id(weight))
             if known is None:
-                # What is added up is added up in the dtype of the update.
+                # Accumulation uses the dtype of the update.
                 total = gradient if self._rounds == 1 else gradient.to(weight.updated.dtype)
                 own = own or total is not gradient
                 known = self._sums[id(weight)] = _Sum(weight, total, own)
@@ -172,12 +172,12 @@ class Gradients:
 
     @contextmanager
     def _beside(self, gradient: Tensor | None = None) -> Iterator[None]:
-        """What is done inside is done beside the backward, once `gradient` is there."""
+        """Returns a context that runs beside the backward, once `gradient` is ready."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         if gradient is not None:
-            gradient.record_stream(self._stream)  # its memory is in use until then
+            gradient.record_stream(self._stream)  # keeps its memory from being reused
         with torch.cuda.stream(self._stream):
             yield

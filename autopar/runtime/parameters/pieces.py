@@ -1,8 +1,8 @@
-"""Parameters of a generated program: dealt out from a state_dict, gathered into one, clipped.
+"""Parameters of a generated program: sharded from a state_dict, gathered into one, clipped.
 
-A program holds each parameter as a local shard in a storage layout. A fused parameter (the query,
-key and value weights in one matrix) may be held as several pieces; a state_dict shows it joined, so
-that checkpoints of the original model load and save unchanged.
+A program stores each parameter as a local shard. A fused parameter (query, key and value weights in
+one matrix) may be stored as several pieces; a state_dict has it joined, so that checkpoints of the
+original model load and save unchanged.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the state, as a program stores it.
+    """One stored tensor of a program.
 
     Attributes:
         name: its name in the model's state_dict.
-        shape: global shape; of the piece, where it is one.
+        shape: global shape, of the piece if it is one.
         dtype: as in `autopar.ir.tensor.DTYPE_BYTES`, e.g. "bf16".
-        storage: where the mesh holds it, its gradient and its optimizer state.
-        piece: which part of the tensor called `name` it is, or None for all of it.
+        storage: layouts of the parameter, its gradient and its optimizer state.
+        piece: the part of the tensor called `name`, or None for all of it.
         trainable: whether it is a parameter with a gradient, not a buffer.
-        block: the repeated block that it is of, "" for none.
-        precision: of the program.
+        block: the repeated block that it belongs to, "" for none.
+        precision: precision of the program.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Parameter:
 
     @property
     def layout(self) -> Layout:
-        """How the mesh holds it between steps."""
+        """Layout between steps."""
         return self.storage.held
 
     @property
     def type(self) -> TensorType:
-        """Its dtype and global shape."""
+        """Dtype and global shape."""
         return TensorType(self.dtype, self.shape)
 
     @property
@@ -76,13 +76,13 @@ class Parameter:
 
     @property
     def master(self) -> Parameter:
-        """The part of it that the optimizer updates, as a parameter that is held so."""
+        """The part that the optimizer updates, as a parameter stored in that layout."""
         kind = self.precision.updated(self.type, self.trainable)
         return replace(self, dtype=kind.dtype, storage=Storage.as_is(self.storage.updated))
 
     @property
     def key(self) -> str:
-        """What a program calls it; see `autopar/lower/keys.py`."""
+        """Name in the program; see `autopar/lower/keys.py`."""
         if self.piece is None:
             return key_of(self.name)
         stop = self.piece.start + self.piece.length
@@ -93,7 +93,7 @@ Squares = Callable[[Sequence[Tensor]], Tensor]
 
 
 def squares_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, f64[]."""
+    """Returns the sum of the squares of all elements, f64[]."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     exact = [tensor for tensor in tensors if tensor.dtype == torch.float64]
     others = [tensor for tensor in tensors if tensor.dtype != torch.float64]
@@ -108,8 +108,8 @@ class State:
 
     Args:
         comm: the mesh that stores the parameters.
-        parameters: what it stores, in the order of all lists of local tensors below.
-        tied: other names of parameters in the state_dict, each with the name in `parameters`.
+        parameters: the stored tensors, in the order of all lists of local tensors below.
+        tied: other names of parameters in the state_dict, each with its name in `parameters`.
 
     Raises:
         StateError: the pieces of a parameter do not join without gaps.
@@ -131,7 +131,7 @@ class State:
         self.shapes |= {alias: self.shapes[name] for alias, name in self.tied.items()}
 
     def _joined(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole parameter; also puts its pieces in order."""
+        """Returns the shape of the whole parameter, after sorting its pieces."""
         numbers = self._pieces[name]
         first = self.parameters[numbers[0]]
         if first.piece is None and len(numbers) == 1:
@@ -158,15 +158,15 @@ class State:
         *,
         broadcast: bool = False,
     ) -> list[Tensor]:
-        """Local shards of a full or DTensor state_dict, cast to the stored dtypes.
+        """Returns local shards of a full or DTensor state_dict, cast to the stored dtypes.
 
         Args:
             state_dict: the same names on every rank.
-            device: where the shards go.
-            broadcast: take the first rank's values on all ranks, as after a random initialisation.
+            device: device of the shards.
+            broadcast: use the first rank's values on all ranks, as after a random initialisation.
 
         Raises:
-            StateError: naming what is missing, unexpected or of another shape.
+            StateError: names what is missing, unexpected or of another shape.
         """
         shards: dict[int, Tensor] = {}
         for name, full in self.wholes(state_dict, device, broadcast=broadcast):
@@ -180,14 +180,14 @@ class State:
         *,
         broadcast: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors of a state_dict, one after another; see `load`."""
+        """Yields names and whole tensors of a state_dict, one after another; see `load`."""
         check_state_dict(state_dict, {n: self.shapes[n] for n in self._pieces}, self.tied)
         for name in self._pieces:
             full = whole(self._find(state_dict, name))
             yield name, self._from_first(full, device) if broadcast else full
 
     def shards(self, name: str, full: Tensor, device: torch.device | str) -> dict[int, Tensor]:
-        """Local shards of one whole tensor of the state_dict, by number of the parameter."""
+        """Returns local shards of one whole tensor of the state_dict, by index of the parameter."""
         return {n: self._shard(full, self.parameters[n], device) for n in self._pieces[name]}
 
     @property
@@ -197,16 +197,16 @@ class State:
 
     @cached_property
     def trained(self) -> State:
-        """The state of what the optimizer updates, as it has it."""
+        """The state of the tensors that the optimizer updates, in their layouts."""
         return State(self.comm, [p.master for p in self.parameters if p.trainable])
 
     @cached_property
     def with_master(self) -> frozenset[str]:
-        """Names of what the optimizer updates in another dtype than the program holds."""
+        """Names of parameters that the optimizer updates in another dtype than the stored one."""
         return frozenset(p.name for p in self.parameters if p.has_master)
 
     def empty(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Local tensors of the right shapes and dtypes, to be loaded later."""
+        """Returns local tensors of the right shapes and dtypes, to be loaded later."""
         return [
             torch.empty(
                 p.layout.local_shape(p.shape, self.comm.mesh, self.comm.coordinate),
@@ -217,7 +217,7 @@ class State:
         ]
 
     def _find(self, state_dict: Mapping[str, Tensor], name: str) -> Tensor:
-        """The tensor called `name` or by one of its tied names."""
+        """Returns the tensor called `name` or by one of its tied names."""
         names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
         return next(state_dict[n] for n in names if n in state_dict)
 
@@ -243,11 +243,12 @@ class State:
         trained: Sequence[Tensor] = (),
         names: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """The full state_dict, pieces joined and tied names included, alike on every rank.
+        """Returns the full state_dict, pieces joined and tied names included, alike on every rank.
 
         Args:
-            shards: of all parameters.
-            trained, names: local tensors of `self.trained`, and which tensors are made of these.
+            shards: local tensors of all parameters.
+            trained, names: local tensors of `self.trained`, and the names of tensors to build from
+                these.
         """
         full = {
             name: self.trained.whole(name, trained) if name in names else self.whole(name, shards)
@@ -256,7 +257,7 @@ class State:
         return full | {alias: full[name] for alias, name in self.tied.items()}
 
     def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
-        """One tensor of the full state_dict, pieces joined, on every rank of the mesh."""
+        """Returns one tensor of the full state_dict, pieces joined, on every rank of the mesh."""
         numbers = self._pieces[name]
         parts = [
             self.comm.unshard(shards[n], Layout(p.layout.dims), p.shape)
@@ -271,17 +272,17 @@ class State:
         without: Collection[str] = (),
         add: Squares = squares_of,
     ) -> Tensor:
-        """This device's part of the sum of the gradients' squares; parts of all devices add up.
+        """Returns this device's part of the sum of squares of the gradients; the parts add up.
 
         Args:
-            gradients: of the parameters, in their order, as they are updated.
+            gradients: gradients of the parameters, in order, in the layout of the update.
             without: keys of parameters that are not counted.
-            add: gives the sum of the squares of all elements of some tensors.
+            add: returns the sum of the squares of all elements of some tensors.
 
         Returns:
             A float64 scalar.
         """
-        alike: dict[int, list[Tensor]] = {}  # by the number of parts, which are all different
+        alike: dict[int, list[Tensor]] = {}  # by the number of distinct shards
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and parameter.key not in without:
                 axes = parameter.storage.updated.sharded_axes
@@ -290,13 +291,13 @@ class State:
         device = next(iter(alike.values()))[0].device if alike else "cpu"
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parts, tensors in alike.items():
-            # Every replica counts the same numbers once more.
+            # Every replica counts the same elements again.
             total += add(tensors) * (parts / self.comm.mesh.size)
         return total
 
 
 def clip(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
-    """Multiply gradients, whose norm is `norm`, in place so that it is at most `max_norm`.
+    """Scales gradients, whose norm is `norm`, in place so that it is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_` does for the unsharded model.
     """
@@ -311,10 +312,10 @@ def check_state_dict(
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
 ) -> None:
-    """Compare a state_dict with the shapes that a program holds and its tied names.
+    """Compares a state_dict with the shapes of a program and its tied names.
 
     Raises:
-        StateError: naming what is missing, unexpected or of another shape.
+        StateError: names what is missing, unexpected or of another shape.
     """
     present = {tied.get(name, name) for name in state_dict}
     known = {**shapes, **{alias: shapes[name] for alias, name in tied.items()}}
@@ -336,5 +337,5 @@ def check_state_dict(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A plain tensor of a plain one or of a DTensor."""
+    """Returns a plain tensor, gathered if it is a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,11 +1,11 @@
-"""The parameters of a program on one device: what is held of each, and what the optimizer updates.
+"""The parameters of a program on one device, as stored and as updated by the optimizer.
 
-In mixed precision what is held is in the dtype that operators compute in, and the optimizer updates
-a master of its own, of which what is held is made again after every update.
+In mixed precision the stored tensor has the dtype in which operators compute; the optimizer updates
+a separate master, from which the stored tensor is rounded after every update.
 
-Every exchange of a parameter is the list `Storage.hops`, which the planner priced. Those of several
-parameters that take the same way go together: their tensors are packed into one flat buffer, and
-one collective moves it.
+The collectives of a parameter are the list `Storage.hops`, which the planner priced. Parameters
+with the same collectives are sent together: their tensors are packed into one flat buffer for one
+call.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Weight:
     """One parameter on this device.
 
     Attributes:
-        name: of the tensor of the state_dict that it is part of.
+        name: name of its tensor in the state_dict.
         type: its dtype and global shape.
-        storage: where its states lie.
-        held: what is held of it between steps.
-        updated: the part of it that the optimizer updates, in the storage of `held`; where that is
-            in another dtype, a tensor of its own, of which `held` is made again.
+        storage: layouts of its states.
+        held: the stored tensor, kept between steps.
+        updated: the part that the optimizer updates: in the storage of `held`, or in another dtype
+            a separate tensor from which `held` is rounded.
         hops: its collectives in a step.
-        sent: the dtype in which its gradient goes.
-        block: those of one block are gathered together.
+        sent: the dtype in which its gradient is sent.
+        block: parameters of one block are gathered together.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Weight:
     block: str = ""
 
     def path(self, when: str) -> tuple[Hop, ...]:
-        """Its collectives at one time of a step."""
+        """Returns its collectives at one time of a step."""
         return tuple(hop for hop in self.hops if hop.when == when)
 
     @property
@@ -66,17 +66,17 @@ class Weight:
 
     @property
     def scattered(self) -> bool:
-        """True if a reduce_scatter gives its gradient."""
+        """True if its gradient comes from a reduce_scatter."""
         return scattered(self.hops)
 
     @cached_property
     def only_summed(self) -> bool:
-        """True if its gradient alone is exchanged, and updated as it is used."""
+        """True if only its gradient is exchanged, and updated in the layout of use."""
         kinds = {hop.call.kind for hop in self.hops}
         return self.updated is self.held and kinds == {"all_reduce"}
 
     def way(self, when: str) -> Way:
-        """The key of the parameters that it can be sent together with."""
+        """Returns the key of the parameters that it can be sent together with."""
         ways = tuple(hop.way for hop in self.path(when))
         return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
 
@@ -89,12 +89,12 @@ class Weights:
 
     Args:
         comm: the mesh.
-        parameters: what the program stores.
-        tensors: what this device holds of each.
-        bucket: bytes that go together, 1 if each goes by itself.
+        parameters: the program's stored tensors.
+        tensors: this device's tensor of each.
+        bucket: bytes that are sent together, 1 to send each by itself.
 
     Attributes:
-        masters: the values of those masters that lie in host memory, by the ids of what is updated.
+        masters: values of masters in host memory, by the id of the updated tensor.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Weights:
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """`trained`, with their names in the state_dict."""
+        """`trained`, with names of the state_dict."""
         return [(w.name, w.updated) for w in self.all if isinstance(w.updated, nn.Parameter)]
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradient of each, as it is updated; None where there is none."""
+        """The gradient of each parameter, in the layout of the update; None where there is none."""
         return [tensor.grad if tensor.requires_grad else None for tensor in self.updated]
 
     @property
@@ -144,12 +144,12 @@ class Weights:
 
     @property
     def scattered(self) -> frozenset[int]:
-        """Ids of what is updated of those whose gradients a reduce_scatter gives."""
+        """Ids of updated tensors whose gradients come from a reduce_scatter."""
         return frozenset(id(weight.updated) for weight in self.all if weight.scattered)
 
     @property
     def rounded(self) -> dict[int, Tensor]:
-        """The held tensors that are only rounded after an update, by the id of the master."""
+        """Stored tensors that only need rounding after an update, by the id of the master."""
         return {
             id(weight.updated): weight.held
             for weight in self.all
@@ -158,10 +158,10 @@ class Weights:
 
     @torch.no_grad()
     def gather(self, written: Collection[int] = ()) -> None:
-        """Put together what other devices have updated, as far as this one holds it.
+        """Gathers updated parameters from other devices, as far as this one stores them.
 
         Args:
-            written: ids of masters of which this device's part of what is held is made already.
+            written: ids of masters whose local part is already rounded.
         """
         bucket = Bucket(self.comm, self.bucket, "update")
         for weight in self.all:
@@ -176,22 +176,22 @@ class Weights:
 
     @torch.no_grad()
     def round(self, masters: Collection[int]) -> None:
-        """Make this device's part of what is held of masters that are on it, given by their ids."""
+        """Rounds this device's part of stored tensors from masters on it, given by their ids."""
         for weight in self.all:
             if weight.has_master and id(weight.updated) in masters:
                 self._own(weight).copy_(weight.updated)
 
     def _own(self, weight: Weight) -> Tensor:
-        """A view of what this device updates of what it holds."""
+        """Returns a view of the part of the stored tensor that this device updates."""
         return _part(self.comm, weight.storage, weight.held)
 
     def _value(self, weight: Weight) -> Tensor:
-        """What the optimizer updates, wherever it lies."""
+        """Returns the tensor that the optimizer updates, wherever it is."""
         return self.masters.get(id(weight.updated), weight.updated.detach())
 
     @torch.no_grad()
     def cut(self) -> None:
-        """Take what is updated out of what is held, but for masters."""
+        """Takes updated tensors as views of stored ones, except for masters."""
         for weight in self.all:
             self._cut(weight)
 
@@ -201,12 +201,12 @@ class Weights:
 
     @torch.no_grad()
     def take(self, state: State, name: str, full: Tensor) -> None:
-        """Hold the values of a tensor of the state_dict.
+        """Stores the values of a tensor of the state_dict.
 
         Args:
-            state: of these parameters.
-            name: of the tensor.
-            full: all of it.
+            state: state of these parameters.
+            name: name of the tensor.
+            full: the whole tensor.
         """
         for number, shard in state.shards(name, full, self.all[0].held.device).items():
             self.all[number].held.copy_(shard)
@@ -223,7 +223,7 @@ def _store(arrived: list[tuple[Weight, Tensor]]) -> None:
 
 
 def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
-    """A parameter, given what this device holds of it."""
+    """Returns a parameter, given this device's stored tensor."""
     storage, precision, trained = parameter.storage, parameter.precision, parameter.trainable
     sent = TORCH_DTYPES[precision.sent(parameter.type, trained).dtype]
     hops = storage.hops(parameter.type, comm.mesh, trained=trained, precision=precision)
@@ -235,13 +235,13 @@ def _weight(comm: Groups, parameter: Parameter, held: Tensor) -> Weight:
 
 
 def _updated(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
-    """The part of a tensor that this device updates; the tensor itself if that is all of it."""
+    """Returns the part of a tensor that this device updates; the tensor itself if all of it."""
     part = _part(comm, storage, held)
     return held if part.shape == held.shape else nn.Parameter(part)
 
 
 def _part(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
-    """A view of what this device updates of what it holds."""
+    """Returns a view of the part of the stored tensor that this device updates."""
     part = held.detach()
     for dim, (fine, coarse) in enumerate(zip(storage.updated.dims, storage.held.dims, strict=True)):
         if fine != coarse:
@@ -250,15 +250,15 @@ def _part(comm: Groups, storage: Storage, held: Tensor) -> Tensor:
 
 
 class Bucket:
-    """Tensors on their way, each with those that go the same way.
+    """Tensors to be sent, grouped with others that use the same collectives.
 
     Args:
         comm: the mesh.
-        limit: bytes of which a buffer is full.
-        when: which part of a step it is; see `Hop`.
-        order: by the ids of what is updated a number, alike on all ranks; only those of one number
-            go together.
-        room: gives a flat tensor for what arrives of some weights, in their order, or None.
+        limit: bytes of a full buffer.
+        when: part of a step; see `Hop`.
+        order: id of an updated tensor -> number, alike on all ranks; only tensors with one number
+            are sent together.
+        room: returns a flat tensor for the results of some weights, in order, or None.
     """
 
     def __init__(
@@ -272,41 +272,41 @@ class Bucket:
         self._comm, self._limit, self._when = comm, limit, when
         self._order, self._room = order or {}, room
         self._waiting: dict[Way, list[tuple[Weight, Tensor]]] = {}
-        self._filled: dict[Way, int] = {}  # bytes of what waits
+        self._filled: dict[Way, int] = {}  # bytes waiting
 
     def add(self, weight: Weight, tensor: Tensor) -> list[tuple[Weight, Tensor]]:
-        """What arrives because of one tensor more: nothing until its buffer is full."""
+        """Adds a tensor; returns what arrives: nothing until its buffer is full."""
         way = weight.way(self._when), self._order.get(id(weight.updated), 0)
         self._waiting.setdefault(way, []).append((weight, tensor))
         self._filled[way] = self._filled.get(way, 0) + self._nbytes(weight, tensor)
         kinds, device = {hop.call.kind for hop in weight.path(self._when)}, tensor.device
-        del tensor  # nobody else holds what is on its way
+        del tensor  # drops the last reference to a tensor in transit
         if kinds == {"all_reduce"} and device.type == "cpu":
-            return []  # nothing is gained from it before the end
+            return []  # sending it early gains nothing
         return self.send(way) if self._filled[way] >= self._limit else []
 
     def _nbytes(self, weight: Weight, tensor: Tensor) -> int:
-        """Bytes of the largest part that a rank has: all ranks must send at the same time."""
+        """Returns the bytes of the largest part of a rank, as all ranks must send together."""
         layout = weight.path(self._when)[0].src
         shape = layout.local_shape(weight.type.shape, self._comm.mesh)
         return math.prod(shape) * tensor.element_size()
 
     def empty(self) -> list[tuple[Weight, Tensor]]:
-        """Send everything that still waits."""
+        """Sends everything that is waiting."""
         return [arrived for way in self.ways for arrived in self.send(way)]
 
     @property
     def ways(self) -> list[Way]:
-        """Those on which something still waits."""
+        """Returns the keys under which tensors are waiting."""
         return list(self._waiting)
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Discards waiting tensors."""
         self._waiting.clear()
         self._filled.clear()
 
     def send(self, way: Way) -> list[tuple[Weight, Tensor]]:
-        """Send what waits to go one way; what arrives."""
+        """Sends the tensors waiting under one key; returns what arrives."""
         together = self._waiting.pop(way)
         del self._filled[way]
         weights, tensors = [w for w, _ in together], [tensor for _, tensor in together]
@@ -322,15 +322,15 @@ def travel(
     when: str,
     into: Tensor | None = None,
 ) -> list[Tensor]:
-    """Tensors of parameters that go the same way, after their collectives at one time of a step.
+    """Returns tensors of parameters after their common collectives at one time of a step.
 
     Args:
         comm: the mesh.
-        weights: whose they are.
-        tensors: of each the tensor that it brings: a part of the parameter, or of its gradient. The
-            list is emptied where what is sent is another buffer, so that their memory is free.
+        weights: the parameters.
+        tensors: input of each: a part of the parameter, or of its gradient. The list is emptied if
+            another buffer is sent, so that their memory is freed.
         when: see `Hop`.
-        into: where parts of gradients are to lie, if they fit.
+        into: destination of gradient shards, if they fit.
     """
     found = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
@@ -342,9 +342,9 @@ def travel(
 def depart(
     comm: Groups, weights: Sequence[Weight], tensors: list[Tensor], when: str, ahead: bool
 ) -> Callable[[], list[Tensor]]:
-    """`travel` in two parts: the collectives begin, and the function returned waits for them.
+    """Starts the collectives of `travel`; the returned function waits for them.
 
-    If they are gathered `ahead`, what this device computes in between does not wait.
+    If they are gathered `ahead`, computation of this device in between does not wait.
     """
     found = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
@@ -370,7 +370,7 @@ def _moved(
     hops: Sequence[Hop],
     into: Tensor | None,
 ) -> list[Tensor]:
-    """Tensors after one collective; `into` as in `travel`."""
+    """Returns tensors after one collective; `into` as in `travel`."""
     kind, group = hops[0].call.kind, comm.group(hops[0].call.axes)
     if kind == "all_reduce":
         return group.reduce_all(tensors)

@@ -1,1 +1,1 @@
-"""This process among its peers: their process groups, what it did last, and what became of them."""
+"""This process among its peers: process groups, flight recorder, failure handling."""

@@ -1,9 +1,9 @@
-"""What all ranks must be given alike, compared through the process group's store.
+"""Compares the arguments of all ranks through the process group's store.
 
-Ranks that were given different options plan, emit or update differently, and then hang or diverge.
-So they compare what they were given before the first collective that depends on it. The store needs
-no device and knows who has not come. First digests are compared, and only where they differ the
-texts themselves, so that equal ranks exchange some bytes only.
+Ranks with different options plan, emit or update differently, and then hang or diverge. So they
+compare their arguments before the first collective that depends on them. The store needs no device
+and knows which ranks are missing. Digests are compared first, and the texts only if they differ, so
+that equal ranks exchange only a few bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from autopar.errors import AutoparError, RanksDifferError
 from autopar.runtime.torch_private import Store, group_timeout, own_store
 
-_GRACE = timedelta(seconds=10)  # that the others wait longer than the first rank, who then answers
-_SHOWN = 160  # characters of a value in a message
+_GRACE = timedelta(seconds=10)  # the other ranks wait longer than the first by this
+_SHOWN = 160  # most characters of a value in a message
 
 Items = Mapping[str, str]
 
@@ -35,16 +35,16 @@ Items = Mapping[str, str]
 def compare_ranks(
     items: Items, kind: Callable[..., AutoparError] = RanksDifferError, todo: str = ""
 ) -> None:
-    """Return where every rank of torch's process group passes the same.
+    """Returns if every rank of torch's process group passes the same items.
 
     Args:
-        items: texts by what they are, in the order in which a difference is looked for.
+        items: texts by description, in the order of comparison.
         kind: the error's class.
         todo: the error's advice.
 
     Raises:
         AutoparError: of that kind, alike on every rank. Names the first item that differs, a rank
-            on which it does, and both values. Or a rank has not come within the time-out of the
+            on which it does, and both values. Or a rank did not arrive within the time-out of the
             process group.
     """
     if _alone():
@@ -65,18 +65,18 @@ def _alone() -> bool:
 
 
 class _Board:
-    """Where ranks leave texts, and the first one its answer to them."""
+    """Exchange of texts, and of the first rank's answer to them, through the store."""
 
     def __init__(self, store: Store, rank: int, world: int, wait: timedelta) -> None:
         self._store, self._rank, self._world, self._wait = store, rank, world, wait
         self._key = f"autopar/alike/{store.add(f'autopar/alike/{rank}', 1)}"
 
     def put(self, name: str, text: str) -> None:
-        """Leave this rank's text."""
+        """Publishes this rank's text."""
         self._store.set(f"{self._key}/{name}/{self._rank}", text)
 
     def settle(self, name: str, answer: Callable[[Sequence[str]], str]) -> str:
-        """What the first rank answers to the texts of all ranks, on every rank."""
+        """Returns the first rank's answer to the texts of all ranks, on every rank."""
         place = f"{self._key}/{name}/answer"
         if self._rank:
             self._store.set_timeout(self._wait + _GRACE)
@@ -89,19 +89,19 @@ class _Board:
     def _get(self, place: str, rank: int) -> str:
         try:
             return self._store.get(place).decode()
-        except RuntimeError as error:  # as a store's time-outs are
+        except RuntimeError as error:  # such as a store's time-out
             seconds = self._wait.total_seconds()
             raise RanksDifferError(
-                f"rank {rank} has not come to where the others are",
+                f"rank {rank} has not reached the point where the others wait",
                 where=f"rank {rank}",
                 why=f"the others waited {seconds:.0f} s, the time-out of the process group, to "
-                "compare what they were given",
+                "compare their arguments",
                 todo="call compile and the first step on every rank, in one order",
             ) from error
 
 
 def _difference(found: Sequence[str]) -> str:
-    """What, where and why of the first difference, as JSON."""
+    """Returns what, where and why of the first difference, as JSON."""
     ranks: list[dict[str, str]] = [json.loads(text) for text in found]
     for name in dict.fromkeys(name for items in ranks for name in items):
         mine = ranks[0].get(name, "nothing")
@@ -111,11 +111,11 @@ def _difference(found: Sequence[str]) -> str:
                 here, there = shortened(mine, other)
                 why = f"rank 0 has {here}, rank {rank} has {there}"
                 return json.dumps([f"the ranks differ in {name}", f"rank {rank}", why])
-    return json.dumps(["the ranks differ in the order of what they were given", "", ""])
+    return json.dumps(["the ranks differ in the order of their arguments", "", ""])
 
 
 def shortened(one: str, other: str) -> tuple[str, str]:
-    """Returns two texts; of long ones the first lines that differ, from shortly before they do."""
+    """Returns two texts, cut to the first lines that differ, from shortly before the difference."""
     if "\n" in one or "\n" in other:
         mine, its = one.splitlines(), other.splitlines()
         at = next(
@@ -133,7 +133,7 @@ def shortened(one: str, other: str) -> tuple[str, str]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank of torch's process group has here, by rank."""
+    """Returns the values of all ranks of torch's process group, by rank."""
     if _alone():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -145,10 +145,9 @@ def gathered(value: Any) -> list[Any]:
 
 
 def text_of(value: Any) -> str:
-    """A text of a value that is the same in every process that makes the value alike.
+    """Returns a text of a value that is the same in every process that creates it alike.
 
-    Functions are known by their names, their code and what they close over, since their `repr` is
-    an address.
+    Functions are identified by their names, code and closures, since their `repr` is an address.
     """
     if isinstance(value, (str, int, float, complex, bool, type(None), torch.dtype, Path)):
         return repr(value)
@@ -174,7 +173,7 @@ def text_of(value: Any) -> str:
         return f"{type(value).__qualname__}({text_of(given)})"
     try:
         text = repr(value)
-    except Exception:  # of an object of the user's
+    except Exception:  # a user's object may raise anything
         return f"{text_of(type(value))}()"
     return f"{text_of(type(value))}()" if " at 0x" in text else text
 
@@ -195,14 +194,14 @@ def _cell(cell: types.CellType) -> str:
         value = cell.cell_contents
     except ValueError:  # not assigned yet
         return "nothing"
-    if isinstance(value, types.FunctionType):  # which may close over itself
+    if isinstance(value, types.FunctionType):  # a function may close over itself
         return _named(value)
     plain = isinstance(value, (str, int, float, bool, type(None), tuple, list, dict))
     return text_of(value) if plain else text_of(type(value))
 
 
 def _code(code: types.CodeType) -> str:
-    """What a function does: instructions, names and constants, whatever lines they stand on."""
+    """Returns a function's behaviour: instructions, names and constants, but no line numbers."""
     constants = [
         _code(constant) if isinstance(constant, types.CodeType) else text_of(constant)
         for constant in code.co_consts

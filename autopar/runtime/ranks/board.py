@@ -1,4 +1,4 @@
-"""What the ranks of a program leave for one another in the store that all processes share."""
+"""Messages between the ranks of a program, in the store that all processes share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Answer = TypeVar("Answer")
 class Board:
     """A store whose every request ends in time.
 
-    torch's store waits for ever where the process that serves it is stopped, or where another
-    thread's request on the same connection does. So each request runs in a thread of its own.
+    torch's store waits for ever if the process that serves it is stopped, or if another thread's
+    request on the same connection does. So each request runs in its own thread.
 
     Args:
-        store: a connection that nobody else uses.
-        seconds: for one request.
+        store: a connection with no other user.
+        seconds: time-out of one request.
 
     A request raises RuntimeError once the store is gone.
     """
@@ -29,23 +29,23 @@ class Board:
         self._gone = False
 
     def check(self, key: str) -> bool:
-        """Whether there is something under the key."""
+        """Returns whether the key is set."""
         return self._ask(lambda: self._store.check([key]))
 
     def get(self, key: str) -> str:
-        """The text under a key that is there."""
+        """Returns the text under an existing key."""
         return self._ask(lambda: self._store.get(key)).decode(errors="replace")
 
     def set(self, key: str, text: str) -> None:
-        """Leave a text under the key."""
+        """Sets the text under the key."""
         self._ask(lambda: self._store.set(key, text))
 
     def first(self, key: str, text: str, before: str = "") -> str:
-        """What is under the key: `text` if `before` was there, or nothing at all."""
+        """Sets the key to `text` if it was `before` or unset; returns its value."""
         return self._ask(lambda: self._store.compare_set(key, before, text)).decode()
 
     def present(self, keys: Sequence[str]) -> list[str]:
-        """Those keys that are there."""
+        """Returns the keys that are set."""
         return [key for key in keys if self.check(key)]
 
     def _ask(self, request: Callable[[], Answer]) -> Answer:
@@ -57,7 +57,7 @@ class Board:
         def run() -> None:
             try:
                 answers.append(request())
-            except Exception as error:  # of any kind that torch's stores raise
+            except Exception as error:  # torch's stores raise various kinds
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="autopar-board", daemon=True)

@@ -1,7 +1,7 @@
-"""A channel: a process group of torch's with a record of all that goes through it.
+"""Channels: torch process groups that record every call through them.
 
-Every collective and message of a program goes through one, so that each is recorded and a closed
-program says that it is closed.
+Every collective and message of a program uses one, so that each is recorded and a closed program
+reports that it is closed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autopar.runtime.ranks.recorder import Event, Recorder
 
 
 class Channel:
-    """A process group, for as long as somebody uses it.
+    """A process group with a recorder, as long as it is in use.
 
     Args:
-        name: in records; the same on all ranks.
-        ranks: global ranks of its members, in the order of their ranks in the group.
-        handle: gives torch's; None where this process is no member, and once it is gone.
-        recorder: of this process.
+        name: name in records; the same on all ranks.
+        ranks: global ranks of its members, in order of their group ranks.
+        handle: returns torch's group; None if this process is not a member, and after closing.
+        recorder: recorder of this process.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Channel:
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """The process group; ProgramError once it is gone."""
+        """The process group; raises ProgramError once it is closed."""
         handle = self._handle()
         if handle is None:
             raise ProgramError(
@@ -51,11 +51,11 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """Whether the process group is gone."""
+        """Whether the process group is closed."""
         return self._handle() is None
 
     def take(self) -> dist.ProcessGroup | None:
-        """Close the channel; the process group, which it does not refer to any more."""
+        """Closes the channel and returns the process group, which it no longer refers to."""
         handle = self._handle()
         self._handle = lambda: None
         return handle
@@ -67,15 +67,15 @@ class Channel:
         self.recorder.end(event)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce x over the ranks, in its place."""
+        """Reduces x over the ranks, in place."""
         self._run("all_reduce", x.nbytes, dist.all_reduce, x, op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        """Reduce x over the ranks, and put this rank's part into `out`; both are flat."""
+        """Reduces x over the ranks, and writes this rank's part to `out`; both are flat."""
         self._run("reduce_scatter", x.nbytes, torch_private.reduce_scatter_single, out, x)
 
     def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
-        """Put every rank's x into `out`, both flat; with `ahead` what returned must be awaited."""
+        """Writes every rank's x to `out`, both flat; with `ahead` the result must be awaited."""
         handle = self.handle
         event = self.recorder.begin(self.name, self.ranks, "all_gather", x.nbytes, not ahead)
         work = torch_private.all_gather_single(out, x, group=handle, async_op=ahead)
@@ -91,41 +91,41 @@ class Channel:
         takes: Sequence[int] | None = None,
         sends: Sequence[int] | None = None,
     ) -> None:
-        """Send one block of x to every rank: equal ones, or of `takes` and `sends` elements."""
-        # Uneven blocks differ between ranks, and so would the bytes of one event.
+        """Sends one block of x to every rank: equal ones, or of `takes` and `sends` elements."""
+        # Uneven blocks differ between ranks, but the bytes of one event must not.
         nbytes = x.nbytes if takes is None else 0
         self._run("all_to_all", nbytes, dist.all_to_all_single, out, x, takes, sends)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Put the x of a global rank into all others."""
+        """Copies the x of a global rank to all others."""
         self._run("broadcast", x.nbytes, dist.broadcast, x, source)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         self._run("barrier", 0, dist.barrier)
 
     def broadcast_objects(self, values: list[Any], source: int) -> None:
-        """Put the values of a global rank in place of all others'."""
+        """Replaces the values of all ranks by those of a global rank."""
         self._run("broadcast of objects", 0, dist.broadcast_object_list, values, source)
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """The values of all ranks."""
+        """Returns the values of all ranks."""
         found: list[Any] = [None] * len(self.ranks)
         self._run("all_gather of objects", 0, dist.all_gather_object, found, value)
         return found
 
     def gather_object(self, value: object, target: int) -> list[Any]:
-        """The values of all ranks on a global rank, [] on the others."""
+        """Returns the values of all ranks on a global rank, [] on the others."""
         found: list[Any] | None = [None] * len(self.ranks) if dist.get_rank() == target else None
         self._run("gather of objects", 0, dist.gather_object, value, found, target)
         return found or []
 
     def send(self, x: Tensor, receiver: int, tag: int) -> Waiting:
-        """Begin to send x to a global rank."""
+        """Starts sending x to a global rank."""
         return self._message("send", dist.isend, x, dist.get_rank(), receiver, tag)
 
     def receive(self, x: Tensor, sender: int, tag: int) -> Waiting:
-        """Begin to receive x from a global rank."""
+        """Starts receiving x from a global rank."""
         return self._message("receive", dist.irecv, x, sender, dist.get_rank(), tag)
 
     def _message(
@@ -140,20 +140,20 @@ class Channel:
 
 
 class Waiting:
-    """A call that goes on beside the program until it is awaited."""
+    """An asynchronous call that has yet to be awaited."""
 
     def __init__(self, work: Any, event: Event) -> None:
         self._work, self._event = work, event
 
     def is_completed(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Returns whether `wait` returns at once."""
         done = bool(self._work.is_completed())
         if done:
             Recorder.end(self._event)
         return done
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Waits for its end."""
         self._event.waiting = True
         self._work.wait()
         Recorder.end(self._event)

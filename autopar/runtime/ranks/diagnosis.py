@@ -1,4 +1,4 @@
-"""Who waits for whom: the records of ranks compared."""
+"""Compares the records of ranks to find out which rank waits for which."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Wait:
     """A rank that waits in an event for ranks that have not begun it.
 
     Attributes:
-        rank: that waits.
-        entry: what it waits in.
-        absent: ranks of the channel that have not come there.
+        rank: the waiting rank.
+        entry: the event that it waits in.
+        absent: ranks of the channel that have not reached it.
     """
 
     rank: int
@@ -25,11 +25,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """An event that ranks of a channel do differently.
+    """An event that ranks of a channel execute differently.
 
     Attributes:
-        channel, number: which one.
-        entries: of each rank that has it.
+        channel, number: the event.
+        entries: the event of each rank that has it.
     """
 
     channel: str
@@ -39,13 +39,13 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What records say together.
+    """Conclusions from the records of several ranks.
 
     Attributes:
         missing: ranks without a record.
-        waits: of the ranks that wait for others.
-        behind: ranks for which others wait and that wait for nobody; `missing` ones among them.
-        disagreement: the first event that ranks do differently.
+        waits: waits of ranks for others.
+        behind: ranks that others wait for and that wait for none, including `missing` ones.
+        disagreement: the first event that ranks execute differently.
     """
 
     missing: tuple[int, ...]
@@ -55,10 +55,10 @@ class Diagnosis:
 
 
 def diagnose(records: Mapping[int, Record]) -> Diagnosis:
-    """Compare the records of ranks of one program; some may be missing.
+    """Compares the records of ranks of one program; some may be missing.
 
-    A rank waits for those that have begun fewer events of the channel than it has. Whoever is
-    waited for and waits for nobody holds up the others.
+    A rank waits for those that have begun fewer events of the channel. A rank that others wait for,
+    and that waits for none, holds up the others.
     """
     world = max((record.world for record in records.values()), default=0)
     missing = tuple(rank for rank in range(world) if rank not in records)
@@ -81,7 +81,7 @@ def _wait(rank: int, records: Mapping[int, Record]) -> Wait | None:
 
 
 def _disagreement(records: Mapping[int, Record]) -> Disagreement | None:
-    """The earliest event of a channel whose ranks call something else, or with other sizes."""
+    """Returns the earliest event of a channel whose ranks call different functions or sizes."""
     events: dict[tuple[str, int], dict[int, Entry]] = {}
     for rank, record in sorted(records.items()):
         for entry in record.events:
@@ -94,5 +94,5 @@ def _disagreement(records: Mapping[int, Record]) -> Disagreement | None:
 
 
 def _call(entry: Entry) -> tuple[str, int]:
-    # The two ends of a message do different things with as many bytes.
+    # The two ends of a message call different functions with equal sizes.
     return ("message" if ">" in entry.channel else entry.kind), entry.nbytes

@@ -1,4 +1,4 @@
-"""Where the records of a process go when something fails, or when a person asks for them."""
+"""Dumps: files with the records of a process, written after a failure or on request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autopar.runtime.ranks.record import Record
 
 @dataclass(frozen=True)
 class Dump:
-    """Where ranks leave what they did last, and when; for `compile(dump=...)`.
+    """Where and when ranks write their records; for `compile(dump=...)`.
 
     Attributes:
-        folder: that all ranks' files go to; by default one in the system's folder for temporary
-            files, which the error names.
-        signal: that asks all ranks for their records, "SIGUSR1" or a number: sent to one of them it
-            is enough. None leaves all signals alone. A handler that Python or C has for it is
+        folder: folder for the files of all ranks; by default one in the system's folder for
+            temporary files, which the error names.
+        signal: signal that requests the records of all ranks, "SIGUSR1" or a number; sending it to
+            one rank is enough. None leaves all signals alone. An existing handler in Python or C is
             called as well.
     """
 
@@ -33,20 +33,20 @@ class Dump:
 
     @classmethod
     def read(cls, given: str | Path | Dump | None) -> Dump:
-        """The value of an option: a folder, a Dump or nothing.
+        """Converts the value of an option: a folder, a Dump or nothing.
 
         Raises:
             DumpError: there is no such signal, or the folder is a file.
         """
         found = given if isinstance(given, Dump) else cls(given)
-        found.number  # noqa: B018  # refuses what is no signal
+        found.number  # noqa: B018  # refuses an unknown signal
         if found.folder is not None and Path(found.folder).is_file():
             raise DumpError(f"{found.folder} is a file", todo="name a folder for dumps")
         return found
 
     @property
     def number(self) -> int | None:
-        """The signal's number."""
+        """Number of the signal."""
         if self.signal is None:
             return None
         try:
@@ -55,7 +55,7 @@ class Dump:
             return int(signals.Signals(self.signal))
         except (KeyError, ValueError):
             raise DumpError(
-                f"{self.signal!r} is no signal", todo='pass signal="SIGUSR1", or leave it out'
+                f"{self.signal!r} is not a signal", todo='pass signal="SIGUSR1", or leave it out'
             ) from None
 
 
@@ -69,7 +69,7 @@ class Dumps:
         self._token = ""
 
     def configure(self, wanted: Dump) -> None:
-        """Do as a program wants; the last one that wants something counts."""
+        """Applies a program's settings; the last program with settings counts."""
         if wanted == Dump():
             return
         self.wanted = wanted
@@ -77,10 +77,10 @@ class Dumps:
             self._listen(wanted.number)
 
     def _listen(self, number: int) -> None:
-        """Take note of a signal, even where the main thread waits in a collective.
+        """Notices a signal even while the main thread waits in a collective.
 
-        Python's own handlers run between lines of Python only. `faulthandler`'s runs at once: it
-        writes to a file, whose length a thread looks at.
+        Python's own handlers run only between lines of Python. `faulthandler`'s runs at once: it
+        writes to a file, whose length a thread checks.
         """
         file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by the finaliser
         own = signals.getsignal(number) not in (signals.SIG_DFL, signals.SIG_IGN)
@@ -90,7 +90,7 @@ class Dumps:
 
     @property
     def asked(self) -> bool:
-        """Whether the signal has come since this was asked last."""
+        """Returns whether the signal has arrived since the last call."""
         if self._asked is None:
             return False
         length = os.fstat(self._asked.fileno()).st_size
@@ -99,18 +99,18 @@ class Dumps:
 
     @property
     def token(self) -> str:
-        """A name for the folder of a run, which its first rank that needs one proposes."""
+        """Returns a name for the folder of a run, proposed by the first rank that needs one."""
         self._token = self._token or secrets.token_hex(6)
         return self._token
 
     def folder(self, token: str) -> Path:
-        """Where the files go; `token` is agreed between the ranks."""
+        """Returns the folder of the files; the ranks agree on `token`."""
         if self.wanted.folder is not None:
             return Path(self.wanted.folder)
         return Path(tempfile.gettempdir(), f"autopar-{token}")
 
     def write(self, record: Record, token: str) -> Path:
-        """Write a rank's record, whole or not at all; the folder.
+        """Writes a rank's record as a whole; returns the folder.
 
         Raises:
             DumpError: it cannot be written.

@@ -1,6 +1,6 @@
-"""How a process ends: its peers hear of an error that nothing in it catches, and of a quiet end.
+"""Tells peers how a process ends: with an uncaught error, or quietly.
 
-Hooks of Python are chained: those that were there run first, and those that come later as well.
+Python's hooks are chained: existing hooks run first, and so do those installed later.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Tell = Callable[[BaseException | None], None]
 
 
 class Ending:
-    """Calls `tell` with an error that ends this process or its training thread, or None at its end.
+    """Calls `tell` with the error that ends this process or its training thread, or with None.
 
     Args:
         tell: a bound method, whose object is not kept alive.
-        thread: gives the identity of the thread that trains.
+        thread: returns the identity of the training thread.
     """
 
     def __init__(self, tell: Tell, thread: Callable[[], int | None]) -> None:
@@ -30,12 +30,12 @@ class Ending:
         self._thread = thread
         self.over = False
         self._last: Finalize[None] | None = None
-        self._process = os.getpid()  # and not one forked of it
+        self._process = os.getpid()  # not a fork of it
         self._before = sys.excepthook
         self._before_of_threads = threading.excepthook
 
     def listen(self) -> None:
-        """Put the hooks in."""
+        """Installs the hooks."""
         sys.excepthook = self.uncaught
         threading.excepthook = self.uncaught_in_thread
         # Unlike atexit's, multiprocessing's finalisers also run at the end of its own processes.
@@ -44,21 +44,21 @@ class Ending:
     def uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """What Python calls with an error that nothing catches."""
+        """Handles an error that nothing catches, as Python's excepthook."""
         try:
             self._before(kind, error, trace)
         finally:
             self._say(error)
 
     def uncaught_in_thread(self, args: Any) -> None:
-        """The same in a thread."""
+        """Handles an error that nothing catches in a thread."""
         thread = args.thread
         if args.exc_value is not None and thread is not None and thread.ident == self._thread():
             self._say(args.exc_value)
         self._before_of_threads(args)
 
     def at_end(self) -> None:
-        """What Python calls before the process ends, perhaps because of an error."""
+        """Runs before the process ends, perhaps because of an error."""
         error = sys.exc_info()[1]
         self._say(None if isinstance(error, SystemExit) else error)
         self._say(None)
@@ -69,7 +69,7 @@ class Ending:
             tell(error)
 
     def close(self) -> None:
-        """Take the hooks out, or let them do nothing where others stand before them."""
+        """Removes the hooks, or disables them where others are chained to them."""
         self.over = True
         if self._last is not None:
             self._last.cancel()

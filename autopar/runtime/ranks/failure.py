@@ -1,19 +1,18 @@
-"""When one rank fails in a step, every rank stops, and says which rank failed and why.
+"""Stops every rank when one fails in a step, and says which rank failed and why.
 
-A rank that waits in a collective for one that will never come cannot be interrupted from Python.
-So the rank that fails leaves its error in the store of the process group before it raises, and on
-every rank a thread looks there twice a second. What follows then depends on where the rank is:
-
+Python cannot interrupt a rank that waits in a collective for one that will never arrive. So a rank
+that fails leaves its error in the store of the process group before it raises, and on every rank a
+thread checks the store twice a second. What follows depends on the rank's state:
 - its step ends by itself (it succeeds, or the broken collective raises): RankFailedError;
 - it stays inside the step: the error goes to stderr and the process ends with status 1;
-- it is outside of a step, perhaps waiting for the device: likewise, after a longer wait.
+- it is outside a step, perhaps waiting for the device: likewise, after a longer wait.
 
-An error that nothing catches between steps is left there too, by Python's hooks, and a rank that
+An error that nothing catches between steps is also left there, by Python's hooks, and a rank that
 ends without one says so. A process that dies without raising (killed, out of memory) or is stopped
-leaves no word. Its peers' collectives fail by themselves with gloo, and after their time-out with
-NCCL, if no launcher stops them before. Then the ranks call the roll: every one that reads of the
-broken collective answers, by its thread, with what it does. Who does not answer is named as lost;
-if all do, who holds up the others is named.
+leaves no message. Its peers' collectives fail by themselves with gloo, and after their time-out
+with NCCL, unless a launcher stops them before. Then the ranks call a roll: the thread of every rank
+that reads of the broken collective answers with the rank's record. Ranks that do not answer are
+named as lost; if all answer, the ranks that hold up the others are named.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from autopar.runtime.ranks.reports import Roll, may_follow
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.torch_private import Store, own_store
 
-_ANSWER_SECONDS = 10.0  # for one request to the store
+_ANSWER_SECONDS = 10.0  # time-out of one request to the store
 _BLINK_SECONDS = 0.05
-_BEAT = 4  # looks from one sign of life to the next
+_BEAT = 4  # checks between two signs of life
 
 
 class Watch:
-    """`with watch:` around a step stops this rank where another has failed.
+    """`with watch:` around a step stops this rank if another has failed.
 
-    A nested `with` is part of the outer one. An error that every rank raises for itself and
-    survives (a refused batch) does not stop later steps.
+    A nested `with` is part of the outer one. An error that every rank raises and survives (a
+    refused batch) does not stop later steps.
 
     Args:
-        store: a connection that nobody else uses; None for a process without peers.
+        store: a connection with no other user; None for a process without peers.
         rank: this process's global rank.
-        world: how many ranks watch one another.
-        key: where in the store; the same on all ranks, and theirs alone.
-        interval: seconds between looks.
+        world: number of ranks that watch one another.
+        key: prefix of keys in the store; the same on these ranks, and used by them alone.
+        interval: seconds between checks.
         grace: seconds to leave a step in once another rank has failed.
-        patience: the same where no step is running.
-        roll: seconds in which a rank that lives has answered.
+        patience: the same outside a step.
+        roll: seconds in which a live rank answers.
         ranks: the global ranks; by default 0, 1, ...
-        peers: whose record this rank answers with.
+        peers: the peers, whose recorder supplies this rank's answer.
     """
 
     def __init__(
@@ -88,19 +87,19 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._depth = 0
-        self._told: int | None = None  # the id of this rank's last error
+        self._told: int | None = None  # id of this rank's last reported error
         self._looks, self._beaten, self._dumped = 0, 0.0, 0
-        self._lock = threading.Lock()  # of what follows
-        self._failure: Failure | None = None  # that the step has yet to raise
-        self._survived = ""  # the last value under the key that this rank has dealt with
+        self._lock = threading.Lock()  # guards the following fields
+        self._failure: Failure | None = None  # to be raised by the step
+        self._survived = ""  # the last value under the key that this rank has handled
         self._survivals = 0
-        self._answered = ""  # the last value that this rank has reported as read
+        self._answered = ""  # the last value that this rank has acknowledged
 
     @classmethod
     def over(cls, ranks: Sequence[int]) -> Watch:
-        """The watch of the processes with these global ranks; they all make it in one order.
+        """Returns the watch of the processes with these global ranks; they create it in one order.
 
-        Without a process group, or where this process is not among them, it watches nothing.
+        Without a process group, or if this process is not among them, it watches nothing.
         """
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return cls(None, 0, 1)
@@ -136,7 +135,7 @@ class Watch:
         number, self._told = self._survivals, id(error)
         first = self._publish(self._board, error)
         if not may_follow(error):
-            if not isinstance(error, AutoparError):  # those may be every rank's
+            if not isinstance(error, AutoparError):  # every rank may raise it
                 self._dump(f"this rank failed: {error!r}")
             return
         failure = first or Failure.of(self.rank, number, error)
@@ -145,13 +144,13 @@ class Watch:
             raise self._dumped_with(raised, failure) from error
 
     def close(self) -> None:
-        """End the thread; it also ends with the process. A later step starts another."""
+        """Ends the thread, which also ends with the process. A later step starts another."""
         if self._thread is not None:
             self._thread = None
             self._end()
 
     def tell(self, error: BaseException | None) -> None:
-        """Leave word that this process ends with an error between steps, or with none."""
+        """Reports that this process ends with an error between steps, or with none."""
         board = self._board
         if board is None or self._thread is None or isinstance(error, RankFailedError):
             return
@@ -164,17 +163,17 @@ class Watch:
         record = Record.of(self._peers.recorder, self.rank, self.world, whole=False)
         try:
             board.set(self._left(self.rank), f"it ended {record.at}")
-            if self.rank == 0:  # it may serve the store, from which others are to read that
+            if self.rank == 0:  # it may serve the store from which others must read this
                 self._until(board, [self._left(r) for r in self.ranks], self.grace)
         except RuntimeError:
-            pass  # nobody is left to read it
+            pass  # no rank is left to read it
         self.close()
 
     def start(self) -> None:
-        """Begin to look, and to listen for the end of this process; a step does it, too."""
+        """Starts checking, and observing the end of this process; a step also does so."""
         if self._board is None or self._thread is not None:
             return
-        # The thread must not keep a watch alive that nobody else refers to.
+        # The thread must not keep an otherwise unreferenced watch alive.
         closed, mine = threading.Event(), weakref.ref(self)
         run = functools.partial(_look_again, mine, closed, self.interval)
         self._closed, self._thread = closed, threading.Thread(target=run, daemon=True)
@@ -182,9 +181,9 @@ class Watch:
         self._thread.start()
         recorder = self._peers.recorder
         ending = Ending(self.tell, lambda: recorder.thread)
-        # A thread that comes back from C++ while the interpreter shuts down would crash it.
+        # A thread that returns from C++ while the interpreter shuts down would crash it.
         self._end = weakref.finalize(self, _end, self._thread, closed, ending)
-        self._end.atexit = False  # `tell` is called then
+        self._end.atexit = False  # `tell` is called at exit
         ending.listen()
 
     def _raise_what_is_known(self) -> None:
@@ -200,7 +199,7 @@ class Watch:
         self._survivals += 1
 
     def _publish(self, board: Board, error: BaseException) -> Failure | None:
-        """Leave this rank's error in the store; another rank's if that one was there first."""
+        """Publishes this rank's error; returns another rank's if that one was first."""
         failure = Failure.of(self.rank, self._survivals, error)
         mine = failure.write()
         try:
@@ -211,7 +210,7 @@ class Watch:
             elif self.rank == 0:
                 self._wait_for_answers(board, value)
         except RuntimeError:
-            # The process that served the store is gone. The thread may have read what it left.
+            # The process that served the store is gone; the thread may have read its error.
             with self._lock:
                 value = mine if self._failure is None else self._failure.write()
         with self._lock:
@@ -223,32 +222,32 @@ class Watch:
         return Record.of(recorder, self.rank, self._peers.world, whole=False).write()
 
     def _answer(self, board: Board, value: str) -> None:
-        """Report, once, that this rank has read `value`, and what it does."""
+        """Acknowledges `value` once, with this rank's record."""
         with self._lock:
             new, self._answered = value != self._answered, value
         if new:
             board.set(self._place(Failure.read(value), self.rank), self._record())
 
     def _place(self, failure: Failure, rank: int) -> str:
-        """Where a rank's answer to a failure stands."""
+        """Returns the key of a rank's answer to a failure."""
         return f"{self.key}/read/{failure.number}/{rank}"
 
     def _left(self, rank: int) -> str:
-        """Where a rank says that it has ended."""
+        """Returns the key under which a rank reports its end."""
         return f"{self.key}/left/{rank}"
 
     def _seen(self, rank: int) -> str:
-        """Where a rank says now and then what it does."""
+        """Returns the key under which a rank reports its state from time to time."""
         return f"{self.key}/seen/{rank}"
 
     def _wait_for_answers(self, board: Board, value: str) -> None:
-        """The first rank may serve the store: what it left must be read before it goes."""
+        """Waits until others have read a failure, as the first rank may serve the store."""
         failure = Failure.read(value)
         self._until(board, [self._place(failure, rank) for rank in self.ranks], self.grace)
 
     @staticmethod
     def _until(board: Board, keys: Sequence[str], seconds: float) -> set[str]:
-        """Wait until all keys are there or time is up; those that are not."""
+        """Waits until all keys are set or time is up; returns the missing ones."""
         end = time.monotonic() + seconds
         left = set(keys)
         while left:
@@ -259,7 +258,7 @@ class Watch:
         return left
 
     def _roll_call(self, failure: Failure) -> RankFailedError | None:
-        """Who held up the others, where a collective broke and nobody says why."""
+        """Returns who held up the others, if a collective broke and no rank reported why."""
         if not failure.broken or self._board is None:
             return None
         try:
@@ -284,14 +283,14 @@ class Watch:
         return Roll(failure, records, sorted(absent), seen, left)
 
     def _dump(self, reason: str) -> str:
-        """Write this rank's record; the folder, or "" if that is not possible."""
+        """Writes this rank's record; returns the folder, or "" if that is impossible."""
         peers = self._peers
         token = peers.dumps.token
         try:
             if self._board is not None:
                 token = self._board.first(f"{self.key}/folder", token)
         except RuntimeError:
-            pass  # each rank has a folder of its own then
+            pass  # then each rank has its own folder
         try:
             record = Record.of(peers.recorder, self.rank, peers.world, reason)
             return str(peers.dumps.write(record, token))
@@ -299,7 +298,7 @@ class Watch:
             return ""
 
     def _dumped_with(self, error: RankFailedError, failure: Failure) -> RankFailedError:
-        """The error that also names the folder in which all ranks leave what they did last."""
+        """Returns the error extended by the folder in which all ranks write their records."""
         folder = self._dump(error.what)
         if folder:
             error.todo += f"; `autopar doctor {folder}` compares what the ranks did last"
@@ -309,7 +308,7 @@ class Watch:
         return error
 
     def _leave(self, board: Board, failure: Failure) -> None:
-        """The first rank, with which the store may go, ends when those that live know all."""
+        """Lets the first rank, which may serve the store, end only when all live ranks know."""
         done = f"{self.key}/done/{failure.number}"
         board.set(f"{done}/{self.rank}", "")
         if self.rank == 0:
@@ -317,7 +316,7 @@ class Watch:
             self._until(board, [f"{done}/{rank}" for rank in there], self.roll + self.grace)
 
     def _run(self) -> bool:
-        """See this rank out if another has failed; whether to look again."""
+        """Ends this rank if another has failed; returns whether to check again."""
         if self._board is None:
             return False
         try:
@@ -331,7 +330,7 @@ class Watch:
         return True
 
     def _look(self, board: Board) -> Failure | None:
-        """Another rank's failure that this rank has not dealt with."""
+        """Returns another rank's failure that this rank has not handled."""
         if not board.check(self.key):
             return None
         value = board.get(self.key)
@@ -344,7 +343,7 @@ class Watch:
         return failure
 
     def _beat(self, board: Board) -> None:
-        """Say what this rank does, now and then, and dump what it did if somebody asks."""
+        """Reports this rank's state from time to time, and writes a dump on request."""
         recorder, dumps = self._peers.recorder, self._peers.dumps
         self._looks += 1
         if self._looks % _BEAT == 1 and recorder.changed != self._beaten:
@@ -359,9 +358,9 @@ class Watch:
             self._dump("a signal asked for it")
 
     def _see_out(self, failure: Failure) -> None:
-        """Return once the main thread has met the failure; end the process if it does not.
+        """Returns once the main thread has handled the failure; otherwise ends the process.
 
-        The one place of the library that writes to stderr: nobody is left to catch an error.
+        The one place in the library that writes to stderr, as an error can no longer be caught.
         """
         start = time.monotonic()
         while not self._closed.wait(_BLINK_SECONDS):
@@ -377,7 +376,7 @@ class Watch:
 
 
 def _look_again(watch: ReferenceType[Watch], closed: threading.Event, interval: float) -> None:
-    """The thread: look until the watch is closed or gone."""
+    """Body of the thread: checks until the watch is closed or gone."""
     while not closed.wait(interval):
         there = watch()
         if there is None or not there._run():
@@ -386,7 +385,7 @@ def _look_again(watch: ReferenceType[Watch], closed: threading.Event, interval: 
 
 
 def _end(thread: threading.Thread, closed: threading.Event, ending: Ending) -> None:
-    """End the thread of a watch; it may be the one that found the watch gone."""
+    """Ends the thread of a watch, possibly from that thread itself."""
     ending.close()
     closed.set()
     if thread is not threading.current_thread():

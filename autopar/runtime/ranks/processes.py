@@ -1,4 +1,4 @@
-"""The processes that run a program: the mesh they form, where each computes, what they agree on."""
+"""The processes of a program: their mesh, the device of each, and values they agree on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Value = TypeVar("Value")
 
 
 def as_mesh(mesh: MeshLike) -> Mesh:
-    """A mesh from any of its three forms.
+    """Converts any of the three forms of a mesh.
 
     Raises:
-        MeshError: text that is no mesh, a DeviceMesh without axis names, or none of the three.
+        MeshError: malformed text, a DeviceMesh without axis names, or none of the three.
         UnknownDeviceError: the DeviceMesh's device is not in devices.toml.
     """
     if isinstance(mesh, str):
@@ -34,24 +34,24 @@ def as_mesh(mesh: MeshLike) -> Mesh:
         return mesh_of(mesh, device_name(mesh.device_type))
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"{shown(mesh)} is no mesh",
+            f"{shown(mesh)} is not a mesh",
             todo='pass a torch DeviceMesh, an autopar.Mesh or its text, "H100: node=2, gpu=8"',
         )
     return mesh
 
 
 def device_name(kind: str) -> str:
-    """The name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
+    """Returns the name in devices.toml of this machine's devices of a kind, "cpu" or "cuda"."""
     return "cpu" if kind == "cpu" else torch.cuda.get_device_name()
 
 
 def accelerator() -> torch.device | None:
-    """This process's GPU, None without one."""
+    """Returns this process's GPU, None without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def join_processes(mesh: Mesh) -> None:
-    """Join torchrun's process group if there is none; MeshError if nothing started a mesh's."""
+    """Joins torchrun's process group if there is none; raises MeshError if nothing started one."""
     if not dist.is_initialized() and mesh.size > 1:
         if not dist.is_torchelastic_launched():
             raise MeshError(
@@ -64,7 +64,7 @@ def join_processes(mesh: Mesh) -> None:
 
 
 def check_processes(mesh: Mesh) -> None:
-    """MeshError unless there are as many processes as a mesh has devices; joins them first."""
+    """Raises MeshError unless processes and devices agree in number, after joining."""
     join_processes(mesh)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != mesh.size:
@@ -76,10 +76,10 @@ def check_processes(mesh: Mesh) -> None:
 
 
 def from_first_rank(make: Callable[[], Value]) -> Value:
-    """What `make` returns on the first rank, on every rank; it runs there alone.
+    """Runs `make` on the first rank only, and returns its result on every rank.
 
     Raises:
-        AutoparError: the one that `make` raised, on every rank.
+        AutoparError: the error of `make`, on every rank.
     """
     peers = Peers.here()
     if peers.everyone is None:

@@ -1,4 +1,4 @@
-"""The record of a rank as a value: what a dump holds, and what a rank tells its peers of itself."""
+"""The record of a rank as a value: the content of a dump, and a rank's report to its peers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.errors import DumpError
 from autopar.runtime.ranks.recorder import Event, Recorder
 
 FORMAT = 1
-MOST_BYTES = 16 << 20  # of a file that is read
+MOST_BYTES = 16 << 20  # most bytes of a file that is read
 MOST_RANKS = 1 << 20
 _FRAMES = 16
-_LETTERS = 2000  # of one text
+_LETTERS = 2000  # most characters of one text
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An event; see `Event` for the attributes. `text` is the generated line."""
+    """An event; attributes as in `Event`, with `text` the generated line."""
 
     channel: str
     number: int
@@ -44,7 +44,7 @@ class Entry:
 
     @classmethod
     def of(cls, event: Event) -> Entry:
-        """The entry of an event."""
+        """Returns the entry of an event."""
         file, line = event.place
         return cls(
             event.channel, event.number, event.kind, event.nbytes, event.step, event.part,
@@ -55,19 +55,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """A rank at a moment.
+    """A rank at one moment.
 
     Attributes:
-        rank, world, host, pid: which process.
+        rank, world, host, pid: the process.
         time: seconds since the epoch.
-        steps: how many steps it has begun.
-        running: whether the last of them goes on.
-        doing: the part of a step, or of what comes before the first, that goes on or failed.
+        steps: number of steps begun.
+        running: whether the last of them is still running.
+        doing: the part of a step, or of the time before the first, that is running or failed.
         since: when that or a step began or ended last.
-        begun: how many events of each channel it has begun.
+        begun: number of events begun on each channel.
         members: global ranks of those channels.
         events: the last ones, oldest first.
-        stack: lines of Python that its training thread runs, the innermost last.
+        stack: lines of Python that the training thread runs, the innermost last.
         reason: why the record was taken.
     """
 
@@ -90,7 +90,7 @@ class Record:
     def of(
         cls, recorder: Recorder, rank: int, world: int, reason: str = "", whole: bool = True
     ) -> Record:
-        """This rank now; of its events all, or those only for which it waits."""
+        """Returns this rank's current record, with all events, or only those it waits for."""
         events = [e for e in recorder.events if whole or (e.waiting and not e.ended)]
         open_ = {e.channel for e in events}
         members = {k: v for k, v in dict(recorder.members).items() if whole or k in open_}
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def at(self) -> str:
-        """Where in the training it is."""
+        """Its place in the training."""
         if self.running:
             return f"in step {self.steps}" + (f", {self.doing}" if self.doing else "")
         if self.doing:
@@ -116,7 +116,7 @@ class Record:
         return f"between steps, after step {self.steps}" if self.steps else "before the first step"
 
     def describe(self) -> str:
-        """What the rank was doing, in a line."""
+        """Describes what the rank was doing, in a line."""
         parts = [self.at]
         entry = self.waiting
         if entry is not None:
@@ -130,18 +130,18 @@ class Record:
         return "; ".join(parts)
 
     def write(self) -> str:
-        """The text of a dump."""
+        """Returns the text of a dump."""
         return json.dumps({"autopar_record": FORMAT, **asdict(self)})
 
     @classmethod
     def read(cls, text: str, where: str = "a record") -> Record:
-        """The record of a text; DumpError if it is none."""
+        """Parses a record; raises DumpError if the text is malformed."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refused(where, str(error)) from None
         if not isinstance(value, dict) or value.pop("autopar_record", None) != FORMAT:
-            raise _refused(where, f"it is no record in format {FORMAT}")
+            raise _refused(where, f"it is not a record in format {FORMAT}")
         try:
             return _record(value)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -149,7 +149,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """The record in a file; DumpError if it cannot be read or is none."""
+        """Reads a record from a file; raises DumpError if it cannot be read or is malformed."""
         try:
             with path.open("rb") as file:
                 data = file.read(MOST_BYTES + 1)
@@ -161,7 +161,7 @@ class Record:
 
 
 def stack_of(thread: int | None) -> tuple[str, ...]:
-    """Lines of Python that a thread runs, the innermost last; () if it is gone."""
+    """Returns the lines of Python that a thread runs, the innermost last; () if it is gone."""
     frame = sys._current_frames().get(-1 if thread is None else thread)
     if frame is None:
         return ()
@@ -179,7 +179,7 @@ def _refused(where: str, why: str) -> DumpError:
 
 
 def plain(text: str) -> str:
-    """A text of one line without characters that steer a terminal."""
+    """Returns a text as one line without terminal control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:_LETTERS])
 
 
@@ -187,12 +187,12 @@ _KINDS: dict[str, Any] = {"int": int, "str": str, "float": float, "bool": bool}
 
 
 def _value(kind: str, value: Any) -> Any:
-    """A plain value of a kind; TypeError or ValueError if it is another."""
+    """Returns a plain value of a kind; raises TypeError or ValueError otherwise."""
     wanted = _KINDS[kind]
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise TypeError(f"{value!r:.50} is no {kind}")
+        raise TypeError(f"{value!r:.50} is not a {kind}")
     if wanted is int and not -1 <= value < 1 << 63:
         raise ValueError(f"{value!r:.50} is out of range")
     if wanted is float and not math.isfinite(value):
@@ -201,9 +201,9 @@ def _value(kind: str, value: Any) -> Any:
 
 
 def _plain_fields(kind: type, value: Any) -> dict[str, Any]:
-    """The values of a dataclass's plain fields."""
+    """Returns the values of a dataclass's plain fields."""
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.50} is no mapping")
+        raise TypeError(f"{value!r:.50} is not a mapping")
     return {
         f.name: _value(str(f.type), value[f.name]) for f in fields(kind) if str(f.type) in _KINDS
     }
@@ -220,7 +220,7 @@ def _record(value: dict[str, Any]) -> Record:
         for k, v in _mapping(value["members"]).items()
     }
     if any(not 0 <= rank < world for ranks in members.values() for rank in ranks):
-        raise ValueError("a member of a channel is no rank")
+        raise ValueError("a member of a channel is not a rank")
     return Record(
         **found,
         begun=begun,
@@ -232,11 +232,11 @@ def _record(value: dict[str, Any]) -> Record:
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.50} is no mapping")
+        raise TypeError(f"{value!r:.50} is not a mapping")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.50} is no list")
+        raise TypeError(f"{value!r:.50} is not a list")
     return value

@@ -1,9 +1,9 @@
-"""A flight recorder: what this process began and ended last, in a ring of fixed size.
+"""A flight recorder: a ring of the last events that this process began and ended.
 
-Collectives and messages are its events, each with the step, the part of the step and the line of
-the generated program that it belongs to. Ranks number the events of a channel alike, so that their
-records can be compared (`diagnosis.py`). An event that was begun and has not ended is where a rank
-waits; under NCCL an event ends when it is launched, and torch has a recorder of its own for those.
+Events are collectives and messages, each with its step, its part of the step and its line of the
+generated program. Ranks number the events of a channel alike, so that their records can be compared
+(`diagnosis.py`). A rank waits in an event that was begun and has not ended; under NCCL an event
+ends when it is launched, and torch has its own recorder for those.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from types import FrameType
 
 from autopar.runtime.step_parts import part
 
-SIZE = 256  # events that are kept
-_DEPTH = 16  # frames that are searched for a line of a generated program
+SIZE = 256  # number of events kept
+_DEPTH = 16  # frames searched for a line of a generated program
 Place = tuple[str, int]  # file and line
 
 
@@ -26,13 +26,13 @@ class Event:
     """A collective or a message of this rank.
 
     Attributes:
-        channel: name of what it goes through.
-        number: its place among those of the channel, from 1; alike on all ranks of it.
+        channel: name of its channel.
+        number: its number on the channel, from 1; alike on all ranks of it.
         kind: all_reduce, send, ...
-        nbytes: what this rank sends, or receives as a message.
-        step, part: where in the training it was begun.
+        nbytes: bytes that this rank sends, or receives as a message.
+        step, part: when in the training it was begun.
         place: the generated line that it comes from, if there is one.
-        began, ended: seconds since the epoch; 0.0 while it goes on.
+        began, ended: seconds since the epoch; 0.0 until it ends.
         waiting: whether this rank does nothing else until it ends.
     """
 
@@ -61,11 +61,11 @@ class Recorder:
     """The record of one process.
 
     Attributes:
-        steps: how many steps were begun.
-        running: whether one of them goes on.
-        origin: the generated line in whose name events are recorded, None for the one that runs.
-        begun: of each channel, how many events were begun.
-        members: of each channel, the global ranks.
+        steps: number of steps begun.
+        running: whether one of them is running.
+        origin: the generated line that events are attributed to, None for the running one.
+        begun: number of events begun on each channel.
+        members: global ranks of each channel.
         changed: when a part of a step began or ended last.
         thread: the thread that made the last step.
     """
@@ -85,7 +85,7 @@ class Recorder:
     def begin(
         self, channel: str, ranks: tuple[int, ...], kind: str, nbytes: int, waiting: bool = True
     ) -> Event:
-        """Record that an event of these ranks begins; it is the caller's to `end`."""
+        """Records the beginning of an event of these ranks; the caller must `end` it."""
         if channel not in self.members:
             self.members[channel] = ranks
         number = self.begun[channel] = self.begun.get(channel, 0) + 1
@@ -98,25 +98,25 @@ class Recorder:
 
     @staticmethod
     def end(event: Event) -> None:
-        """Record that an event has ended well; one that fails stays where it is."""
+        """Records that an event has succeeded; one that fails remains as it is."""
         event.ended = time.time()
 
     @property
     def doing(self) -> str:
-        """The part of a step that goes on, or what else does."""
+        """The running part of a step, or other activity."""
         return self._parts[-1] if self._parts else ""
 
     @property
     def events(self) -> list[Event]:
-        """Those that are kept, oldest first."""
+        """Returns the kept events, oldest first."""
         first = self._next % len(self._ring)
         return [e for e in (*self._ring[first:], *self._ring[:first]) if e is not None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside is a step."""
+        """Returns the context of a step."""
         self.steps += 1
-        self._parts.clear()  # of a step that failed
+        self._parts.clear()  # parts of a step that failed
         self.running, self.thread = True, threading.get_ident()
         try:
             yield
@@ -125,29 +125,29 @@ class Recorder:
 
     @contextmanager
     def part(self, kind: str, name: object) -> Iterator[None]:
-        """Inside is a part of a step, or of what goes before the first; a profile shows it too."""
+        """Returns the context of a part of a step, or before the first; a profile shows it too."""
         with self.within(name), part(kind, name):
             yield
 
     @contextmanager
     def within(self, name: object) -> Iterator[None]:
-        """Inside is such a part, which a profile does not show."""
+        """Returns the context of a part that a profile does not show."""
         depth = len(self._parts)
         self._parts.append(f"{self.doing}, {name}" if depth else str(name))
         self.changed = time.time()
         yield
-        # After an error it stays until the next step: the record says where that was.
+        # After an error the part stays until the next step, as the place of the error.
         del self._parts[depth:]
         self.changed = time.time()
 
     def now(self, name: str) -> None:
-        """From here on the process does this, which is no part of a step; "" for nothing."""
+        """Sets the current activity outside steps; "" for none."""
         self._parts[:] = [name] if name else []
         self.changed = time.time()
 
     @contextmanager
     def on_behalf_of(self, place: Place) -> Iterator[None]:
-        """Inside, events belong to a generated line that ran before: its backward has no other."""
+        """Returns a context whose events belong to an earlier generated line, for its backward."""
         before, self.origin = self.origin, place
         try:
             yield
@@ -156,7 +156,7 @@ class Recorder:
 
 
 def generated_line(frame: FrameType | None) -> Place:
-    """The innermost line of a generated program that runs; ("", 0) outside of one."""
+    """Returns the innermost running line of a generated program; ("", 0) outside of one."""
     for _ in range(_DEPTH):
         if frame is None:
             break

@@ -1,4 +1,4 @@
-"""What became of a rank, in words that its peers raise."""
+"""Errors that peers raise about a failed or lost rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autopar.runtime.ranks.record import Record
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's error, in words.
+    """A rank's error as text.
 
     Attributes:
         rank: the global rank that failed first.
-        number: how many failures the program has lived through before.
+        number: number of failures that the program has survived before.
         summary: the exception in a line.
-        trace: its traceback, causes included.
-        broken: whether it may be a collective's that another rank broke.
+        trace: its traceback, including causes.
+        broken: whether it may come from a collective that another rank broke.
     """
 
     rank: int
@@ -34,45 +34,45 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, number: int, error: BaseException) -> Failure:
-        """The failure of `rank` with `error`."""
+        """Returns the failure of `rank` with `error`."""
         summary = traceback.format_exception_only(error)[-1].partition("\n")[0]
         trace = "".join(traceback.format_exception(error))
         return cls(rank, number, summary, trace, may_follow(error))
 
     @classmethod
     def read(cls, text: str) -> Failure:
-        """The failure that `write` wrote."""
+        """Parses the text of `write`."""
         return cls(**json.loads(text))
 
     def write(self) -> str:
-        """The failure as text."""
+        """Returns the failure as text."""
         return json.dumps(asdict(self))
 
     def error(self) -> RankFailedError:
-        """What the other ranks raise."""
+        """Returns the error that the other ranks raise."""
         return RankFailedError(
             f"rank {self.rank} failed: {self.summary}",
             where=f"rank {self.rank}",
             why=f"its own error was\n{self.trace.rstrip()}",
-            todo=f"mend what rank {self.rank} reports; the other ranks stopped because of it",
+            todo=f"fix what rank {self.rank} reports; the other ranks stopped because of it",
         )
 
 
 def may_follow(error: BaseException) -> bool:
-    """Whether an error may be a collective's, broken by another rank, and not this rank's own."""
+    """Returns whether an error may come from a collective that another rank broke."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
 @dataclass(frozen=True)
 class Roll:
-    """What the ranks answered when a collective had broken and none had an error of its own.
+    """The ranks' answers when a collective had broken and none had an error of its own.
 
     Attributes:
-        failure: the first rank's whose collective broke.
-        records: of the ranks that answered.
-        absent: those that did not.
-        seen: what they did when they were last heard of, as far as they were.
-        left: of ranks that ended without an error: what they said at their end.
+        failure: failure of the first rank whose collective broke.
+        records: records of the ranks that answered.
+        absent: ranks that did not.
+        seen: their last known activity, where there is any.
+        left: final messages of ranks that ended without an error.
     """
 
     failure: Failure
@@ -82,7 +82,7 @@ class Roll:
     left: Mapping[int, str]
 
     def error(self) -> RankFailedError | None:
-        """Who held up the others; None if nothing tells."""
+        """Returns who held up the others; None if that is unknown."""
         if self.left:
             rank = min(self.left)
             return RankFailedError(
@@ -128,6 +128,6 @@ class Roll:
 
 
 def _names(ranks: Sequence[int] | Mapping[int, str]) -> str:
-    """Ranks in words."""
+    """Lists ranks as text."""
     found = sorted(ranks)
     return f"rank {found[0]}" if len(found) == 1 else "ranks " + ", ".join(map(str, found))

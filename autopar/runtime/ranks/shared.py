@@ -1,9 +1,9 @@
-"""The processes of torch's default group as this one sees them, and the groups that they form.
+"""The processes of torch's default group, and the groups that they form.
 
-`Peers` is the one place that makes process groups. Programs of one process share those of equal
-ranks, and the last one that gives a group back ends it. Groups are made by all processes together
-but given back by each for itself, perhaps by its garbage collector. So before a group is shared all
-ranks compare which they still have: one that any of them lacks is made anew on all.
+`Peers` is the one place that creates process groups. Programs of one process share groups of equal
+ranks, and the last one to release a group ends it. Groups are created by all processes together but
+released by each for itself, perhaps by its garbage collector. So before a group is shared all ranks
+compare which ones they still have: one that any of them lacks is created again on all.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.runtime.ranks.recorder import Recorder
 
 # Backends whose groups a process may end alone; NCCL's ranks may wait for one another there.
 _ENDED_ALONE = ("gloo", "fake")
-_NAMED = 8  # ranks in the name of a channel
+_NAMED = 8  # most ranks in the name of a channel
 
 
 def local_device() -> torch.device:
-    """Where this process computes: its GPU under nccl, else the CPU."""
+    """Returns this process's GPU under nccl, else the CPU."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -39,11 +39,11 @@ Key = tuple[str, tuple[int, ...]]  # purpose, and global ranks
 
 @dataclass(eq=False)
 class _Shared:
-    """A channel, and how often it is in use here.
+    """A channel, and its number of users in this process.
 
     Attributes:
-        number: which one it is of all that were made; the same on all ranks.
-        ended: whether the process group was given back to torch.
+        number: its number among all channels; the same on all ranks.
+        ended: whether the process group was released to torch.
     """
 
     channel: Channel
@@ -59,10 +59,10 @@ class Peers:
         whole: the default group; None for a process without one.
 
     Attributes:
-        world, rank: number of processes, and which one this is.
-        recorder: of what this process does.
-        dumps: where that goes.
-        everyone: the default group's channel; None for a process alone.
+        world, rank: number of processes, and the rank of this one.
+        recorder: records the activity of this process.
+        dumps: writes the records.
+        everyone: the default group's channel; None for a single process.
     """
 
     def __init__(self, whole: dist.ProcessGroup | None) -> None:
@@ -70,7 +70,7 @@ class Peers:
         self.dumps = Dumps()
         self.world, self.rank = 1, 0
         self.everyone: Channel | None = None
-        # Weakly: the group ends when the user destroys it, and all others with it.
+        # A weak reference: the group ends when the user destroys it, and all others with it.
         self._whole: ReferenceType[dist.ProcessGroup] | None = None
         self._shared: dict[Key, _Shared] = {}
         self._made = 0
@@ -83,7 +83,7 @@ class Peers:
 
     @classmethod
     def here(cls) -> Peers:
-        """Those of this process's default group; without one it is alone."""
+        """Returns the peers in this process's default group; without one it is alone."""
         if not dist.is_initialized():
             return cls(None)
         whole = torch_private.default_group()
@@ -92,11 +92,11 @@ class Peers:
         return _OF_DEFAULT_GROUP[whole]
 
     def shared(self, purpose: str, groups: Sequence[tuple[int, ...]]) -> Lease:
-        """Channels of groups of ranks; every process must ask for them at the same point.
+        """Returns channels of groups of ranks; every process must ask for them at the same point.
 
         Args:
-            purpose: groups of equal ranks and different purposes are different ones.
-            groups: global ranks of each; this process may be no member.
+            purpose: groups of equal ranks but different purposes are distinct.
+            groups: global ranks of each; this process need not be a member.
         """
         if self._whole is None or not groups:
             return Lease(self, [])
@@ -104,7 +104,7 @@ class Peers:
         present = [self._shared.get(key) for key in keys]
         for one in present:
             if one is not None:
-                one.users += 1  # from here on nobody ends it
+                one.users += 1  # from here on it is not ended
         agreed = self._agreed([-1 if one is None or one.ended else one.number for one in present])
         held: list[_Shared] = []
         for key, one, alike in zip(keys, present, agreed, strict=True):
@@ -116,11 +116,11 @@ class Peers:
         return Lease(self, held)
 
     def own(self, purpose: str, backend: str) -> Lease:
-        """A channel of all processes that nobody shares, as what runs in a thread needs."""
+        """Returns an unshared channel of all processes, for use in a thread."""
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
-        """Which of the channels with these numbers, -1 for none, all ranks have alike."""
+        """Returns which of the channels with these numbers, -1 for none, all ranks have alike."""
         if self.everyone is None:
             return [number >= 0 for number in numbers]
         span = torch.tensor([*numbers, *(-n for n in numbers)], device=local_device())
@@ -129,7 +129,7 @@ class Peers:
         return [low == high >= 0 for low, high in zip(smallest, largest, strict=True)]
 
     def _make(self, purpose: str, ranks: tuple[int, ...], backend: str | None = None) -> _Shared:
-        """A new process group, with the time-out that the user gave the default one."""
+        """Creates a process group with the time-out that the user gave the default one."""
         whole = torch_private.default_group()
         timeout = torch_private.timeout_of(whole)
         handle = dist.new_group(list(ranks), timeout=timeout, backend=backend)
@@ -144,10 +144,10 @@ class Peers:
         return _Shared(channel, self._made)
 
     def _give_back(self, held: Sequence[_Shared], collected: bool) -> None:
-        """End the process groups that nobody uses any more.
+        """Ends the process groups that have no users any more.
 
-        Those that the garbage collector gives back stay for the next program, if ranks of them
-        might wait for one another in ending them.
+        Groups released by the garbage collector stay for the next program, if their ranks might
+        wait for one another in ending them.
         """
         whole = None if self._whole is None else self._whole()
         there = whole is not None and dist.group.WORLD is whole
@@ -164,27 +164,27 @@ class Peers:
 
 
 def _name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """The name of a channel in records, short however many ranks it has."""
+    """Returns the name of a channel in records, short for any number of ranks."""
     if len(ranks) <= _NAMED:
         return f"{purpose} {', '.join(map(str, ranks))}"
     number = zlib.crc32(repr(ranks).encode())
     return f"{purpose} of {len(ranks)} ranks from {ranks[0]}, {number:08x}"
 
 
-# torch's default group is a global of the process. What programs share of it lives as long.
+# torch's default group is a global of the process; what programs share lives as long.
 _OF_DEFAULT_GROUP: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
 
 class Lease:
-    """Channels in use, until they are closed or nobody refers to the lease."""
+    """Channels in use, until they are closed or the lease is garbage-collected."""
 
     def __init__(self, peers: Peers, held: Sequence[_Shared]) -> None:
         self.channels = tuple(one.channel for one in held)
         self._peers, self._held = peers, held
         self._collected = weakref.finalize(self, peers._give_back, held, collected=True)
-        self._collected.atexit = False  # a process that ends gives everything back
+        self._collected.atexit = False  # a process that ends releases everything
 
     def close(self) -> None:
-        """Give the channels back; once is enough."""
+        """Releases the channels; may be called repeatedly."""
         if self._collected.detach() is not None:
             self._peers._give_back(self._held, collected=False)

@@ -1,1 +1,1 @@
-"""From gradients to new parameters: optimizers, loss scaling, and finite steps."""
+"""From gradients to new parameters: optimizers, loss scaling, and checks of finite steps."""

@@ -1,11 +1,11 @@
-"""torch's AdamW by a kernel that takes every element once: unscaled, clipped, updated, rounded.
+"""torch's AdamW as one kernel per flat buffer: unscale, clip, update and round in one pass.
 
-    p, m, v = step(p, m, v, scale gradient);  what is held = p in the model's dtype
+    p, m, v = step(p, m, v, scale gradient);  stored parameter = p in the model's dtype
 
-Parameters of a group and a dtype lie in one flat buffer, and so do their moments and what is held
-of them (`flat.py`): a launch takes as many as have their gradients side by side. All that a step
-depends on lies on the device. So nothing waits for it, gradients that overflowed leave parameters,
-state and count as they are, and a CUDA graph can replay the step.
+Parameters of one group and dtype share a flat buffer, and so do their moments and their rounded
+copies (`flat_buffers.py`): a launch covers as many as have adjacent gradients. All inputs of a step
+are on the device. So nothing waits for it, gradients that overflow leave parameters, state and
+count unchanged, and a CUDA graph can replay the step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.runtime.parameters.flat_buffers import Flat, neighbours
 from autopar_kernels.adamw import gradient_scale, hyperparameters
 from autopar_kernels.registry import register
 
-_LIBRARY = register()  # holds the operators
+_LIBRARY = register()  # keeps the operators registered
 _OPS = torch.ops.autopar_kernels
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _OTHERS = ("amsgrad", "maximize", "differentiable")
 
 
 def takes(optimizer: Optimizer) -> bool:
-    """Whether the kernel computes what an optimizer does: torch's AdamW in f32, or f64 on a CPU."""
+    """Returns whether the kernel can replace an optimizer: torch's AdamW, f32 or f64 on a CPU."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return (
         type(optimizer) is torch.optim.AdamW
@@ -40,15 +40,15 @@ def takes(optimizer: Optimizer) -> bool:
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW of the same groups, options, state and name as torch's, which it is made from.
+    """AdamW with the same groups, options, state and name as the torch optimizer it replaces.
 
     Args:
         made: an optimizer that `takes` accepts, without state.
-        held: what is held of a parameter in another dtype, by the parameter's id; a step writes it.
-        scattered: ids of the parameters whose gradients may be put to where `room` says.
+        held: stored tensors in another dtype, by the parameter's id; a step writes them.
+        scattered: ids of parameters whose gradients may be placed as `room` says.
 
     Attributes:
-        scale: f32[] or f64[], times which the next step takes gradients. If it is not finite, the
+        scale: f32[] or f64[], factor for the gradients of the next step. If it is not finite, the
             step changes nothing.
     """
 
@@ -68,10 +68,10 @@ class AdamW(torch.optim.AdamW):
         self._flats: list[list[Flat]] = [[] for _ in self.param_groups]
         self._rooms: dict[Flat, Tensor] = {}
         for group in self.param_groups:
-            group["capturable"] = True  # steps are counted on the device
+            group["capturable"] = True  # the step count is on the device
 
     def refresh(self) -> None:
-        """Take the groups' options, such as rates that a schedule has changed, to the device."""
+        """Copies the groups' options, such as rates that a schedule has changed, to the device."""
         for number, group in enumerate(self.param_groups):
             rate, betas, eps, decay = (group[name] for name in _OPTIONS)
             values = tuple(float(value) for value in (rate, *betas, eps, decay))
@@ -81,14 +81,14 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def order(self) -> dict[int, int]:
-        """By the ids of parameters the number of their group, whose gradients lie together."""
+        """Returns id of a parameter -> number of its group, whose gradients are adjacent."""
         groups = enumerate(self.param_groups)
         return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
     def room(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """A flat tensor for the gradients of parameters in this order, beside all others.
+        """Returns a flat tensor for the gradients of parameters in this order, beside all others.
 
-        None if they do not stand so, as before the first step.
+        None if they are not adjacent in this order, as before the first step.
         """
         for flat in (flat for flats in self._flats for flat in flats):
             span = flat.span(parameters)
@@ -100,7 +100,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Lay out what has gradients, where that is not done yet, and copy small gradients."""
+        """Lays out parameters with gradients, if not yet done, and copies small gradients."""
         for number, group in enumerate(self.param_groups):
             updated = [p for p in group["params"] if p.grad is not None]
             flats = self._flats[number]
@@ -112,7 +112,7 @@ class AdamW(torch.optim.AdamW):
                 flat.gather_small()
 
     def _laid_out(self, parameters: Sequence[nn.Parameter]) -> Iterator[Flat]:
-        """Those that have gradients or moments, by dtypes and by how gradients come."""
+        """Yields parameters with gradients or moments, by dtype and by how gradients arrive."""
         kinds: dict[object, list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.grad is not None or self.state[parameter]:
@@ -125,16 +125,16 @@ class AdamW(torch.optim.AdamW):
 
     @staticmethod
     def squares(tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all elements, f64[]; by a kernel for what lies together."""
+        """Returns the sum of the squares of all elements, f64[], by a kernel if adjacent."""
         return torch.stack([_OPS.square_sum(row).double() for row in neighbours(tensors)]).sum()
 
     def take(self, norm: Tensor, bound: float | None, loss_scale: float | Tensor) -> Tensor:
-        """Let the next step undo the loss's scale and bound the norm of gradients.
+        """Prepares the next step to undo the loss scale and to clip the gradients.
 
         Args:
-            norm: of all gradients of all devices, as they are.
-            bound: of the norm without the loss's scale; None for none.
-            loss_scale: times which the loss was taken.
+            norm: norm of all gradients of all devices, still scaled.
+            bound: bound of the unscaled norm; None for none.
+            loss_scale: factor of the loss.
 
         Returns:
             Whether gradients are finite, so that the step will be made; bool[].
@@ -144,7 +144,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; there is no closure."""
+        """Updates every parameter that has a gradient; closures are not supported."""
         if not (self.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.refresh()
         self.prepare()
@@ -170,7 +170,7 @@ class AdamW(torch.optim.AdamW):
     def _rows(
         self, number: int, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """Those of a group that have gradients, by the count of steps that they share."""
+        """Returns rows of a group's parameters with gradients that share a step count."""
         updated = [parameter for parameter in parameters if parameter.grad is not None]
         new = [parameter for parameter in updated if "step" not in self.state[parameter]]
         if new:
@@ -179,7 +179,7 @@ class AdamW(torch.optim.AdamW):
                 self.state[parameter]["step"] = count
         begun = [self.state[parameter] for parameter in parameters if self.state[parameter]]
         if not {id(state["step"]) for state in begun} <= self._shared[number].keys():
-            # Some are new, or were loaded: a count each.
+            # Some are new, or were loaded: they get separate counts.
             counts: dict[float, Tensor] = {}
             for state in begun:
                 state["step"] = counts.setdefault(float(state["step"]), state["step"])
@@ -189,7 +189,7 @@ class AdamW(torch.optim.AdamW):
         for key in dict.fromkeys(id(self.state[parameter]["step"]) for parameter in updated):
             row = [p for p in updated if id(self.state[p]["step"]) == key]
             count = self._shared[number][key]
-            if len(row) < sharing[key]:  # the others make no step
+            if len(row) < sharing[key]:  # the others are not updated
                 count = count.clone()
                 self._shared[number][id(count)] = count
                 for parameter in row:

@@ -1,9 +1,9 @@
-"""Groups of parameters that the optimizer treats differently, said by name.
+"""Parameter groups of the optimizer, selected by name.
 
     groups=autopar.groups({"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-4}})
 
-They become the groups of a torch optimizer, whatever part of a parameter a device updates. Every
-rank has all groups in one order, some perhaps empty, so that schedulers count alike everywhere.
+They become groups of a torch optimizer, whatever part of a parameter a device updates. Every rank
+has all groups in one order, some perhaps empty, so that schedulers count alike everywhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ GroupsLike = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Patterns:
-    """Options by patterns of names; made by `groups`."""
+    """Options by name pattern; created by `groups`."""
 
     options: Mapping[str, Mapping[str, Any]]
 
     def __call__(self, name: str, parameter: nn.Parameter) -> Options:
-        """The options of one parameter."""
+        """Returns the options of one parameter."""
         found: Options = {}
         for pattern, options in self.options.items():
             if fnmatchcase(name, pattern):
@@ -38,24 +38,25 @@ class Patterns:
 
 
 def groups(options: Mapping[str, Mapping[str, Any]]) -> Patterns:
-    """Options of the optimizer for parameters whose names fit a pattern, for `compile`.
+    """Returns optimizer options for parameters whose names match a pattern, for `compile`.
 
     Args:
         options: a name of the model's parameters with "*" for any part, and the options of the
-            group: {"*.bias": {"weight_decay": 0.0}}. If several fit, all count, later ones more.
+            group: {"*.bias": {"weight_decay": 0.0}}. If several match, all apply, and later ones
+            win.
     """
     return Patterns({pattern: dict(given) for pattern, given in options.items()})
 
 
 def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]:
-    """The options of every trained parameter by name; {} if none are given.
+    """Returns the options of every trained parameter by name; {} if none are given.
 
     Args:
-        model: the user's.
+        model: the user's model.
         given: patterns, or a function of a parameter's name and the parameter.
 
     Raises:
-        ProgramError: a pattern fits no trained parameter, or a function returns no options.
+        ProgramError: a pattern matches no trained parameter, or a function returns no options.
     """
     if given is None:
         return {}
@@ -71,7 +72,7 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
     for name, parameter in trained.items():
         try:
             options = given(name, parameter)
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # user code may raise anything
             raise ProgramError(
                 f"the groups fail for {name}",
                 why=f"{type(error).__name__}: {error}",
@@ -89,11 +90,11 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
 def grouped(
     trained: Sequence[tuple[str, nn.Parameter]], options: Mapping[str, Options]
 ) -> list[nn.Parameter] | list[Options]:
-    """What an optimizer is made of: parameters, or groups of them where there are options.
+    """Returns the argument of an optimizer: parameters, or groups of them if there are options.
 
     Args:
-        trained: what this device updates, with names of the model's parameters.
-        options: of all trained parameters of the model.
+        trained: tensors that this device updates, with names of the model's parameters.
+        options: options of all trained parameters of the model.
     """
     if not any(options.values()):
         return [parameter for _, parameter in trained]

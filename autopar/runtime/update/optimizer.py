@@ -1,4 +1,4 @@
-"""Optimizers as users pass them: any function that makes a torch optimizer of parameters."""
+"""Checks of optimizers as users pass them: functions that create a torch optimizer."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from autopar.fields import shown
 from autopar.ir.fusion import UPDATE
 from autopar.runtime.parameters.pieces import Parameter
 
-# Of parameters, or of groups of them.
+# Called with parameters, or with groups of them.
 OptimizerFactory = Callable[[Any], Optimizer]
 _SIDE = 4
 
 
 def refuse_what_shards_break(optimizer: OptimizerFactory, parameters: Iterable[Parameter]) -> None:
-    """ProgramError if an optimizer mixes the elements of a tensor and one is held in parts."""
+    """Raises ProgramError if an optimizer mixes the elements of a tensor and one is sharded."""
     trained = [p for p in parameters if p.trainable]
     cut = [p.name for p in trained if p.storage.updated.sharded_axes or p.piece]
     if cut and not elementwise(optimizer):
         raise ProgramError(
             f"{_name(optimizer)} cannot train a sharded parameter",
-            why=f"its update mixes the elements of a tensor; {cut[0]} is held in parts",
+            why=f"its update mixes the elements of a tensor; {cut[0]} is sharded",
             todo="use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...) or pin the "
             "parameters whole",
         )
 
 
 def refuse_what_steps_break(optimizer: OptimizerFactory) -> None:
-    """ProgramError if an optimizer cannot update one parameter after the other, in several steps.
+    """Raises ProgramError if an optimizer cannot update its parameters one after the other.
 
-    That is tried: two steps on two small parameters, and on one after the other.
+    This is tested by two steps on two small parameters, together and one after the other.
     """
     weights = [torch.linspace(-1.0, 1.0, _SIDE), torch.linspace(0.5, 2.0, _SIDE)]
     updated = []
@@ -51,19 +51,19 @@ def refuse_what_steps_break(optimizer: OptimizerFactory) -> None:
     if not all(torch.allclose(one, other) for one, other in zip(*updated, strict=True)):
         raise ProgramError(
             f"the state of {_name(optimizer)} cannot lie in host memory",
-            why="it would come in parts, and its update of one parameter depends on others",
+            why="it would be copied in buckets, but its update of one parameter depends on others",
             todo='leave offload="optimizer" out, or use an optimizer that updates each parameter '
             "by itself (SGD, Adam, AdamW, Lion, ...)",
         )
 
 
 def elementwise(optimizer: OptimizerFactory) -> bool:
-    """Whether the update of one element depends on no other, so that parts can be updated apart.
+    """Returns whether the update of an element depends on no other, so that shards can be updated.
 
-    That is tried: two steps on a small parameter, and on its parts.
+    This is tested by two steps on a small parameter, and on its parts.
 
     Raises:
-        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+        ProgramError: the factory creates no optimizer, or one whose step needs a closure.
     """
     weight = torch.linspace(-1.0, 1.0, _SIDE * _SIDE).reshape(_SIDE, _SIDE)
     grads = [torch.cos(7 * weight), torch.sin(3 * weight)]
@@ -77,33 +77,33 @@ def elementwise(optimizer: OptimizerFactory) -> bool:
 
 
 def fusable(optimizer: OptimizerFactory, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """What is to be fused, without the optimizer's step where that is none that the kernel takes.
+    """Returns the fusions to apply, without the optimizer's step if the kernel does not support it.
 
     Args:
-        optimizer: makes it.
-        chosen: names as `autopar.ir.fusion.choose` gives them.
+        optimizer: its factory.
+        chosen: names as returned by `autopar.ir.fusion.choose`.
 
     Raises:
-        ProgramError: the factory makes no optimizer.
+        ProgramError: the factory creates no optimizer.
     """
     if UPDATE not in chosen:
         return chosen
-    from autopar.runtime.update import adamw  # and Triton, where it is installed
+    from autopar.runtime.update import adamw  # imports Triton, if installed
 
     made = _made(optimizer, nn.Parameter(torch.zeros(_SIDE)))
     return chosen if adamw.takes(made) else tuple(name for name in chosen if name != UPDATE)
 
 
 def sample(optimizer: OptimizerFactory) -> Optimizer:
-    """An optimizer of one small matrix; ProgramError if the factory makes none."""
+    """Returns an optimizer of one small matrix; raises ProgramError if the factory creates none."""
     return _made(optimizer, nn.Parameter(torch.zeros(_SIDE, _SIDE)))
 
 
 def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
-    """An optimizer of one parameter; ProgramError if the factory makes none."""
+    """Returns an optimizer of one parameter; raises ProgramError if the factory creates none."""
     try:
         return optimizer([parameter])
-    except Exception as error:  # a factory is the user's code and may raise anything
+    except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
             f"cannot make the optimizer {_name(optimizer)}",
             why=f"{type(error).__name__}: {error}",
@@ -112,10 +112,10 @@ def _made(optimizer: OptimizerFactory, parameter: nn.Parameter) -> Optimizer:
 
 
 def state_bytes(optimizer: OptimizerFactory) -> float:
-    """Optimizer state in units of a parameter's own bytes, seen on a parameter of 16 elements.
+    """Returns the bytes of optimizer state per byte of parameter, observed on 16 elements.
 
     Raises:
-        ProgramError: the factory makes no optimizer, or one whose step needs a closure.
+        ProgramError: the factory creates no optimizer, or one whose step needs a closure.
     """
     _, state = _stepped(optimizer, torch.zeros(_SIDE, _SIDE), [torch.zeros(_SIDE, _SIDE)])
     held = sum(t.numel() * t.element_size() for t in state)
@@ -125,14 +125,14 @@ def state_bytes(optimizer: OptimizerFactory) -> float:
 def _stepped(
     optimizer: OptimizerFactory, weight: Tensor, grads: Iterable[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """A parameter after a step with each gradient, and its state without single numbers."""
+    """Returns a parameter after a step with each gradient, and its state without single numbers."""
     parameter = nn.Parameter(weight.clone())
     try:
         made = optimizer([parameter])
         for grad in grads:
             parameter.grad = grad.clone()
             made.step()
-    except Exception as error:  # a factory is the user's code and may raise anything
+    except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
             f"cannot make a step with the optimizer {_name(optimizer)}",
             why=f"on one parameter of {weight.numel()} elements: {type(error).__name__}: {error}",
@@ -144,5 +144,5 @@ def _stepped(
 
 
 def _name(optimizer: OptimizerFactory) -> str:
-    made = getattr(optimizer, "func", optimizer)  # of a partial
+    made = getattr(optimizer, "func", optimizer)  # for a functools.partial
     return str(getattr(made, "__name__", "") or shown(made))

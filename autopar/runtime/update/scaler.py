@@ -1,8 +1,8 @@
-"""Loss scaling for float16: small gradients would vanish, so those of a larger loss are computed.
+"""Loss scaling for float16, which keeps small gradients from vanishing.
 
-The scale follows the largest that does not overflow (arXiv:1710.03740, section 3.2), by the rule of
-torch.amp.GradScaler: a step whose gradients are not finite on some rank is left out on all of them,
-and the scale halved; after 2000 steps that were not it is doubled. All of that lies on the device,
+The scale follows the largest one that does not overflow (arXiv:1710.03740, section 3.2), by the
+rule of torch.amp.GradScaler: a step whose gradients are not finite on some rank is skipped on all
+of them, and the scale halved; after 2000 finite steps it is doubled. All of this is on the device,
 so that a step need not wait for it.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST = 1e-4  # of a scale that still has a purpose
+_LEAST = 1e-4  # least scale that still serves its purpose
 
 
 class Scaler:
     """The scale of the loss, alike on all ranks.
 
     Args:
-        device: where gradients are.
+        device: device of the gradients.
 
     Attributes:
-        factor: by which the loss is multiplied, f32[] on the device.
-        growth, backoff: by which the scale is multiplied after `interval` steps without an
-            overflow, and after one with.
-        interval: see there.
+        factor: factor of the loss, f32[] on the device.
+        growth, backoff: factors of the scale after `interval` steps without an overflow, and after
+            a step with one.
+        interval: number of steps until it grows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Scaler:
 
     @property
     def scale(self) -> float:
-        """By what the loss is multiplied; waits for the device."""
+        """Factor of the loss; waits for the device."""
         return float(self.factor)
 
     @property
@@ -48,12 +48,12 @@ class Scaler:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was left out; waits for the device."""
+        """Whether the last step was skipped; waits for the device."""
         return bool(self._skipped)
 
     @property
     def useful(self) -> Tensor:
-        """Whether an overflow may be the scale's fault, bool[] on the device.
+        """Whether the scale may be to blame for an overflow, bool[] on the device.
 
         Below 1e-4 it is the model's own (fairseq's `min_loss_scale`).
         """
@@ -61,7 +61,7 @@ class Scaler:
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor | None]) -> None:
-        """Divide gradients by the scale, in place."""
+        """Divides gradients by the scale, in place."""
         inverse = 1 / self.factor
         for gradient in gradients:
             if gradient is not None:
@@ -69,7 +69,7 @@ class Scaler:
 
     @torch.no_grad()
     def follow(self, finite: Tensor) -> None:
-        """Choose the next scale after gradients that were, or were not, finite on all ranks.
+        """Updates the scale after gradients that were, or were not, finite on all ranks.
 
         Args:
             finite: bool[] on the device. Nothing waits for it.
@@ -82,10 +82,10 @@ class Scaler:
         self._skipped.copy_(~finite)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on."""
+        """Returns the state needed to continue."""
         return {"scale": self.scale, "good": self.good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continues from a saved state."""
         self.factor.fill_(float(state["scale"]))
         self._good.fill_(int(state["good"]))

@@ -1,17 +1,17 @@
-"""Whether a step is made, decided alike on all ranks by one all_reduce of four numbers.
+"""Decides whether a step is made, alike on all ranks, by one all_reduce of four numbers.
 
     squares, loss, token, token²            summed over all ranks
 
-The sum of the gradients' squares is what clipping needs as well, and the loss what a pipeline
-returns, so these need no collective of their own. Both sums are finite only where everything is, on
-every rank. A token stands for all that ranks are given alike (`batches.py`); n of them are equal
-where Σt² = n (Σt / n)². They have 20 bits, so that both sides are exact on up to 2^13 ranks.
+Clipping also needs the sum of the gradients' squares, and a pipeline returns the loss, so these
+need no collective of their own. Both sums are finite only if everything is, on every rank. A token
+is a hash of everything that must be alike on all ranks (`batches.py`); n tokens are equal if Σt² =
+n (Σt / n)². They have 20 bits, so that both sides are exact on up to 2^13 ranks.
 
-The host reads the outcome before the update. Where the update is a kernel on a CUDA device it need
-not: the kernel leaves the step out by itself, and the steps after it, until the host has read, one
-step later and without waiting for the device, that there was such a step.
+The host reads the outcome before the update. If the update is a kernel on a CUDA device it need
+not: the kernel skips the step by itself, and those after it, until the host has read, one step
+later and without waiting for the device, that there was such a step.
 
-Buffers that the forward writes (running statistics) are taken back when a step is left out.
+Buffers that the forward writes (running statistics) are restored when a step is skipped.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Named = Sequence[tuple[str, Tensor | None]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What this rank has of a step besides gradients.
+    """This rank's part of a step besides gradients.
 
     Attributes:
-        loss: its part of the loss; parts add up, or are all infinite or NaN where one is.
-        token: f64[], of all that it was given so far.
+        loss: its part of the loss; parts add up, or are all infinite or NaN if one is.
+        token: f64[], hash of all its inputs so far.
         inputs: the batch on this device, by name.
-        world: how many ranks there are.
-        add_up: gives the sum of a tensor over all of them.
-        differences: says how ranks differ whose tokens do; all of them call it.
+        world: number of ranks.
+        add_up: returns the sum of a tensor over all ranks.
+        differences: describes how ranks with different tokens differ; all of them call it.
     """
 
     loss: Tensor
@@ -57,10 +57,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks have decided, on the device.
+    """The decision of all ranks, on the device.
 
     Attributes:
-        norm: of all gradients as they are, f64[].
+        norm: norm of all gradients, still scaled, f64[].
         loss: the sum of the ranks' parts, f64[].
         made: whether the step is made, bool[].
     """
@@ -74,12 +74,12 @@ class StepCheck:
     """Decides whether steps are made.
 
     Args:
-        policy: what becomes of a step that is not finite: "raise", "skip" or "continue".
-        device: where this rank computes.
+        policy: treatment of a step that is not finite: "raise", "skip" or "continue".
+        device: device of this rank.
 
     Attributes:
-        steps: that were begun.
-        late: whether the host reads of a step after the next one.
+        steps: number of steps begun.
+        late: whether the host reads the report of a step after the next one.
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:
@@ -97,21 +97,21 @@ class StepCheck:
 
     @property
     def nonfinite(self) -> int:
-        """Steps so far that were not finite; waits for the device."""
+        """Number of steps so far that were not finite; waits for the device."""
         return int(self._nonfinite)
 
     def keep(self, written: Sequence[Tensor]) -> None:
-        """Remember buffers that the step to come writes."""
+        """Remembers buffers that the coming step writes."""
         self._before = [(tensor, tensor.clone()) for tensor in written] if self.wanted else []
 
     @torch.no_grad()
     def decide(self, squares: Tensor, seen: Seen, scaler: Scaler | None) -> Outcome:
-        """Add up what all ranks have seen, and decide; nothing waits for the device.
+        """Combines the reports of all ranks and decides; nothing waits for the device.
 
         Args:
             squares: this rank's part of the sum of the gradients' squares, f64[].
-            seen: the rest.
-            scaler: whose overflows are no errors, but of a scale that no longer magnifies.
+            seen: the rest of its report.
+            scaler: the loss scaler; its overflows are not errors unless its scale is too small.
         """
         loss, token = seen.loss.detach().double(), seen.token
         parts = torch.stack([squares.to(loss.device), loss, token, token.square()])
@@ -136,15 +136,15 @@ class StepCheck:
         return Outcome(norm, loss, made)
 
     def read(self, seen: Seen, named: Callable[[], tuple[Named, Named]]) -> None:
-        """Raise, on all ranks, unless the step may go on.
+        """Raises, on all ranks, unless training may continue.
 
         Args:
-            seen: as `decide` took it.
-            named: gives what is trained and its gradients, by name.
+            seen: as passed to `decide`.
+            named: returns parameters and gradients, by name.
 
         Raises:
             NonFiniteError: loss or gradients are not finite.
-            BatchError, RanksDifferError: the ranks were given different things.
+            BatchError, RanksDifferError: the ranks got different inputs.
         """
         if self.late:
             return
@@ -156,10 +156,10 @@ class StepCheck:
             raise _error(self.steps, loss, norm, gathered(found))
 
     def end(self, differences: Callable[[], AutoparError]) -> None:
-        """End a step; where the host reads late, raise what the step before should have raised.
+        """Ends a step; if the host reads late, raises the error of the previous step.
 
         Args:
-            differences: as of `Seen`.
+            differences: as in `Seen`.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: as `read`.
@@ -169,7 +169,7 @@ class StepCheck:
             self._raise(pending, differences)
 
     def settle(self, differences: Callable[[], AutoparError]) -> None:
-        """Wait for the last step, and raise what it should have raised; see `end`."""
+        """Waits for the last step, and raises its error, if any; see `end`."""
         pending, self._pending = self._pending, None
         self._raise(pending, differences)
 
@@ -180,16 +180,16 @@ class StepCheck:
         raising = not alike or (not fine and self.policy == "raise")
         if not raising:
             return
-        self._pending = None  # a step that was left out because of that one
+        self._pending = None  # the step that was skipped because of that one
         self._halted.fill_(False)
         raise _error(pending.step, loss, norm) if alike else differences()
 
     def state_dict(self) -> dict[str, int]:
-        """What goes on with a run."""
+        """Returns the state needed to continue."""
         return {"steps": self.steps, "nonfinite": self.nonfinite}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Continues from a saved state."""
         self.steps = int(state["steps"])
         self._nonfinite.fill_(int(state["nonfinite"]))
 
@@ -208,7 +208,7 @@ class _Pending:
             self._host = report.clone()
 
     def read(self) -> list[float]:
-        """Its numbers, once they are there."""
+        """Returns its numbers, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         found: list[float] = self._host.tolist()
@@ -216,17 +216,17 @@ class _Pending:
 
 
 def check_policy(policy: str) -> None:
-    """ProgramError unless there is such a policy."""
+    """Raises ProgramError unless there is such a policy."""
     if policy not in POLICIES:
         raise ProgramError(
             f"on_nonfinite is {policy!r}",
-            why="a step that is not finite raises, is left out, or is made all the same",
+            why="a step that is not finite raises, is skipped, or is made anyway",
             todo='pass "raise", "skip" or "continue"',
         )
 
 
 def _first(pairs: Named) -> str:
-    """The first name whose tensor is not finite, "" if all are."""
+    """Returns the first name whose tensor is not finite, "" if all are."""
     for name, tensor in pairs:
         if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all():
             return name
@@ -236,7 +236,7 @@ def _first(pairs: Named) -> str:
 def _error(
     step: int, loss: float, norm: float, found: Sequence[Sequence[str]] = ()
 ) -> NonFiniteError:
-    """The error of a step, given each rank's first input, parameter and gradient that is broken."""
+    """Returns the error of a step, given each rank's first bad input, parameter and gradient."""
     where, why = "", []
     for place, kind in enumerate(("the input", "the parameter", "the gradient of")):
         rank = next((rank for rank, names in enumerate(found) if names[place]), None)
@@ -245,13 +245,13 @@ def _error(
         who = f"{kind} {found[rank][place]!r}"
         where = f"{who} on rank {rank}" if len(found) > 1 else who
         before = " before the step" if place == 1 else ""
-        why.append(f"{who} holds NaN or infinite values{before}")
+        why.append(f"{who} has NaN or infinite values{before}")
     if not found:
-        why.append("the host has read of it a step later, when gradients were gone")
+        why.append("the host noticed it a step later, when gradients were gone")
     return NonFiniteError(
         f"step {step} is not finite: its loss is {loss:g}, the norm of its gradients {norm:g}",
         where=where,
-        why="; ".join(why) or "the squares of the gradients add up to more than their dtype holds",
-        todo="parameters and optimizer are as before it: look at the batch, lower the rate, clip, "
-        'or leave such steps out with on_nonfinite="skip"',
+        why="; ".join(why) or "the squares of the gradients exceed the range of their dtype",
+        todo="parameters and optimizer are as before it: check the batch, lower the rate, clip, "
+        'or skip such steps with on_nonfinite="skip"',
     )

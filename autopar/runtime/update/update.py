@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """How a program updates its parameters.
+    """Settings of a program's updates.
 
     Attributes:
-        optimizer: makes an optimizer of the local parameters, or of groups of them.
+        optimizer: creates an optimizer of the local parameters, or of groups of them.
         clip_norm: bound of the gradients' global norm, None for no bound.
-        options: of the optimizer, by name of a parameter; see `groups.options_of`.
-        ema: how much of the average of the parameters a step keeps, None for no average.
-        on_nonfinite: what becomes of a step whose loss or gradients are not finite; see
+        options: options of the optimizer, by name of a parameter; see `groups.options_of`.
+        ema: share of the parameters' average that a step keeps, None for no average.
+        on_nonfinite: treatment of steps whose loss or gradients are not finite; see
             `step_check.py`.
 
     Raises:
-        ProgramError: a bound, a part or a policy that is none.
+        ProgramError: an invalid bound, share or policy.
     """
 
     optimizer: OptimizerFactory
@@ -61,7 +61,7 @@ class Training:
 
 
 def state_bytes_of(training: Training) -> float:
-    """Bytes that are kept of what is updated, in units of its own: the optimizer's, and an average.
+    """Returns the bytes of state per byte of parameter: the optimizer's, and an average.
 
     Raises:
         ProgramError: see `optimizer.state_bytes`.
@@ -70,35 +70,35 @@ def state_bytes_of(training: Training) -> float:
 
 
 class Update:
-    """What a step does with the gradients on this rank.
+    """Applies a step's gradients on this rank.
 
     Args:
-        training: what is asked for.
-        precision: of the program.
-        trained: what this rank updates, with names of the model's parameters.
-        device: where it is.
-        bucket: bytes of parameters whose state comes together from host memory; None if it is on
-            the device.
-        held: where AdamW's step is a kernel, what is held of masters that are only rounded, by
-            their ids, which it writes too; None to leave every optimizer as it is.
-        scattered: ids of what is updated whose gradients a reduce_scatter gives.
-        weights: all that `trained` is of. Where the state is in host memory, masters are as well.
+        training: the settings.
+        precision: precision of the program.
+        trained: tensors that this rank updates, with names of the model's parameters.
+        device: their device.
+        bucket: bytes of parameters whose state is copied together from host memory; None if the
+            state is on the device.
+        held: if AdamW's step is a kernel, stored tensors of masters that only need rounding, by the
+            master's id, which the kernel also writes; None to keep every optimizer as it is.
+        scattered: ids of updated tensors whose gradients come from a reduce_scatter.
+        weights: all parameters of `trained`. If the state is in host memory, so are masters.
 
     Raises:
         ProgramError: the state is in host memory, and the optimizer does not update each parameter
-            by itself.
+            independently.
 
     Attributes:
         optimizer: a torch optimizer.
-        scaler: scales the loss; None where nothing vanishes.
-        averages: of `trained`, by the id of the parameter, in host memory where the state is; {}
-            without.
-        away: takes the state to host memory and back; None where it stays.
-        kernel: the optimizer, where its step is a kernel, else None.
-        written: ids of masters of which a step makes what is held as well.
+        scaler: the loss scaler; None if not needed.
+        averages: averages of `trained`, by the id of the parameter, in host memory if the state is;
+            {} without.
+        away: moves the state to host memory and back; None if it stays.
+        kernel: the optimizer, if its step is a kernel, else None.
+        written: ids of masters whose stored tensors a step also writes.
         check: decides whether a step is made.
-        compared: whether ranks have the same groups, whose options are then to be alike. In stages
-            an optimizer may make others.
+        compared: whether all ranks have the same groups, whose options must then be alike. Stages
+            may have different ones.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Update:
         self.training, self._trained = training, [parameter for _, parameter in trained]
         self._names = [name for name, _ in trained]
         self.compared = True
-        # Of a stage without parameters the optimizer has one without elements.
+        # In a stage without parameters, the optimizer has one without elements.
         name = next(iter(training.options), "")
         nothing = [(name, nn.Parameter(torch.zeros(0, device=device)))]
         self.optimizer = training.optimizer(grouped(trained or nothing, training.options))
         self.kernel: AdamW | None = None
         self.written: frozenset[int] = frozenset()
         if held is not None and bucket is None:
-            from autopar.runtime.update import adamw  # and Triton, where it is installed
+            from autopar.runtime.update import adamw  # imports Triton, if installed
 
             if adamw.takes(self.optimizer):
                 self.optimizer = self.kernel = adamw.AdamW(self.optimizer, held, scattered)
                 self.written = frozenset(held)
         self.scaler = Scaler(device) if precision.scaled else None
         self.check = StepCheck(training.on_nonfinite, device)
-        # Where the host need not know whether a step is made.
+        # True if the host need not know whether a step is made.
         unread = self.kernel is not None or not (self.check.wanted or precision.scaled)
         self.check.late = device.type == "cuda" and unread
         self.averages: dict[int, Tensor] = {}
@@ -149,7 +149,7 @@ class Update:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin the average with the parameters as they are."""
+        """Restarts the average from the current parameters."""
         if self.training.ema is not None:
             for parameter in self._trained:
                 mean = self.averages.setdefault(id(parameter), torch.empty_like(parameter))
@@ -158,39 +158,39 @@ class Update:
         self.settle()
 
     def settle(self) -> None:
-        """Take to host memory what lies there, after it was loaded or begun on the device."""
+        """Moves loaded or new state to host memory, if it belongs there."""
         if self.away is not None:
             self.away.settle()
 
     def averages_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Their averages, on the device."""
+        """Returns the averages of some parameters, on the device."""
         return [self.averages[id(parameter)].to(parameter.device) for parameter in parameters]
 
     @property
     def scale(self) -> float | Tensor:
-        """By what the loss is multiplied."""
+        """Factor of the loss."""
         return 1.0 if self.scaler is None else self.scaler.factor
 
     @property
     def order(self) -> Mapping[int, int]:
-        """By the ids of parameters a number; gradients of one number are to lie together."""
+        """Id of a parameter -> number; gradients with one number should be adjacent."""
         return {} if self.kernel is None else self.kernel.order
 
     def room(self, weights: Sequence[Weight]) -> Tensor | None:
-        """Where parts of gradients are to lie that come together, if that matters."""
+        """Returns a buffer for gradient shards that arrive together, if placement matters."""
         fits = all(w.scattered and w.sent == w.updated.dtype for w in weights)
         found = [w.updated for w in weights if isinstance(w.updated, nn.Parameter)]
         return self.kernel.room(found) if self.kernel is not None and fits else None
 
     @property
     def squares(self) -> Squares:
-        """What adds up the squares of all elements of some tensors."""
+        """Function that adds up the squares of all elements of some tensors."""
         return squares_of if self.kernel is None else self.kernel.squares
 
     def options(self) -> dict[str, str]:
-        """Texts of the options of the optimizer's groups, by what they are.
+        """Returns the options of the optimizer's groups as texts, by description.
 
-        Those that lie on a device are left out.
+        Options on a device are left out.
         """
         return {
             f"{name} of the optimizer's group {number}": repr(value)
@@ -200,12 +200,12 @@ class Update:
         }
 
     def compare(self) -> None:
-        """See whether all ranks have the same groups; all of them call it."""
+        """Checks whether all ranks have the same groups; all of them call it."""
         found = gathered(list(self.options()))
         self.compared = all(names == found[0] for names in found)
 
     def begin(self, options: Mapping[str, str]) -> None:
-        """Count a step.
+        """Counts a step.
 
         Raises:
             NonFiniteError: an option of the optimizer is NaN, or its rate is infinite.
@@ -222,16 +222,16 @@ class Update:
     def step(
         self, gradients: Sequence[Tensor | None], squares: Callable[[], Tensor], seen: Seen
     ) -> tuple[Tensor, Tensor | None]:
-        """Update the parameters, unless the ranks decide against it; see `step_check.py`.
+        """Updates the parameters, unless the ranks decide against it; see `step_check.py`.
 
         Args:
-            gradients: of this rank.
-            squares: gives this rank's part of the sum of the squares of all gradients.
-            seen: what else it has of the step.
+            gradients: gradients of this rank.
+            squares: returns this rank's part of the sum of the squares of all gradients.
+            seen: the rest of its report of the step.
 
         Returns:
-            The loss, added up over all ranks, and the gradients' norm before clipping, None where
-            nobody needs it.
+            The loss, summed over all ranks, and the gradients' norm before clipping, None if it is
+            not needed.
 
         Raises:
             NonFiniteError, BatchError, RanksDifferError: see `StepCheck.read`; nothing is updated.
@@ -267,7 +267,7 @@ class Update:
         return outcome.loss, norm if wanted else None
 
     def _named(self) -> tuple[Named, Named]:
-        """What is trained and its gradients, by name."""
+        """Returns parameters and gradients, by name."""
         away = {} if self.away is None else self.away.masters
         values = [away.get(id(parameter), parameter) for parameter in self._trained]
         gradients = [parameter.grad for parameter in self._trained]
@@ -276,7 +276,7 @@ class Update:
         return parameters, given
 
     def _come(self, parameters: Sequence[nn.Parameter]) -> None:
-        """What is done with those that are updated, before their state goes back."""
+        """Finishes updated parameters, before their state is copied back."""
         self._averaged(parameters)
         for weights in self._weights:
             weights.round({id(parameter) for parameter in parameters})
@@ -290,12 +290,12 @@ class Update:
                 self.averages[id(parameter)].lerp_(parameter, made * part)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is alike on all ranks and no option of the optimizer."""
+        """Returns state that is alike on all ranks and is not an option of the optimizer."""
         found = {"check": self.check.state_dict()}
         return found if self.scaler is None else {**found, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, as far as it is known there."""
+        """Continues from a saved state, as far as it has the entries."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if "check" in state:

@@ -150,7 +150,7 @@ def test_a_signal_asks_even_where_python_does_not_run(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, None)
     finally:
         signal.signal(signal.SIGUSR2, before)
-    with pytest.raises(DumpError, match="is no signal"):
+    with pytest.raises(DumpError, match="is not a signal"):
         Dump.read(Dump(signal="SIGNOT"))
 
 

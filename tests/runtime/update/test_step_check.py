@@ -200,7 +200,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
             assert f"step {BAD + 1} is not finite" in run.error
             assert run.error == runs[0][key].error  # alike on all ranks
             if not how.get("late"):
-                assert ("the input 'x' holds NaN" in run.error) == (breaks is bad_batch)
+                assert ("the input 'x' has NaN" in run.error) == (breaks is bad_batch)
                 assert "the gradient of" in run.error
                 assert breaks is bad_batch or "on rank 1" in run.error
     if how.get("state") == "ddp":
@@ -235,13 +235,13 @@ def test_an_infinite_norm_of_finite_gradients_and_bad_parameters_are_told_apart(
         pytest.raises(NonFiniteError, match="norm of its gradients inf") as caught,
     ):
         program.step(**batch(0))
-    assert "more than their dtype holds" in str(caught.value)
+    assert "exceed the range of their dtype" in str(caught.value)
     state = program.state_dict()
     state["second.bias"][3] = torch.inf
     program.load_state_dict(state)
     with pytest.raises(NonFiniteError) as caught:
         program.step(**batch(0))
-    assert "the parameter 'second.bias' holds NaN or infinite values before" in str(caught.value)
+    assert "the parameter 'second.bias' has NaN or infinite values before" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

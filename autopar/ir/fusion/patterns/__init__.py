@@ -1,4 +1,4 @@
-"""The patterns, one kernel or family a file; a file's `PATTERNS` is a tuple, found by folder."""
+"""The patterns, one kernel or family per file; each `PATTERNS` tuple is discovered by folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopar.ir.fusion.pattern import Pattern
 
 @functools.cache
 def patterns() -> tuple[Pattern, ...]:
-    """All patterns, longer ones before those that they contain.
+    """Returns all patterns, longer ones before those that they contain.
 
-    Files are taken in the order of their names, a file's patterns in its own.
+    The order is that of the file names, then that within each file.
     """
     modules = sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name)
     found = (importlib.import_module(f"{__name__}.{m.name}").PATTERNS for m in modules)
@@ -22,5 +22,5 @@ def patterns() -> tuple[Pattern, ...]:
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """By what `fuse` switches them on and off."""
+    """Returns the names that `fuse` accepts for patterns."""
     return tuple(dict.fromkeys(pattern.name for pattern in patterns()))

@@ -1,6 +1,6 @@
-"""GELU in its tanh form, written out as GPT-2 has it (arXiv:1606.08415, section 2).
+"""GELU in its tanh form, written out as in GPT-2 (arXiv:1606.08415, section 2).
 
-torch has it in one operator: nine passes over memory become one.
+torch has it as one operator, which replaces nine passes over memory by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WRITTEN_OUT = (
 
 
 def is_tanh_form(match: Match) -> bool:
-    """Whether the scale of a written-out GELU, if it is one, is the square root of 2 / π."""
+    """Returns whether the scale of a written-out GELU, if any, is the square root of 2 / π."""
     scale = match.values.get("scale")
     if scale is None:
         return True

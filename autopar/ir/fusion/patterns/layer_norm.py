@@ -1,4 +1,4 @@
-"""LayerNorm with the residual that is added before it; without one, torch's own is as fast."""
+"""LayerNorm with a preceding residual addition; without one, torch's own is as fast."""
 
 from __future__ import annotations
 

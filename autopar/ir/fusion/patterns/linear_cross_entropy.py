@@ -1,7 +1,7 @@
-"""The last linear and the cross entropy of what it gives: logits exist for some rows at a time.
+"""The last linear and its cross entropy: logits exist only for some rows at a time.
 
-Logits may be sliced in between, as who predicts the next token leaves out the last position: then
-the rows are left out before the linear.
+Logits may be sliced in between, as in next-token prediction, which drops the last position; the
+rows are then dropped before the linear.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fits(match: Match) -> bool:
 
 
 def _rows(match: Match) -> TensorType:
-    """The type of x as far as its logits count."""
+    """Returns the type of the rows of x whose logits are used."""
     kind = match.type("x")
     dim, start, end = (match.values.get(name) for name in ("dim", "start", "end"))
     if not (isinstance(dim, int) and isinstance(start, int) and isinstance(end, int)):
@@ -41,7 +41,7 @@ def _rows(match: Match) -> TensorType:
 
 
 def _write(match: Match, writer: Writer) -> None:
-    """Labels in the shape of the rows of x, from which they mostly come."""
+    """Writes the kernel with labels in the shape of the rows of x, which they usually come from."""
     x, kind = match.values["x"], _rows(match)
     source = match.node("x")
     if source is not None and kind != source.type:

@@ -1,7 +1,7 @@
-"""RMSNorm, as Hugging Face writes it and as torch does, with the residual that is added before.
+"""RMSNorm, as written by Hugging Face and by torch, with a preceding residual addition or without.
 
-The kernel rounds once, at the end; a model that rounds before it multiplies by the weight has one
-rounding more.
+The kernel rounds once, at the end; a model that rounds before it multiplies by the weight rounds
+once more.
 """
 
 from __future__ import annotations

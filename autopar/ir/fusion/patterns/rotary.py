@@ -1,7 +1,7 @@
 """Rotary position embedding with halves, as Llama has it: x cos + rotate_half(x) sin.
 
-The kernel reads the angles of the first half only. So it takes the place of the operators where the
-second half is seen to be the same: both come of `cat((angles, angles), -1)`.
+The kernel reads the angles of the first half only. It applies where the second half is provably
+equal: both come from `cat((angles, angles), -1)`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.tensor import TensorType
 
 _SPELLING = "x * cos + cat((-slice(x, 3, half, width), slice(x, 3, 0, half)), -1) * sin"
-# What changes no element's place in its row.
+# Operators that keep every element in its place.
 _ELEMENTWISE = ("aten.cos", "aten.sin", "aten.to.dtype", "aten.mul.Tensor", "autopar.detach")
 _VIEWS = ("aten.unsqueeze", "aten.reshape", "aten.expand", "aten.slice.Tensor", "aten.select.int")
 
@@ -34,7 +34,7 @@ def _fits(match: Match) -> bool:
 
 
 def _heads_first(match: Match) -> bool | None:
-    """Whether x is (batch, head, row, width), not (batch, row, head, width); None if neither."""
+    """Returns True for x of (batch, head, row, width), False for (batch, row, head, width)."""
     (_, a, b, width), cos = match.type("x").shape, match.type("cos").shape
     if cos == (1, 1, b, width):
         return True
@@ -42,7 +42,7 @@ def _heads_first(match: Match) -> bool | None:
 
 
 def _halves_are_alike(graph: Graph, node: Node) -> bool:
-    """Whether a row's second half is its first: it comes of a row that was put together so."""
+    """Returns whether the halves of each row are equal, being concatenated from equal parts."""
     while True:
         if node.op in ("aten.cat", "aten.concat"):
             parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
@@ -58,7 +58,7 @@ def _halves_are_alike(graph: Graph, node: Node) -> bool:
 
 
 def _write(match: Match, writer: Writer) -> None:
-    """The kernel on (batch, row, head, width), with the transposes around it that are needed."""
+    """Writes the kernel on (batch, row, head, width), with transposes around it if needed."""
     x, found = match.node("x"), match.found
     assert x is not None
     first = _heads_first(match)
