@@ -32,6 +32,7 @@ from autopar.ir.action import COMPUTE, COPIES, SYNC, UPDATE, Action, Row
 from autopar.ir.pipeline_step import Queue, Step, Wiring
 
 _Pair = tuple[Action, Action]  # a send and its receive
+_Key = tuple[str, int, int]  # kind, stage and copy of an action
 
 
 def complete(
@@ -66,53 +67,64 @@ def complete(
     return Step(done, schedule.placement, schedule.microbatches, wiring, queue)
 
 
-def _sends(schedule: Schedule, wiring: Wiring) -> dict[Action, list[_Pair]]:
+def _sends(schedule: Schedule, wiring: Wiring) -> dict[_Key, list[_Pair]]:
     """What is sent of an action's result, by kind, stage and copy of the action."""
-    found: dict[Action, list[_Pair]] = defaultdict(list)
+    found: dict[_Key, list[_Pair]] = defaultdict(list)
     for copy, ranks in enumerate(schedule.placement):
         for maker, reader, gradient in wiring.edges:
             if ranks[maker] == ranks[reader]:
                 continue
             send = Action("SEND_F", maker, 0, copy).towards(reader)
-            found[Action("F", maker, 0, copy)].append((send, send.counterpart))
+            found["F", maker, copy].append((send, send.counterpart))
             if gradient:
                 send = Action("SEND_B", reader, 0, copy).towards(maker)
                 for kind in "BI":
-                    found[Action(kind, reader, 0, copy)].append((send, send.counterpart))
+                    found[kind, reader, copy].append((send, send.counterpart))
     return found
 
 
-def _pairs(sends: dict[Action, list[_Pair]], action: Action) -> list[_Pair]:
+def _pairs(sends: dict[_Key, list[_Pair]], action: Action) -> list[_Pair]:
     """What is sent of an action's result."""
-    known = sends.get(Action(action.kind, action.stage, 0, action.copy), [])
-    batch = action.microbatch
+    known = sends.get((action.kind, action.stage, action.copy), ())
     return [
-        (send._replace(microbatch=batch), recv._replace(microbatch=batch)) for send, recv in known
+        (_on(send, action.microbatch), _on(receive, action.microbatch)) for send, receive in known
     ]
 
 
-def _ahead(schedule: Schedule, sends: dict[Action, list[_Pair]], ahead: int) -> list[list[Action]]:
+def _on(transfer: Action, microbatch: int) -> Action:
+    """A transfer of another microbatch; faster than `_replace`."""
+    return Action(transfer.kind, transfer.stage, microbatch, transfer.copy, 0, transfer.other)
+
+
+def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> list[list[Action]]:
     """Rows in which a receive stands `ahead` actions before its reader, or earlier.
 
     It is earlier where receives from one rank would otherwise not be in the order of their sends.
     """
     size = schedule.microbatches
     readers = {
-        (action.kind, action.stage, action.microbatch % size, action.copy): (place, action)
+        ("F" if action.kind == "F" else "B", action.stage, action.microbatch % size, action.copy): (
+            place, action.microbatch
+        )
         for row in schedule.rows
         for place, action in enumerate(one for one in row if one.kind in COMPUTE)
-    }
+        if action.kind != "W"
+    }  # fmt: skip
     links: dict[tuple[int, int], list[tuple[tuple[int, int], int, Action]]] = defaultdict(list)
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
-            for number, (_, receive) in enumerate(_pairs(sends, action)):
-                needed, reader = _reader(receive, readers, size)
+            batch = action.microbatch
+            known = sends.get((action.kind, action.stage, action.copy), ())
+            for number, (_, receive) in enumerate(known):
+                key = receive.kind[-1], receive.stage, batch % size, receive.copy
+                if key not in readers:
+                    raise _unread(_on(receive, batch))
+                needed, own = readers[key]
                 # It may be read in a later period than that in which it is sent.
-                later = (receive.microbatch - reader.microbatch) // size
+                later = (batch - own) // size
                 sent = place - later * len(row), number
                 link = rank, schedule.placement[receive.copy][receive.stage]
-                receive = receive._replace(microbatch=reader.microbatch)
-                links[link].append((sent, max(0, needed - ahead), receive))
+                links[link].append((sent, max(0, needed - ahead), _on(receive, own)))
     posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for (_, rank), receives in sorted(links.items()):
         latest = len(schedule.rows[rank])
@@ -124,26 +136,21 @@ def _ahead(schedule: Schedule, sends: dict[Action, list[_Pair]], ahead: int) -> 
             posted[rank, position].append(receive)
     rows: list[list[Action]] = []
     for rank, row in enumerate(schedule.rows):
-        rows.append([])
+        done: list[Action] = []
         computed = 0
         for action in row:
             if action.kind in COMPUTE:
-                rows[rank] += posted[rank, computed]
+                done += posted.get((rank, computed), ())
                 computed += 1
-            rows[rank].append(action)
-            rows[rank] += [send for send, _ in _pairs(sends, action)]
+            done.append(action)
+            for send, _ in sends.get((action.kind, action.stage, action.copy), ()):
+                done.append(_on(send, action.microbatch))
+        rows.append(done)
     return rows
 
 
-def _reader(
-    receive: Action, readers: dict[tuple[str, int, int, int], tuple[int, Action]], size: int
-) -> tuple[int, Action]:
-    """The action that needs what is received, and its place among those that its rank computes."""
-    for kind in "F" if receive.kind == "RECV_F" else "BI":
-        key = kind, receive.stage, receive.microbatch % size, receive.copy
-        if key in readers:
-            return readers[key]
-    raise ScheduleError(
+def _unread(receive: Action) -> ScheduleError:
+    return ScheduleError(
         f"nothing reads what {receive} brings",
         why=f"stage {receive.stage} does not run microbatch {receive.microbatch}",
         todo="add the actions that are missing",
@@ -151,7 +158,7 @@ def _reader(
 
 
 def _common(
-    schedule: Schedule, wiring: Wiring, sends: dict[Action, list[_Pair]]
+    schedule: Schedule, wiring: Wiring, sends: dict[_Key, list[_Pair]]
 ) -> list[list[Action]]:
     """Rows in which send and receive have one place in a common order: when the sender is done."""
     if not schedule.flushes:

@@ -63,7 +63,8 @@ class Schedule:
     """What every rank of a pipeline computes in one training step, or in one period.
 
     A schedule that does not flush goes on from step to step: the pipeline never runs dry. Its rows
-    are one period of the steady state, with the updates of the weights in them; see `ir/pipeline_step.py`.
+    are one period of the steady state, with the updates of weights in them; see
+    `ir/pipeline_step.py`.
 
     Attributes:
         name: of the schedule.

@@ -25,7 +25,8 @@ class Placement:
     Attributes:
         ranks: `ranks[copy][stage]` are the global ranks of that copy of a stage, row-major on the
             stage's mesh. Stages with the same first rank share their ranks.
-        rows: the complete rows of each group of ranks, in any order of groups; see `ir/pipeline_step.py`.
+        rows: the complete rows of each group of ranks, in any order of groups; see
+            `ir/pipeline_step.py`.
         microbatches: in a step, or in a period of what does not flush.
     """
 
