@@ -36,7 +36,7 @@ from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import THOROUGH
 from autopar.planning.pipelines.layered import Layered
-from autopar.planning.pipelines.search import SCHEDULES, Borders, play, search
+from autopar.planning.pipelines.search import Borders, play, search
 from autopar.planning.pipelines.stage_costs import StageCosts
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.trace import Trace
@@ -197,7 +197,6 @@ def compare(case: Published) -> dict[str, Any]:
             counts,
             Options(),
             min(memory, 1e15),
-            schedules=SCHEDULES,
             **THOROUGH,
             scaling=True,
         )

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from autopar.cli.common.console import FILE, JSON, SECONDS, WIDTH, Console, print_json, print_out
 from autopar.errors import ScheduleError
+from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt, legend
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.inter_op.schedules import Recipe, schedule, schedules
-from autopar.inter_op.transfers import Lowered, lower
 from autopar.ir.action import format_row
+from autopar.ir.pipeline_step import Step
 
 
 class _Seconds(click.ParamType[Times]):
@@ -87,7 +88,9 @@ class _Wanted:
     default=0.0,
     help="Time from one place to the next, beside the computing.",
 )
-@click.option("--lowered", is_flag=True, help="With NAME: the rows with sends and receives.")
+@click.option(
+    "--complete", "completed", is_flag=True, help="With NAME: all that every place does in a step."
+)
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -103,7 +106,7 @@ def command(
     extra: int | None,
     times: Times,
     transfer: float,
-    lowered: bool,
+    completed: bool,
     trace_json: Path | None,
     as_json: bool,
 ) -> None:
@@ -117,8 +120,8 @@ def command(
     wanted = _Wanted(ranks, microbatches, times, transfer)
     options = {"chunks": chunks, "extra": extra}
     given = {key: value for key, value in options.items() if value is not None}
-    if name is None and (given or lowered or trace_json is not None):
-        raise click.UsageError("--chunks, --extra, --lowered and --trace-json need a NAME")
+    if name is None and (given or completed or trace_json is not None):
+        raise click.UsageError("--chunks, --extra, --complete and --trace-json need a NAME")
     if name is None:
         _list(wanted, as_json)
         return
@@ -129,7 +132,7 @@ def command(
     timeline = _simulated(made, wanted)
     if trace_json is not None:
         FILE.write(trace_json, timeline.to_trace())
-    rows = lower(made) if lowered else None
+    rows = complete(made) if completed else None
     if as_json:
         print_json(_json(made, timeline, wanted, rows))
     else:
@@ -160,9 +163,7 @@ def _figures(made: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, A
     }
 
 
-def _json(
-    made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Lowered | None
-) -> dict[str, Any]:
+def _json(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> dict[str, Any]:
     """A schedule with all that is drawn of it."""
     return {
         "simulated": True,
@@ -234,7 +235,7 @@ def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
     return _figures(made, _simulated(made, wanted), wanted), ""
 
 
-def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Lowered | None) -> None:
+def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None) -> None:
     """The head, a line for each rank, the legend."""
     console = Console()
     width = console.width if console.is_terminal else WIDTH

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from autopar.inter_op.pipeline_timeline import Span, Timeline
+from autopar.ir.action import ALL
 
 IDLE = "·"
 _STYLES = {
@@ -12,6 +13,7 @@ _STYLES = {
     "B": "white on blue",
     "I": "black on cyan",
     "W": "white on magenta",
+    "U": "black on yellow",
 }
 # Of the later stages of a rank, and of other copies of the model.
 _SECOND = {
@@ -19,6 +21,7 @@ _SECOND = {
     "B": "black on bright_blue",
     "I": "black on bright_cyan",
     "W": "black on bright_magenta",
+    "U": "black on bright_yellow",
 }
 
 
@@ -44,8 +47,11 @@ def gantt(timeline: Timeline, columns: int) -> tuple[Text, ...]:
 
 def legend(timeline: Timeline) -> Text:
     """Returns the kinds of actions that there are, in their colours."""
-    words = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight backward"}
-    there = {action.kind for row in timeline.rows for action in row}
+    words = {
+        "F": "forward", "B": "backward", "I": "input backward", "W": "weight backward",
+        "U": "update",
+    }  # fmt: skip
+    there = {action.kind[0] for row in timeline.rows for action in row}
     parts = [
         part
         for kind, word in words.items()
@@ -77,11 +83,12 @@ def _line(row: tuple[Span, ...], column: float, columns: int) -> Text:
 
 def _text(span: Span, column: float) -> str:
     """Kind and microbatch if they fit, else the kind."""
-    text = f"{span.action.kind}{span.action.microbatch}"
-    return text if round((span.end - span.start) / column) >= len(text) else span.action.kind
+    letter, batch = span.action.kind[0], span.action.microbatch
+    text = letter if batch == ALL else f"{letter}{batch}"
+    return text if round((span.end - span.start) / column) >= len(text) else letter
 
 
 def _style(span: Span, row: tuple[Span, ...]) -> str:
     first = min(other.action.stage for other in row if other.action.copy == span.action.copy)
     own = span.action.copy == 0 and span.action.stage == first
-    return (_STYLES if own else _SECOND)[span.action.kind]
+    return (_STYLES if own else _SECOND)[span.action.kind[0]]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.inter_op.schedule import Row
-from autopar.ir.action import Action
+from autopar.ir.action import ALL, UPDATE, Action, Row
 
 Floats = NDArray[np.float64]
 
@@ -30,12 +30,14 @@ class Timeline:
     """One training step of a pipeline in time; nothing here is measured.
 
     Attributes:
-        rows: the actions of each rank.
+        rows: the actions that take a rank's time: those that compute, and updates where they
+            take any.
         starts: seconds at which they begin, an array for each rank.
         ends: seconds at which they end.
         peak_activations: for each rank, how many activations of one stage and microbatch it keeps
             at the peak.
         peak_bytes: for each rank, the most bytes of activations that it keeps at a time.
+        sends: gives what travels between ranks, see `transfers`.
     """
 
     rows: tuple[Row, ...]
@@ -43,6 +45,12 @@ class Timeline:
     ends: tuple[Floats, ...]
     peak_activations: tuple[int, ...]
     peak_bytes: tuple[float, ...]
+    sends: Callable[[], tuple[Span, ...]] = field(default=tuple, repr=False)
+
+    @cached_property
+    def transfers(self) -> tuple[Span, ...]:
+        """Sends that take time, with the rank that sends and the time on their link."""
+        return self.sends()
 
     @cached_property
     def seconds(self) -> float:
@@ -50,28 +58,41 @@ class Timeline:
         return max((float(end[-1]) for end in self.ends if len(end)), default=0.0)
 
     @cached_property
+    def _working(self) -> list[tuple[Floats, Floats]]:
+        """Starts and ends of each rank without the update that ends a flushed step."""
+        ends = [sum(a.kind == UPDATE and a.microbatch == ALL for a in row) for row in self.rows]
+        return [
+            (start[: len(start) - own], end[: len(end) - own])
+            for start, end, own in zip(self.starts, self.ends, ends, strict=True)
+        ]
+
+    @cached_property
+    def computed(self) -> float:
+        """Seconds until the last rank is done, but for the update that ends a flushed step."""
+        return max((float(end[-1]) for _, end in self._working if len(end)), default=0.0)
+
+    @cached_property
     def period(self) -> float:
         """Seconds between the first and the last action of the rank where that is longest.
 
         It is the time of a step where the next step begins on a rank before others have ended.
         """
-        spans = zip(self.starts, self.ends, strict=True)
+        spans = self._working
         return max((float(end[-1] - start[0]) for start, end in spans if len(end)), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds in which each rank computes."""
-        spans = zip(self.starts, self.ends, strict=True)
-        return tuple(float((end - start).sum()) for start, end in spans)
+        """Seconds in which each rank computes, or updates before the end of a step."""
+        return tuple(float((end - start).sum()) for start, end in self._working)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Which part of the step each rank is idle."""
-        return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
+        """Which part of `computed` each rank is idle."""
+        return tuple(1 - busy / self.computed if self.computed else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Which part of the step ranks are idle, on average."""
+        """Returns the part of `computed` in which ranks are idle, on average."""
         return max(0.0, sum(self.idle) / len(self.idle))  # sums of seconds are rounded
 
     @property

@@ -1,4 +1,4 @@
-"""Schedule: which rank does what in which order, as a value."""
+"""Schedule: which rank computes what in which order, as a value; see `complete.py` for the rest."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import NamedTuple, overload
 
 from autopar.errors import ScheduleError
-from autopar.ir.action import Action, format_row
+from autopar.ir.action import Action, Row, format_row
 
-Row = tuple[Action, ...]
+__all__ = ["Row", "Rows", "Schedule", "Times", "check_sizes", "fraction", "line", "loop", "vee"]
 
 
 class Rows(Sequence[Row]):
@@ -60,14 +60,19 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one training step.
+    """What every rank of a pipeline computes in one training step, or in one period.
+
+    A schedule that does not flush goes on from step to step: the pipeline never runs dry. Its rows
+    are one period of the steady state, with the updates of weights in them; see
+    `ir/pipeline_step.py`.
 
     Attributes:
         name: of the schedule.
         stages: number of stages that the model is cut into.
-        microbatches: in a step, of all copies together.
-        rows: the actions (F, B, I, W) of each rank in their order. Nothing in them says when an
-            action runs: it runs once the one before it has ended and what it needs is there.
+        microbatches: in a step, of all copies together; or in a period.
+        rows: the actions (F, B, I, W) of each rank in their order, and UPDATE where the schedule
+            does not flush. Nothing in them says when an action runs: it runs once the one before it
+            has ended and what it needs is there.
         placement: `placement[copy][stage]` is the rank that holds that copy of that stage.
         in_flight: for each rank, how many forwards at most are waiting for the end of their
             backward at a time; each keeps the activations of one stage and one microbatch.
@@ -77,6 +82,12 @@ class Schedule:
         joined: the published bubble counts the time between a rank's own first and last action,
             as if the next step began wherever a rank is ready (arXiv:2401.10241, section 4: the
             optimizer does not wait for other ranks). Otherwise it counts the whole step.
+        flushes: whether a step ends with an update of all stages, before the next one begins.
+        warm_up: periods until the rows are those of the steady state; 0 where a schedule flushes.
+        versions: of the weights that each stage holds, by stage; () for one everywhere.
+        staleness: by how many updates at most the weights behind a gradient are older than those
+            that it updates, by stage; () for 0 everywhere.
+        stashes: whether a backward runs on the weights that its forward saw.
     """
 
     name: str
@@ -87,6 +98,11 @@ class Schedule:
     in_flight: tuple[int, ...]
     bubble: Callable[[Times], float | None] = field(repr=False, compare=False)
     joined: bool = False
+    flushes: bool = True
+    warm_up: int = 0
+    versions: tuple[int, ...] = ()
+    staleness: tuple[int, ...] = ()
+    stashes: bool = True
 
     @property
     def ranks(self) -> int:

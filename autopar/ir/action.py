@@ -1,15 +1,29 @@
-"""Action: one thing that a rank of a pipeline does, written "F2.5", and what must come before it.
+"""Action: one thing that a rank of a pipeline does in a step, written "F2.5".
 
-| kind | text | what it is |
+| kind | text | meaning |
 |---|---|---|
 | F | `F2.5` | forward of stage 2 on microbatch 5 |
 | B | `B2.5` | its whole backward |
 | I, W | `I2.5`, `W2.5` | the halves of a split backward: gradients of the input, of the weights |
 | SEND_F, RECV_F | `SEND_F2.5`, `RECV_F3.5` | stage 2 sends its output to stage 3 |
 | SEND_B, RECV_B | `SEND_B3.5`, `RECV_B2.5` | stage 3 sends the gradient of its input to stage 2 |
-| REDUCE | `REDUCE2` | gradients of stage 2 are added up over the copies of the stage |
+| SYNC | `SYNC2` | gradients of stage 2 are added up over the devices that hold replicas |
+| SYNC_BEGIN, SYNC_AWAIT | `SYNC_BEGIN2.5` | the same in two parts, with other work in between |
+| UPDATE | `UPDATE2`, `UPDATE2.5` | the optimizer updates the weights of stage 2 |
 
-A prime marks the second copy of a stage, two the third: `F2.5'` is Chimera's other direction.
+Marks that an action may carry, in this order:
+
+- `'` the second copy of a stage, `''` the third: `F2.5'` is Chimera's other direction.
+- `@1` on older weights: those of one update before the newest ones, `F2.5@1`.
+- `>4`, `<0` a transfer that skips stages: `SEND_F2.5>4` to stage 4, `RECV_F3.5<0` from stage 0.
+- `/copies` a SYNC over all copies of parameters: of the whole stage in its other copies, or of the
+  named ones, which other stages hold too: `SYNC0/copies(wte.weight)`.
+
+Microbatches are numbered within a period of the schedule; `B2.-1` is the backward of the last one
+of the period before. An UPDATE with a number takes the gradients up to that microbatch, and
+concerns its own stage; one without ends a flushed step, and all ranks decide together whether it
+is made. SYNCs over copies that stand side by side in a row are one exchange, and so are UPDATEs
+without a number.
 """
 
 from __future__ import annotations
@@ -17,62 +31,123 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import Final, NamedTuple
+from urllib.parse import quote, unquote
 
 from autopar.errors import ScheduleError
 
 COMPUTE: Final = ("F", "B", "I", "W")
 TRANSFER: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-REDUCE: Final = "REDUCE"
-ALL: Final = -1  # the microbatch of an action that concerns them all
+SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE = "SYNC", "SYNC_BEGIN", "SYNC_AWAIT", "UPDATE"
+ENDING: Final = (SYNC, SYNC_BEGIN, SYNC_AWAIT, UPDATE)  # what becomes of gradients
+KINDS: Final = (*COMPUTE, *TRANSFER, *ENDING)
+ALL: Final = -(2**31)  # the microbatch of an action that concerns them all
+COPIES: Final = "copies"
+_NEIGHBOUR: Final = -1  # the other stage of most transfers
 
-_TEXT = re.compile(r"(?P<kind>[A-Z_]+?)(?P<stage>\d+)(?:\.(?P<microbatch>\d+))?(?P<primes>'*)\Z")
+_TEXT = re.compile(
+    r"(?P<kind>[A-Z_]+?)(?P<stage>\d+)(?:\.(?P<microbatch>-?\d+))?(?P<primes>'*)(?:@(?P<age>\d+))?"
+    r"(?:(?P<way>[<>])(?P<other>\d+))?(?:/(?P<over>[a-z]+)(?:\((?P<names>[^()\s]+)\))?)?\Z"
+)
+_UNQUOTED = "[]:-"  # in names of parameters, beside letters, digits, dots and underscores
 
 
 class Action(NamedTuple):
     """One action; `str` gives what `parse` reads.
 
     Attributes:
-        kind: one of COMPUTE or TRANSFER, or REDUCE.
+        kind: one of KINDS.
         stage: number of the stage, from 0, that computes, sends or receives.
-        microbatch: number of the microbatch, from 0; ALL for REDUCE.
+        microbatch: its number in the period, negative in those before; ALL for all of a step.
         copy: which copy of the stage, from 0, where a schedule trains several (Chimera).
+        age: by how many updates the weights are older than the newest ones.
+        other: the stage at the other end of a transfer, where that is no neighbour, else -1; see
+            `partner`.
+        over: of a SYNC, COPIES for that of parameters which several stages hold, else "".
+        names: keys of the parameters that a SYNC concerns, () for all of the stage.
     """
 
     kind: str
     stage: int
     microbatch: int = ALL
     copy: int = 0
+    age: int = 0
+    other: int = _NEIGHBOUR
+    over: str = ""
+    names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        batch = "" if self.microbatch == ALL else f".{self.microbatch}"
-        return f"{self.kind}{self.stage}{batch}{self.copy * chr(39)}"
+        text = f"{self.kind}{self.stage}"
+        if self.microbatch != ALL:
+            text += f".{self.microbatch}"
+        if self.copy or self.age:
+            text += self.copy * "'" + (f"@{self.age}" if self.age else "")
+        if self.other != _NEIGHBOUR:
+            text += f"{'>' if self.kind.startswith('SEND') else '<'}{self.other}"
+        if self.over:
+            names = ",".join(quote(name, safe=_UNQUOTED) for name in self.names)
+            text += f"/{self.over}" + (f"({names})" if names else "")
+        return text
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read "F2.5", "SEND_B3.0'" or "REDUCE2".
+        """Read "F2.5", "SEND_B3.0'", "F0.1@1" or "UPDATE2".
 
         Raises:
             ScheduleError: the text is no action.
         """
         match = _TEXT.match(text.strip())
-        if match is None or match["kind"] not in (*COMPUTE, *TRANSFER, REDUCE):
+        if match is None or match["kind"] not in KINDS:
             raise ScheduleError(
                 f"cannot read the action {text!r}",
                 why="an action is a kind, a stage, a dot and a microbatch; the kinds are "
-                + ", ".join((*COMPUTE, *TRANSFER, REDUCE)),
+                + ", ".join(KINDS),
                 todo="write e.g. F2.5, the forward of stage 2 on microbatch 5",
             )
-        if (match["kind"] == REDUCE) != (match["microbatch"] is None):
+        kind, transfer, ending = match["kind"], match["other"], match["kind"] in ENDING
+        fits = [
+            ending or match["microbatch"] is not None,
+            not match["age"] or kind in COMPUTE,
+            not transfer or match["way"] == {"SEND": ">", "RECV": "<"}.get(kind[:4]),
+            not match["over"] or (kind == SYNC and match["over"] == COPIES),
+        ]
+        if not all(fits):
             raise ScheduleError(
                 f"cannot read the action {text!r}",
-                why="REDUCE concerns all microbatches, every other kind one",
-                todo="write e.g. REDUCE2 and F2.5",
+                why="SYNC and UPDATE may concern all microbatches, every other kind one; @ belongs"
+                " to what computes, > to what sends, < to what receives, /copies to SYNC",
+                todo="write e.g. UPDATE2, F2.5@1, SEND_F2.5>4, RECV_F4.5<2 and SYNC2/copies",
             )
-        batch = ALL if match["microbatch"] is None else int(match["microbatch"])
-        return cls(match["kind"], int(match["stage"]), batch, len(match["primes"]))
+        stage, batch = int(match["stage"]), int(match["microbatch"] or ALL)
+        made = cls(kind, stage, batch, len(match["primes"]), int(match["age"] or 0))
+        names = tuple(map(unquote, match["names"].split(","))) if match["names"] else ()
+        made = made._replace(over=match["over"] or "", names=names)
+        return made if transfer is None else made.towards(int(transfer))
+
+    @property
+    def partner(self) -> int:
+        """The stage at the other end of a transfer."""
+        if self.other != _NEIGHBOUR:
+            return self.other
+        return self.stage + (1 if self.kind in ("SEND_F", "RECV_B") else -1)
+
+    def towards(self, stage: int) -> Action:
+        """This transfer to or from another stage."""
+        neighbour = self._replace(other=_NEIGHBOUR)
+        return neighbour if neighbour.partner == stage else self._replace(other=stage)
+
+    @property
+    def counterpart(self) -> Action:
+        """The receive of a send, the send of a receive."""
+        side, letter = self.kind.split("_")
+        kind = f"{'RECV' if side == 'SEND' else 'SEND'}_{letter}"
+        turned = Action(kind, self.partner, self.microbatch, self.copy)
+        return turned.towards(self.stage)
 
 
-def parse_row(text: str) -> tuple[Action, ...]:
+Row = tuple[Action, ...]
+
+
+def parse_row(text: str) -> Row:
     """Returns the actions of a row such as "F0.0 F0.1 B0.0 B0.1"; ScheduleError as `parse`."""
     return tuple(map(Action.parse, text.split()))
 
@@ -80,25 +155,3 @@ def parse_row(text: str) -> tuple[Action, ...]:
 def format_row(row: Iterable[Action]) -> str:
     """Returns the inverse of `parse_row`."""
     return " ".join(map(str, row))
-
-
-def dependencies(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Returns what must be done before a compute action can run.
-
-    Each entry lists alternatives of which exactly one is in a schedule: the gradient that a
-    backward needs comes from a whole backward (B) or from an input backward (I).
-
-    Args:
-        action: F, B, I or W.
-        stages: of the pipeline; its last stage computes the loss, so that its backward needs no
-            gradient from elsewhere.
-    """
-    kind, stage, microbatch, copy = action
-    if kind == "F":
-        return ((Action("F", stage - 1, microbatch, copy),),) if stage else ()
-    if kind == "W":
-        return ((Action("I", stage, microbatch, copy),),)
-    own = (Action("F", stage, microbatch, copy),)
-    if stage == stages - 1:
-        return (own,)
-    return (own, tuple(Action(half, stage + 1, microbatch, copy) for half in "BI"))

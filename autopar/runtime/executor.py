@@ -158,7 +158,6 @@ class Executor:
             self.gradients.collect()
             self.writes.settle()
         with part(PHASE, "optimizer"):
-            gradients = self.weights.gradients
             everyone = self._everyone
             seen = Seen(
                 loss / everyone.size,
@@ -168,8 +167,7 @@ class Executor:
                 everyone.reduce,
                 self._intake.differences,
             )
-            _, norm = self.update.step(gradients, self._squares, seen)
-            self.weights.gather(self.update.written)
+            _, norm = self.update.step(self._squares, seen)
         return loss.detach(), norm
 
     def _squares(self) -> Tensor:

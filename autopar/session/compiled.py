@@ -9,6 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,16 +18,19 @@ from torch import Tensor, nn
 from autopar.capture.capture import Captured
 from autopar.codegen.emit import emit
 from autopar.errors import PlanError, ProgramError
+from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
+from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
 from autopar.planning.pipelines.stages import stage_graphs
+from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
@@ -125,6 +129,11 @@ class Compiled:
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the stages of a pipeline run, and when; raises as `placement_of`."""
+        return placement_of(self.plan, wiring_of(graphs_of(self.captured.graph, self.plan)))
+
     @property
     def tied(self) -> dict[str, str]:
         """Further names of parameters -> the name that holds them."""
@@ -159,7 +168,7 @@ class Compiled:
                 modules[0], runtime, values, training, tied=self.tied,
                 cuda_graph=running.cuda_graph,
             )  # fmt: skip
-        placement = placement_of(self.plan)
+        placement = self.placement
         refuse_for_stages(self.plan.schedule, placement, running)
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied
@@ -219,7 +228,7 @@ class Compiled:
         program = program_source(
             f"{self.captured.graph.name} in {len(plan.stages)} stages on {plan.mesh}",
             names,
-            placement_of(plan),
+            self.placement,
             self.inputs,
             [line.plain for line in picture],
         )
@@ -242,8 +251,12 @@ def groups_of(plan: Plan) -> int:
     return len({start for stage in plan.stages for start in stage.starts})
 
 
-def placement_of(plan: Plan) -> Placement:
+def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     """Where the stages of a plan run, and when.
+
+    Args:
+        plan: of a pipeline.
+        wiring: of its stages.
 
     Raises:
         ScheduleError: there is no such schedule for the plan's sizes.
@@ -270,7 +283,7 @@ def placement_of(plan: Plan) -> Placement:
     ranks = tuple(
         tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
     )
-    return Placement(ranks, tuple(schedule.rows), plan.microbatches)
+    return Placement(ranks, complete(schedule, wiring).rows, plan.microbatches)
 
 
 def refuse_for_stages(schedule: str, placement: Placement, running: Running) -> None:

@@ -84,11 +84,14 @@ def test_options_of_schedules_and_transfers() -> None:
     assert eager["in_flight"] == [4, 3, 2, 1]
 
 
-def test_lowered_rows_are_printed_with_sends_and_receives() -> None:
-    text = run("1f1b", "--stages", 2, "--microbatches", 1, "--lowered").stdout
-    assert "0: RECV_B0.0 F0.0 SEND_F0.0 B0.0\n1: RECV_F1.0 F1.0 B1.0 SEND_B1.0\n" in text
-    found = json.loads(run("chimera", "--stages", 2, "--lowered", "--json").stdout)
-    assert all(row.endswith(("REDUCE1'", "REDUCE1")) for row in found["rows"])
+def test_complete_rows_are_printed_with_all_that_a_step_is() -> None:
+    text = run("1f1b", "--stages", 2, "--microbatches", 1, "--complete").stdout
+    assert (
+        "0: RECV_B0.0 F0.0 SEND_F0.0 B0.0 SYNC0 UPDATE0\n"
+        "1: RECV_F1.0 F1.0 B1.0 SEND_B1.0 SYNC1 UPDATE1\n"
+    ) in text
+    found = json.loads(run("chimera", "--stages", 2, "--complete", "--json").stdout)
+    assert all("SYNC1'/copies" in row or "SYNC1/copies" in row for row in found["rows"])
     assert format_row(parse_row(found["rows"][0])) == found["rows"][0]
 
 

@@ -28,6 +28,7 @@ from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline_step import Wiring
 from autopar.ir.verify import verify
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
@@ -111,7 +112,11 @@ def emitted(plan: StagePlan) -> str:
 def _plan(path: Path) -> object:
     plan = Plan.load(path)
     assert Plan.from_toml(plan.to_toml()) == plan
-    return placement_of(plan) if plan.is_pipeline else emitted(plan.stage)
+    return (
+        placement_of(plan, Wiring.chain(len(plan.stages)))
+        if plan.is_pipeline
+        else emitted(plan.stage)
+    )
 
 
 def _graph(path: Path) -> object:

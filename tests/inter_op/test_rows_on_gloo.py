@@ -1,4 +1,4 @@
-"""Lowered rows on four gloo ranks, without tags: every action gets what it needs."""
+"""Complete rows on four gloo ranks, without tags: every action gets what it needs."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.inter_op.complete import complete
 from autopar.inter_op.schedules import schedule, schedules
-from autopar.inter_op.transfers import Lowered, Queue, lower
-from autopar.ir.action import COMPUTE, REDUCE, TRANSFER, Action
+from autopar.ir.action import COMPUTE, COPIES, TRANSFER, Action
+from autopar.ir.pipeline_step import Queue, Step
 from tests.support.ranks import run_ranks
 
 
-def _train(lowered: Lowered, groups: dict[int, dist.ProcessGroup]) -> int:
+def _train(step: Step, groups: dict[int, dist.ProcessGroup]) -> int:
     """Runs this rank's row; what is sent says what it is. Returns the number of transfers."""
     rank = dist.get_rank()
     waiting: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
     transfers = 0
-    for action in lowered.rows[rank]:
-        kind, stage, batch, copy = action
+    for action in step.rows[rank]:
+        kind, stage, batch, copy = action[:4]
         transfers += kind in TRANSFER
         if kind.startswith("SEND"):
             sent = torch.tensor([ord(kind[-1]), stage, batch, copy])
-            waiting[action] = (dist.isend(sent, lowered.peer(action)), sent)
+            waiting[action] = (dist.isend(sent, step.peer(action)), sent)
         elif kind.startswith("RECV"):
             got = torch.zeros(4, dtype=torch.int64)
-            waiting[action] = (dist.irecv(got, lowered.peer(action)), got)
-        elif kind == REDUCE:
+            waiting[action] = (dist.irecv(got, step.peer(action)), got)
+        elif action.over == COPIES:
             copies = torch.ones(1)
             dist.all_reduce(copies, group=groups[stage])
-            assert copies.item() == lowered.schedule.copies
+            assert copies.item() == len(step.placement)
         elif kind in COMPUTE and kind != "W":
             letter = "F" if kind == "F" else "B"
             receive = action._replace(kind=f"RECV_{letter}")
@@ -46,13 +47,13 @@ def _train(lowered: Lowered, groups: dict[int, dist.ProcessGroup]) -> int:
 def _all(names: list[str], queue: Queue) -> dict[str, int]:
     found = {}
     for name in names:
-        lowered = lower(schedule(name, 4, 8), queue)
+        step = complete(schedule(name, 4, 8), None, queue)
         groups = {}
-        if lowered.schedule.copies > 1:
-            for stage in range(lowered.schedule.stages):
-                held = sorted(ranks[stage] for ranks in lowered.schedule.placement)
+        if len(step.placement) > 1:
+            for stage in range(step.stages):
+                held = sorted(ranks[stage] for ranks in step.placement)
                 groups[stage] = dist.new_group(held)
-        found[name] = _train(lowered, groups)
+        found[name] = _train(step, groups)
     return found
 
 
@@ -62,7 +63,7 @@ def test_rows_meet_on_gloo(queue: Queue) -> None:
     names = [*schedules()]
     found = run_ranks(_all, names, queue)
     for name in names:
-        lowered = lower(schedule(name, 4, 8), queue)
-        moved = [sum("_" in one.kind for one in row) for row in lowered.rows]
+        step = complete(schedule(name, 4, 8), None, queue)
+        moved = [sum(one.kind in TRANSFER for one in row) for row in step.rows]
         assert [ranks[name] for ranks in found] == moved
         assert min(moved) >= 16

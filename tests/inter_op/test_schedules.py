@@ -23,7 +23,8 @@ from autopar.inter_op.schedule import Schedule, Times
 from autopar.inter_op.schedule_time import Prepared, StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule, schedules
 from autopar.inter_op.schedules.dualpipe_v import published
-from autopar.ir.action import Action, dependencies
+from autopar.ir.action import Action
+from autopar.ir.pipeline_step import Wiring
 
 NAMES = tuple(schedules())
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
@@ -52,7 +53,7 @@ def prepared(name: str) -> dict[tuple[int, int], Prepared]:
 
 def run(name: str, ranks: int, microbatches: int, times: Times) -> Timeline:
     made = prepared(name)[ranks, microbatches]
-    return made.run([StageCost(*times)] * made.schedule.stages)
+    return made.run([StageCost(*times)] * made.step.stages)
 
 
 def play(made: Schedule, times: Times) -> list[list[tuple[Action, float, float]]]:
@@ -68,7 +69,7 @@ def play(made: Schedule, times: Times) -> list[list[tuple[Action, float, float]]
                 action = actions[len(row)]
                 needs = [
                     [ended[one] for one in alternatives if one in ended]
-                    for alternatives in dependencies(action, made.stages)
+                    for alternatives in Wiring.chain(made.stages).needs(action)
                 ]
                 if not all(needs):
                     break
@@ -220,7 +221,7 @@ def blocks(made: Schedule, times: Times, together: float) -> float:
         moved = False
         for rank, cells in enumerate(rows):
             while cells:
-                needs = [need for one in cells[0] for need in dependencies(one, made.stages)]
+                needs = [need for one in cells[0] for need in Wiring.chain(made.stages).needs(one)]
                 ready = [[ended[one] for one in need if one in ended] for need in needs]
                 if not all(ready):
                     break

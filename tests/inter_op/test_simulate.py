@@ -15,7 +15,8 @@ from autopar.inter_op.gantt import IDLE, gantt, legend
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, prepare, simulate
 from autopar.inter_op.schedules import schedule, schedules
-from autopar.ir.action import Action, dependencies, parse_row
+from autopar.ir.action import Action, parse_row
+from autopar.ir.pipeline_step import Wiring
 
 
 def play(made: Schedule, costs: list[StageCost], transfers: list[float]) -> dict[Action, float]:
@@ -39,7 +40,7 @@ def play(made: Schedule, costs: list[StageCost], transfers: list[float]) -> dict
                     continue
                 needs = [
                     next((one for one in alternatives if one in ended), None)
-                    for alternatives in dependencies(action, made.stages)
+                    for alternatives in Wiring.chain(made.stages).needs(action)
                 ]
                 if None in needs or (at and row[at - 1] not in ended):
                     break
@@ -134,7 +135,11 @@ def test_actions_that_wait_for_one_another_are_named() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(stuck, [StageCost()] * 2)
     text = str(caught.value)
-    for part in ("B0.0 waits for B1.0 on rank 1", "F1.1 waits for F0.1 on rank 0", "ranks 0, 1"):
+    for part in (
+        "B0.0 waits for SEND_B1.0 on rank 1",
+        "F1.1 waits for SEND_F0.1 on rank 0",
+        "ranks 0, 1",
+    ):
         assert part in text
     backwards = replace(made, rows=(made.rows[0][::-1], made.rows[1]))
     with pytest.raises(DeadlockError, match=r"B0\.1 waits for what comes after it"):
@@ -146,8 +151,8 @@ def test_a_circle_of_three_ranks_is_followed_round() -> None:
     rows = ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1", "F2.0 F2.1 B2.0 B2.1")
     with pytest.raises(DeadlockError) as caught:
         simulate(replace(made, rows=tuple(map(parse_row, rows))), [StageCost()] * 3)
-    assert "F1.1 waits for F0.1" in str(caught.value)
-    assert "B0.0 waits for B1.0" in str(caught.value)
+    assert "F1.1 waits for SEND_F0.1" in str(caught.value)
+    assert "B0.0 waits for SEND_B1.0" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from autopar.errors import (
 )
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline_step import Wiring
 from autopar.ir.stage_graphs import cut
 from autopar.passes.normalise import FINDING, prepare
 from autopar.plan import Plan
@@ -48,6 +49,7 @@ from tests.support import models
 
 DEVICE = "toy[1GFLOP/s 64GiB 1GB/s]"
 LINE = Mesh.parse(f"{DEVICE}: gpu=4 @10GB/s 1us")
+CHAIN = Wiring.chain(2)
 
 
 @pytest.fixture(scope="module")
@@ -209,13 +211,13 @@ def test_damaged_plans_are_refused(plan: Plan, old: str, new: str, error: str) -
 
 
 def test_stages_stand_where_the_schedule_wants_them(plan: Plan) -> None:
-    assert placement_of(plan).ranks == (((0, 1), (2, 3)),)
+    assert placement_of(plan, CHAIN).ranks == (((0, 1), (2, 3)),)
     first, second = plan.stages
     turned = replace(plan, schedule="zb_v", stages=(first, second))
     with pytest.raises(PlanError, match="do not stand as the schedule 'zb_v'"):
-        placement_of(turned)
+        placement_of(turned, CHAIN)
     with pytest.raises(ScheduleError, match="there is no schedule"):
-        placement_of(replace(plan, schedule="2f2b"))
+        placement_of(replace(plan, schedule="2f2b"), CHAIN)
 
 
 def test_plans_for_others_are_refused(mlp: Captured, plan: Plan) -> None:

@@ -21,8 +21,10 @@ from autopar.planning.pipelines.stages import (
     legal_cuts,
     plan_stages,
     schedule_of,
+    stage_graphs,
     weights,
 )
+from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.trace import Trace
 from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load
@@ -194,7 +196,7 @@ class Jobs:
             case,
             plan,
             Compiled.of(captured, plan, Options(), Trace(None)).sources,
-            placement_of(plan),
+            placement_of(plan, wiring_of(stage_graphs(captured.graph, plan.ends, Trace(None)))),
         )
 
     def train(self) -> list[Run]:

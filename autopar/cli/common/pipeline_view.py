@@ -16,6 +16,7 @@ from autopar.cli.common.console import FILE, WIDTH, Console, print_json, print_o
 from autopar.cli.common.opened import Opened
 from autopar.cost.device import device
 from autopar.inter_op.gantt import gantt, legend
+from autopar.ir.action import UPDATE
 from autopar.ir.graph import Graph
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.planning.pipelines.simulated import Simulated
@@ -140,14 +141,13 @@ def to_json(opened: Opened) -> dict[str, Any]:
 
 def to_trace(opened: Opened) -> str:
     """The simulated step in Chrome's trace format, in the form of a measured one."""
-    step, stages = opened.step, opened.step.stages
+    step = opened.step
     place = {
         (number, copy): stage.starts[copy]
         for number, stage in enumerate(opened.plan.stages)
         for copy in range(len(stage.starts))
     }
     events: list[dict[str, Any]] = []
-    free: dict[tuple[int, int], float] = {}
     for ranks in step.ranks:
         title = f"rank{'s' * (len(ranks) > 1)} {_span(ranks)}, simulated"
         first = ranks[0]
@@ -155,24 +155,12 @@ def to_trace(opened: Opened) -> str:
         events += [
             _named("thread_name", first, at, row) for at, row in enumerate(("step", "network"))
         ]
-    for span in sorted((s for row in step.timeline.spans for s in row), key=lambda s: s.end):
-        action = span.action
-        here = place[action.stage, action.copy]
-        events.append(_event(str(action), "action", here, 0, span.start, span.end))
-        to = action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-        there = place.get((to, action.copy), here)
-        if there != here:
-            figures = stages[max(to, action.stage)]
-            seconds = figures.arriving if action.kind == "F" else figures.returning
-            begin = max(span.end, free.get((here, there), 0.0))
-            free[here, there] = begin + seconds
-            kind = "SEND_F" if action.kind == "F" else "SEND_B"
-            name = str(action._replace(kind=kind))
-            events.append(_event(name, "communication", here, 1, begin, begin + seconds))
-    for ranks in step.ranks:
-        begin = step.timeline.seconds
-        name = "gradients and optimizer"
-        events.append(_event(name, "phase", ranks[0], 0, begin, begin + step.once))
+    spans = [(span, 0) for row in step.timeline.spans for span in row]
+    spans += [(span, 1) for span in step.timeline.transfers]
+    for span, thread in sorted(spans, key=lambda one: one[0].end):
+        kind = "phase" if span.action.kind == UPDATE else ("action", "communication")[thread]
+        here = place[span.action.stage, span.action.copy]
+        events.append(_event(str(span.action), kind, here, thread, span.start, span.end))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 

@@ -5,7 +5,10 @@ A module holds
 - `NAME`: what the schedule is called;
 - `NEEDS`: which sizes it takes, in words;
 - `schedule(ranks, microbatches, **options)`: a pure function that returns a `Schedule`, or raises
-  ScheduleError where the sizes do not fit.
+  ScheduleError where the sizes do not fit;
+- `CANDIDATES`, if a search for a pipeline is to consider it: the texts of its options, `("",)` for
+  none;
+- `ALLOW`, if it changes what is computed: what a user has to allow, `"stale gradients"`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any, Protocol
 
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule
+
+_OPTIONAL = ("CANDIDATES", "ALLOW")
 
 
 class Build(Protocol):
@@ -35,12 +40,16 @@ class Recipe:
         summary: what it does, a sentence.
         needs: which sizes it takes.
         build: makes it.
+        candidates: texts of the options with which a search considers it.
+        allow: what has to be allowed, "" if it computes what one device does.
     """
 
     name: str
     summary: str
     needs: str
     build: Build
+    candidates: tuple[str, ...] = ()
+    allow: str = ""
 
 
 def schedules() -> dict[str, Recipe]:
@@ -61,8 +70,63 @@ def schedules() -> dict[str, Recipe]:
                 todo="give one of them another NAME",
             )
         summary = (module.__doc__ or "").partition("\n")[0]
-        found[module.NAME] = Recipe(module.NAME, summary, module.NEEDS, module.schedule)
+        own = {key.lower(): getattr(module, key) for key in _OPTIONAL if hasattr(module, key)}
+        found[module.NAME] = Recipe(module.NAME, summary, module.NEEDS, module.schedule, **own)
     return dict(sorted(found.items()))
+
+
+def candidates(allow: str = "") -> tuple[str, ...]:
+    """Returns the schedules that a search considers, "1f1b" or "interleaved_1f1b chunks=2".
+
+    Those without options come first, others in the order of their files.
+
+    Args:
+        allow: what is allowed, see `allowed`.
+    """
+    known = allowed(allow)
+    texts = [
+        f"{recipe.name} {options}".strip()
+        for recipe in schedules().values()
+        if recipe.allow in ("", *known)
+        for options in recipe.candidates
+    ]
+    return tuple(sorted(texts, key=lambda text: " " in text))
+
+
+def allowed(text: str) -> frozenset[str]:
+    """Returns what a text such as "stale gradients" allows.
+
+    Raises:
+        ScheduleError: no schedule asks for it.
+    """
+    asked = frozenset(part for part in (part.strip() for part in text.split(",")) if part)
+    known = {recipe.allow for recipe in schedules().values() if recipe.allow}
+    for one in sorted(asked - known):
+        raise ScheduleError(
+            f"there is nothing {one!r} to allow",
+            why="schedules ask for " + (", ".join(map(repr, sorted(known))) or "nothing"),
+            todo="allow one of these, or leave it out",
+        )
+    return asked
+
+
+def check_allowed(text: str, allow: str) -> None:
+    """Returns where a schedule may be used.
+
+    Args:
+        text: its name, with options.
+        allow: what is allowed.
+
+    Raises:
+        ScheduleError: it changes what is computed, and that is not allowed.
+    """
+    known, recipe = allowed(allow), schedules().get(text.partition(" ")[0])
+    if recipe is not None and recipe.allow not in ("", *known):
+        raise ScheduleError(
+            f"the schedule {recipe.name!r} trains with {recipe.allow}",
+            why="it does not compute what one device would, and may need other learning rates",
+            todo=f"pass allow={recipe.allow!r} if that is meant",
+        )
 
 
 def schedule(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:

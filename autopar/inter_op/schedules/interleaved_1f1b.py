@@ -15,6 +15,7 @@ from autopar.ir.action import Action
 
 NAME = "interleaved_1f1b"
 NEEDS = "two or more chunks; microbatches in equal rounds of as many as there are ranks, or more"
+CANDIDATES = tuple(f"chunks={count}" for count in (2, 3, 4, 6, 8, 12, 16))
 
 
 def schedule(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:

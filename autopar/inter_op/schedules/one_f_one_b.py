@@ -9,6 +9,7 @@ from autopar.ir.action import Action
 
 NAME = "1f1b"
 NEEDS = "any sizes"
+CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:

@@ -12,6 +12,7 @@ from autopar.inter_op.schedules._split import row
 
 NAME = "zb_h1"
 NEEDS = "any sizes"
+CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:

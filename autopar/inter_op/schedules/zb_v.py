@@ -14,6 +14,7 @@ from autopar.inter_op.schedules._writer import Writer
 
 NAME = "zb_v"
 NEEDS = "any sizes; two stages a rank"
+CANDIDATES = ("",)
 
 
 def schedule(ranks: int, microbatches: int) -> Schedule:

@@ -18,7 +18,7 @@ from autopar.passes.shares import remove_shares
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
-from autopar.planning.pipelines.search import SCHEDULES, Searched, plan_of, search
+from autopar.planning.pipelines.search import Searched, plan_of, search
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.prices import limit_of
 from autopar.planning.trace import Trace
@@ -158,7 +158,6 @@ def find_pipeline(
         counts,
         model.options,
         memory,
-        schedules=SCHEDULES,
         **(THOROUGH if mesh.size < MANY else QUICK),
         scaling=True,
         progress=told,

@@ -18,7 +18,7 @@ from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
-from autopar.inter_op.schedules import schedule
+from autopar.inter_op.schedules import candidates, schedule
 from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
 from autopar.ir.collective import Collective
@@ -38,8 +38,6 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.planning.workers import Workers
 
-_CHUNKS = (2, 3, 4, 6, 8, 12, 16)
-SCHEDULES = ("1f1b", "zb_h1", "zb_v", *(f"interleaved_1f1b chunks={n}" for n in _CHUNKS))
 SIMULATED = 24  # of the best pipelines are played through
 _SURE = 8  # of these in any case
 INEXACT = 0.03  # by which simulated seconds are below those of a formula, at most
@@ -78,7 +76,7 @@ def search(
     options: Options,
     memory: float,
     *,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = (),
     most_stages: int | None = None,
     shapes: int = 1,
     most_calls: int | None = None,
@@ -96,7 +94,8 @@ def search(
         microbatches: numbers of them to choose from.
         options: of planning.
         memory: bytes of a device.
-        schedules: names with options, to choose from.
+        schedules: names with options, to choose from; () for all candidates, see
+            `inter_op/schedules/`.
         most_stages, most_calls, patience, gap, scaling, progress: see `partition`.
         shapes: how many logical shapes of a sub-mesh are tried in any case, see `StageCosts`.
         workers: processes that price stages; `options` can be sent there. None: this one alone.
@@ -106,6 +105,7 @@ def search(
         ScheduleError: there is no such schedule.
         MeshError, UnknownDeviceError, CostError: the cluster cannot be divided or priced.
     """
+    schedules = schedules or candidates()
     laws = [law(name, **own) for name, own in map(read_schedule, schedules)]
     fewest, room = min(microbatches), (1 - _SPARE) * memory
     most, held = _power(max(microbatches)), math.inf if "gpipe" in schedules else _HELD

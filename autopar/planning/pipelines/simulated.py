@@ -1,8 +1,9 @@
 """A pipeline's plan in time: every stage is simulated, and the schedule played with these figures.
 
 A stage's forward and backward of one microbatch are those of its simulated step; where a schedule
-splits the backward, both halves count alike. What a step does once (gradients next to parameters,
-the update) follows the last microbatch. Values go from stage to stage by `ir/crossing.py`.
+splits the backward, both halves count alike. What comes with an update (gradients next to
+parameters, the optimizer) takes its time where the rows have it: behind the last microbatch, where
+the schedule flushes. Values go from stage to stage by `ir/crossing.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel
 from autopar.cost.overlap import side_by_side
 from autopar.errors import PlanError
+from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op.kernel_work import works
@@ -29,6 +31,7 @@ from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
 from autopar.stage_plan import StagePlan
@@ -42,7 +45,7 @@ class StageFigures:
 
     Attributes:
         forward, backward: seconds of one microbatch.
-        once: seconds at the end of a step, for gradients and the update.
+        once: seconds of gradients and the update, once for every update.
         fixed: bytes a device of parameters, gradients and optimizer state.
         kept: bytes that a microbatch leaves until its backward.
         transient: further bytes, while it computes.
@@ -79,14 +82,9 @@ class Simulated:
     memory: tuple[float, ...]
 
     @property
-    def once(self) -> float:
-        """Seconds after the last microbatch, on the rank that has most to do then."""
-        return max(sum(self.stages[number].once for number in held) for held in self.held)
-
-    @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.timeline.seconds + self.once
+        return self.timeline.seconds
 
 
 def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulated:
@@ -121,9 +119,12 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
             known[key] = stage_figures(graph, stage, options, prices(stage.mesh))
         there, back = _crossings(graphs, plan, number, prices)
         figures.append(replace(known[key], arriving=there, returning=back))
-    costs = [StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept) for s in figures]
+    costs = [
+        StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept, update=s.once) for s in figures
+    ]
+    step = complete(schedule, wiring_of(graphs))
     timeline = simulate(
-        schedule, costs, [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
+        step, costs, [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
     )
     ranks, memory = [], []
     for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):

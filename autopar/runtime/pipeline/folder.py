@@ -84,6 +84,7 @@ def program_source(
         *ranks,
         ")",
         "# F2.5 is the forward of stage 2 on microbatch 5; B its backward, I and W its halves.",
+        "# SYNC2 adds up gradients over replicas, UPDATE2 is the optimizer's step.",
         "ROWS = (",
         *rows,
         ")",
@@ -172,7 +173,7 @@ def open_pipeline(
         file: program.py; the stages' files stand beside it.
         stages: the file of every stage.
         ranks: of every stage, for each copy of the model.
-        rows: the actions of each group of ranks.
+        rows: all actions of each group of ranks.
         microbatches: in a step.
         inputs: of one microbatch, name -> type.
 

@@ -1,17 +1,17 @@
 """Post: what the stages of a pipeline send one another, as messages between ranks.
 
 A message is one box of a `Crossing`. Messages from one rank to another go out in the order of the
-sender's row, and the receiver asks for them in that same order, however its own row needs them. So
-no backend needs tags. Upwards and downwards (by rank) they take process groups of their own: with
-NCCL a send that waits for its receiver would otherwise hold up what comes the other way.
+sender's row, and the receiver asks for them in that same order, which the judge of complete rows
+proves. So no backend needs tags. Upwards and downwards (by rank) they take process groups of their
+own: with NCCL a send that waits for its receiver would otherwise hold up what comes the other way.
 
-Sends and receives run beside the computation: a receive is posted before the action that precedes
-its own, a send is waited for at the end of the step.
+Sends and receives run beside the computation: rows post a receive before the action that precedes
+its own; a send is waited for at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,54 +64,21 @@ class Wires:
             lease.close()
 
 
-Queues = dict[int, tuple[tuple[Letter, int], ...]]
-
-
-def queues(
-    ways: Sequence[Way], sends: Iterable[tuple[Sequence[int], Sequence[Letter]]], rank: int
-) -> Queues:
-    """What each other rank sends to this one in a step: letters and numbers of boxes, in order.
-
-    Args:
-        ways: all ways there are.
-        sends: groups of global ranks, each with the letters that it sends, in that order.
-        rank: this process's global rank.
-    """
-    found: Queues = {}
-    for ranks, letters in sends:
-        for sender in ranks:
-            if sender != rank:
-                found[sender] = tuple(
-                    (letter, number)
-                    for letter in letters
-                    for number, box in enumerate(ways[letter.way].crossing.boxes)
-                    if (box.sender, box.receiver) == (sender, rank)
-                )
-    return found
-
-
 class Post:
-    """The messages of this rank in one step.
+    """The messages of this rank.
 
     Args:
         ways: all ways there are.
-        queues: what comes.
         rank: this process's global rank.
         device: where it computes.
         wires: what the messages go through; None for a single rank.
     """
 
     def __init__(
-        self,
-        ways: Sequence[Way],
-        queues: Queues,
-        rank: int,
-        device: torch.device,
-        wires: Wires | None,
+        self, ways: Sequence[Way], rank: int, device: torch.device, wires: Wires | None
     ) -> None:
         self.ways, self.rank, self.device, self.wires = ways, rank, device, wires
-        self._queues = queues
-        self._asked = dict.fromkeys(queues, 0)
+        self._asked: dict[int, int] = {}
         self._coming: dict[tuple[Letter, int], tuple[Waiting | None, Tensor]] = {}
         self._sent: dict[int, int] = {}
         self._going: list[tuple[Waiting, Tensor]] = []
@@ -141,23 +108,16 @@ class Post:
             self._going.append((work, piece))
 
     def ask(self, letter: Letter) -> None:
-        """Post the receives of a letter, and of those that the same ranks send before it."""
+        """Post the receives of a letter; those of one sender in the order in which it sends."""
         for number, box in enumerate(self.crossing(letter).boxes):
-            if box.receiver == self.rank and box.sender != self.rank:
-                while (letter, number) not in self._coming:
-                    self._ask_next(box.sender)
-
-    def _ask_next(self, sender: int) -> None:
-        tag = self._asked[sender]
-        letter, number = self._queues[sender][tag]
-        self._asked[sender] += 1
-        box = self.crossing(letter).boxes[number]
-        shape = [length for _, length in box.put]
-        buffer = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
-        assert self.wires is not None
-        channel = self.wires.between(sender, self.rank)
-        work = channel.receive(buffer, sender, tag)
-        self._coming[letter, number] = (work, buffer)
+            if box.receiver != self.rank or box.sender == self.rank:
+                continue
+            shape = [length for _, length in box.put]
+            buffer = torch.empty(shape, dtype=self._dtype(letter), device=self.device)
+            assert self.wires is not None
+            tag = self._asked[box.sender] = self._asked.get(box.sender, -1) + 1
+            channel = self.wires.between(box.sender, self.rank)
+            self._coming[letter, number] = (channel.receive(buffer, box.sender, tag), buffer)
 
     def receive(self, letter: Letter, runtime: Communicator) -> Tensor:
         """This rank's part of a letter, in the layout that its mesh wants; waits for it."""
@@ -172,7 +132,6 @@ class Post:
 
     def _arrived(self, letter: Letter, shape: tuple[int, ...]) -> Tensor:
         """What was sent to this rank, a part of `shape`."""
-        self.ask(letter)
         pieces = []
         for number, box in enumerate(self.crossing(letter).boxes):
             if box.receiver == self.rank:

@@ -1,28 +1,31 @@
-"""Runs a pipeline: every rank does its row of a schedule's actions, stage by stage.
+"""Runs a pipeline: every rank does its complete row of a step, action by action.
 
-A step is `forward`s and `backward`s of stages on microbatches, which are equal slices of the batch
-along the first dimension. What stages send one another goes by `post.py`, what they hold lies in
-`stage.py`. Gradients are added up over the microbatches and synchronised once; the loss is the mean
-of the microbatches'. Batch norms see one microbatch at a time, as they would without stages.
+Microbatches are equal slices of the batch along the first dimension. `interpreter.py` computes and
+sends; what stages hold lies in `stage.py`. Gradients are added up over the microbatches and
+synchronised once; the loss is the mean of the microbatches'. Batch norms see one microbatch at a
+time, as they would without stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from autopar.errors import StateError
-from autopar.ir.action import Action
+from autopar.ir.action import COPIES, UPDATE, Action, Row
+from autopar.ir.pipeline_step import forwards, in_update
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
-from autopar.runtime.pipeline.messages import Post, Queues, Wires, queues
+from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
+from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
@@ -30,13 +33,11 @@ from autopar.runtime.pipeline.tied_copies import Copies
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
-from autopar.runtime.step_parts import ACTION, PHASE
+from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
 from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
-
-Row = Sequence[Action]
 
 
 class Pipeline(PipelineState):
@@ -107,15 +108,16 @@ class Pipeline(PipelineState):
         precision, rounded = modules[0].precision, held if fused else None
         weights = [stage.weights for stage in self.stages.values()]
         self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
+        rounds = in_update([self.row])
         for stage in self.stages.values():
             refuse_what_shards_break(training.optimizer, stage.state.parameters)
-            rounds = sum(
-                action.kind in "BW" and (action.stage, action.copy) == (stage.number, stage.copy)
-                for action in self.row
-            )
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(
-                    stage.weights, device, rounds, self.update.order, self.update.room
+                    stage.weights,
+                    device,
+                    rounds[stage.number, stage.copy],
+                    self.update.order,
+                    self.update.room,
                 )
             stage.runtime.gradients.weights |= stage.weights.moving
             stage.runtime.fetch.add(stage.weights.all, stage.weights.bucket)
@@ -124,9 +126,6 @@ class Pipeline(PipelineState):
             stage.named[key] for stage in self.stages.values() for key in stage.module.written
         ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
-        self._in_training = self._coming(placement.rows)
-        forwards = [[a for a in row if a.kind == "F"] for row in placement.rows]
-        self._in_evaluation = self._coming(forwards)
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(peers.world))
         self.watch.start()
@@ -180,85 +179,73 @@ class Pipeline(PipelineState):
                     stage.forget()
                     if stage.runtime.gradients is not None:
                         stage.runtime.gradients.drop()
-            with part(PHASE, "microbatches"):
-                losses = self._run(parts)
-            with part(PHASE, "gradients"):
-                for stage in self.stages.values():
-                    if stage.runtime.gradients is not None:
-                        stage.runtime.gradients.collect()
-                self.copies.add_up()
-            with part(PHASE, "optimizer"):
-                own = [g for stage in self.stages.values() for g in stage.weights.gradients]
-                seen = Seen(
-                    self._share(losses),
-                    inputs[TOKEN],
-                    inputs,
-                    self.peers.world,
-                    self._add_up,
-                    self._intake.differences,
-                )
-                total, self.grad_norm = self.update.step(own, self._squares, seen)
-                for stage in self.stages.values():
-                    stage.weights.gather(self.update.written)
+            losses: list[Tensor] = []
+            with self._states(self.row) as enter:
+                played = self._played(self._post(), parts, enter, losses)
+                for phase, actions in groupby(self.row, key=_phase):
+                    with part(PHASE, phase):
+                        if phase == "microbatches":
+                            for action in actions:
+                                played.do(action)
+                        elif phase == "gradients":
+                            self._synchronise(tuple(actions))
+                        else:
+                            seen = self._seen(losses, inputs)
+                            total, self.grad_norm = self.update.step(self._squares, seen)
+                played.post.finish()
             self.update.check.end(self._intake.differences)
             return total.to(seen.loss.dtype)
 
-    def _run(self, parts: Sequence[Tensors]) -> list[Tensor]:
-        """Do this rank's row; the losses of the microbatches whose last stage is here."""
-        post, part = self._post(self._in_training), self.peers.recorder.part
-        losses: list[Tensor] = []
-        with self._states(self.row) as enter:
-            for place, action in enumerate(self.row):
-                for ahead in self.row[place : place + 2]:
-                    for _, letter in self.routes.around(ahead)[0]:
-                        post.ask(letter)
-                stage = self.stages[action.stage, action.copy]
-                waits, sends = self.routes.around(action)
-                with self.peers.recorder.within(f"{action} waits for its input"):
-                    arrived = [(name, post.receive(one, stage.runtime)) for name, one in waits]
-                with part(ACTION, action):
-                    if action.kind == "F":
-                        enter(action)
-                        given = parts[action.microbatch]
-                        made = stage.forward(action.microbatch, given, dict(arrived))
-                    else:
-                        made = self._backward(stage, action, arrived)
-                if action.kind == "F" and stage.module.loss is not None:
-                    losses.append(made[stage.module.loss])
-                for name, letter in sends:
-                    post.send(letter, made[name])
-        post.finish()
+    def _played(
+        self,
+        post: Post,
+        parts: Sequence[Tensors],
+        enter: Callable[[Action], None],
+        losses: list[Tensor],
+    ) -> Interpreter:
+        """What does the row on these microbatches, and keeps the losses that are made here."""
+
+        def result(stage: Stage, action: Action, made: Tensors) -> None:
+            if stage.module.loss is not None:
+                losses.append(made[stage.module.loss])
+
+        played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
+        share = self.update.scale / self.placement.microbatches
+        played.begin(parts, 0, enter, lambda stage: share)
+        played.results = result
+        return played
+
+    def _synchronise(self, actions: Row) -> None:
+        """Do sums of gradients that stand side by side: those of replicas, then those of copies."""
         self._settle()
-        return losses
+        for action in actions:
+            gradients = self.stages[action.stage, action.copy].runtime.gradients
+            if action.over != COPIES and gradients is not None:
+                gradients.collect()
+        copied = [action for action in actions if action.over == COPIES]
+        if copied:
+            named = all(action.names for action in copied)
+            names = [name for action in copied for name in action.names]
+            self.copies.add_up(names if named else ())
+
+    def _seen(self, losses: Sequence[Tensor], inputs: Tensors) -> Seen:
+        """What this rank has of a step besides gradients."""
+        return Seen(
+            self._share(losses),
+            inputs[TOKEN],
+            inputs,
+            self.peers.world,
+            self._add_up,
+            self._intake.differences,
+        )
 
     def _settle(self) -> None:
         """Give the buffers what the last microbatch left in them."""
         for stage in self.stages.values():
             stage.writes.settle()
 
-    def _coming(self, rows: Sequence[Row]) -> Queues:
-        """What comes to this rank in one run over `rows`."""
-        sends = [
-            (ranks, [letter for action in row for _, letter in self.routes.around(action)[1]])
-            for ranks, row in zip(self.placement.groups, rows, strict=True)
-        ]
-        return queues(self.routes.ways, sends, self.rank)
-
-    def _post(self, coming: Queues) -> Post:
-        return Post(self.routes.ways, coming, self.rank, self.device, self.wires)
-
-    def _backward(
-        self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
-    ) -> Tensors:
-        """A backward action on the gradients that came from the readers of its results."""
-        if action.kind == "W":
-            stage.backward_weight(action.microbatch)
-            return {}
-        gradients: Tensors = {}
-        for name, gradient in arrived:
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        run = stage.backward if action.kind == "B" else stage.backward_input
-        return run(action.microbatch, gradients, self.update.scale / self.placement.microbatches)
+    def _post(self) -> Post:
+        return Post(self.routes.ways, self.rank, self.device, self.wires)
 
     def _share(self, losses: Sequence[Tensor]) -> Tensor:
         """This rank's part of the mean of all microbatches' losses."""
@@ -348,24 +335,22 @@ class Pipeline(PipelineState):
         with self.watch, self.peers.recorder.within("evaluation"):
             parts = self._parts(self._prepare(batch, "forward"))
             self.update.check.settle(self._intake.differences)
-            row = [action for action in self.row if action.kind == "F"]
-            post = self._post(self._in_evaluation)
-            found: dict[tuple[str, int], Tensor] = {}
+            row, found = forwards(self.row), {}
+
+            def result(stage: Stage, action: Action, made: Tensors) -> None:
+                for name, value in made.items():
+                    if not name.startswith("%"):
+                        _, shape, layout = stage.module.outputs[name]
+                        whole_value = stage.runtime.unshard(value, layout, shape)
+                        found[name, action.microbatch] = stage.writes.apart(whole_value)
+
             with self._states(row) as enter:
+                played = Interpreter(self.stages, self.routes, self._post(), self.peers.recorder)
+                played.begin(parts, 0, enter, lambda stage: 1.0)
+                played.results = result
                 for action in row:
-                    stage = self.stages[action.stage, action.copy]
-                    waits, sends = self.routes.around(action)
-                    arrived = {name: post.receive(letter, stage.runtime) for name, letter in waits}
-                    enter(action)
-                    made = stage.forward(action.microbatch, parts[action.microbatch], arrived)
-                    for name, letter in sends:
-                        post.send(letter, made[name])
-                    for name, value in made.items():
-                        if not name.startswith("%"):
-                            _, shape, layout = stage.module.outputs[name]
-                            whole_value = stage.runtime.unshard(value, layout, shape)
-                            found[name, action.microbatch] = stage.writes.apart(whole_value)
-            post.finish()
+                    played.do(action)
+            played.post.finish()
             self._settle()
             return self._everywhere(found)
 
@@ -397,3 +382,10 @@ class Pipeline(PipelineState):
             if action[:3] == ("F", stage, microbatch)
         )
         return self.placement.ranks[copy][stage][0]
+
+
+def _phase(action: Action) -> str:
+    """The phase of a step that an action belongs to."""
+    if action.kind in PLAYED:
+        return "microbatches"
+    return "optimizer" if action.kind == UPDATE else "gradients"

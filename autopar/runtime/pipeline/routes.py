@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from autopar.ir.action import Action
 from autopar.ir.crossing import Side, crossing
+from autopar.ir.pipeline_step import flushes
 from autopar.ir.tensor import TensorType
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.messages import Letter, Way
 
 Named = tuple[tuple[str, Letter], ...]  # of values
+Ways = tuple[tuple[str, Letter, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,9 @@ class Placement:
     Attributes:
         ranks: `ranks[copy][stage]` are the global ranks of that copy of a stage, row-major on the
             stage's mesh. Stages with the same first rank share their ranks.
-        rows: the actions of each group of ranks, in any order of groups.
-        microbatches: in a step.
+        rows: the complete rows of each group of ranks, in any order of groups; see
+            `ir/pipeline_step.py`.
+        microbatches: in a step, or in a period of what does not flush.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -34,6 +38,11 @@ class Placement:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each row."""
         return tuple(self.ranks[row[0].copy][row[0].stage] for row in self.rows)
+
+    @cached_property
+    def flushes(self) -> bool:
+        """Whether a step ends with an update of all stages."""
+        return flushes(self.rows)
 
     @property
     def stages(self) -> int:
@@ -55,6 +64,7 @@ class Route:
         copy: of the stages, where there are several.
         there: number of its way.
         back: number of its gradient's way, None where there is none.
+        here: whether both are on the same ranks.
     """
 
     value: str
@@ -63,6 +73,7 @@ class Route:
     copy: int
     there: int
     back: int | None
+    here: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Routes:
 
     routes: tuple[Route, ...]
     ways: tuple[Way, ...]
-    _around: dict[Action, tuple[Named, Named]] = field(default_factory=dict, compare=False)
+    _known: dict[tuple[bool, int, int], Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, modules: Sequence[Generated], placement: Placement) -> Routes:
@@ -92,29 +103,55 @@ class Routes:
                     if value.gradient:
                         back = len(ways)
                         ways.append(Way(tensor, crossing(tensor, read, made)))
-                    routes.append(Route(name, maker, reader, copy, there, back))
+                    here = ranks[maker] == ranks[reader]
+                    routes.append(Route(name, maker, reader, copy, there, back, here))
         return cls(tuple(routes), tuple(ways))
 
-    def around(self, action: Action) -> tuple[Named, Named]:
-        """What a compute action waits for and what it sends when it has run, by name of value."""
-        if action not in self._around:
-            self._around[action] = self._find(action)
-        return self._around[action]
+    def letters(self, action: Action) -> Named:
+        """What a transfer carries, by name of value."""
+        one, other = action.stage, action.partner
+        forwards = action.kind.endswith("F")
+        if action.kind in ("RECV_F", "SEND_B"):
+            one, other = other, one
+        return tuple(
+            (route.value, Letter(way, action.microbatch))
+            for route in self.routes
+            if (route.maker, route.reader, route.copy) == (one, other, action.copy)
+            for way in (route.there if forwards else route.back,)
+            if way is not None
+        )
 
-    def _find(self, action: Action) -> tuple[Named, Named]:
-        kind, stage, microbatch, copy = action
-        mine = [route for route in self.routes if route.copy == copy]
-        made = [route for route in mine if route.maker == stage]
-        read = [route for route in mine if route.reader == stage]
+    def needed(self, action: Action) -> Named:
+        """What a compute action waits for, by name of value."""
+        return tuple((value, letter) for value, letter, _ in self._around(action)[0])
+
+    def made(self, action: Action) -> tuple[tuple[str, Letter, bool], ...]:
+        """What a compute action makes for others: names, and whether they are on the same ranks."""
+        return self._around(action)[1]
+
+    def _around(self, action: Action) -> tuple[Ways, Ways]:
+        """What comes to an action and what leaves it."""
+        kind, stage, microbatch, copy = action[:4]
         if kind == "W":
             return (), ()
-        if kind == "F":
-            sides = [[(r.value, r.there) for r in side] for side in (read, made)]
-        else:
-            sides = [
-                [(r.value, r.back) for r in side if r.back is not None] for side in (made, read)
-            ]
-        waits, sends = (
-            tuple((value, Letter(way, microbatch)) for value, way in side) for side in sides
+        known = self._known.get((kind == "F", stage, copy))
+        if known is None:
+            mine = [route for route in self.routes if route.copy == copy]
+            made = [route for route in mine if route.maker == stage]
+            read = [route for route in mine if route.reader == stage]
+            sides = (read, made) if kind == "F" else (made, read)
+            known = tuple(
+                tuple(
+                    (route.value, way, route.here)
+                    for route in side
+                    for way in (route.there if kind == "F" else route.back,)
+                    if way is not None
+                )
+                for side in sides
+            )
+            self._known[kind == "F", stage, copy] = known
+        comes, goes = (
+            tuple((value, Letter(way, microbatch), here) for value, way, here in side)
+            for side in known
         )
-        return waits, sends
+        return comes, goes

@@ -7,7 +7,7 @@ that the copies get equal gradients, to the bit, and stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.ir.crossing import Side, crossing
 from autopar.ir.tensor import TensorType
 from autopar.runtime.parameters.pieces import Parameter
-from autopar.runtime.pipeline.messages import Letter, Post, Queues, Way, Wires, queues
+from autopar.runtime.pipeline.messages import Letter, Post, Way, Wires
 from autopar.runtime.pipeline.stage import Stage
 
 Key = tuple[int, int]  # stage, copy
@@ -56,8 +56,6 @@ class Copies:
                         sides = (self._side(key, held[key]) for key in (a, b))
                         self._ways.append(Way(tensor, crossing(tensor, *sides)))
 
-        self._queues = self._coming()
-
     def _side(self, key: Key, parameter: Parameter) -> Side:
         comm = self.stages[key].runtime
         return Side(comm.mesh, comm.ranks, parameter.storage.updated)
@@ -67,17 +65,24 @@ class Copies:
         own = (stage.number, stage.copy)
         return frozenset(name for name, held in self.holders.items() if own != next(iter(held)))
 
-    def add_up(self) -> None:
-        """Give all copies of each parameter the sum of their gradients; all ranks call it."""
-        if not self.holders:
-            return
-        post = Post(self._ways, self._queues, self.rank, self.device, self.wires)
+    def add_up(self, names: Collection[str] = ()) -> None:
+        """Give all copies of each parameter the sum of their gradients; all holders call it.
+
+        Args:
+            names: keys of the parameters; () for all.
+        """
+        wanted = {name: held for name, held in self.holders.items() if not names or name in names}
+        numbers = {key: number for key, number in self._numbers.items() if key[0] in wanted}
+        post = Post(self._ways, self.rank, self.device, self.wires)
         mine = {key: stage for key, stage in self.stages.items() if stage.runtime.rank >= 0}
-        for (name, a, _), number in self._numbers.items():
+        for (name, a, _), number in numbers.items():
             if a in mine:
                 post.send(Letter(number, 0), _gradient(mine[a], name))
+        for (_, _, b), number in numbers.items():
+            if b in mine:
+                post.ask(Letter(number, 0))
         totals: list[tuple[Tensor, Tensor]] = []
-        for name, held in self.holders.items():
+        for name, held in wanted.items():
             for here in (key for key in held if key in mine):
                 stage = mine[here]
                 parts = [
@@ -93,12 +98,6 @@ class Copies:
         post.finish()
         for parameter, total in totals:
             parameter.grad = total
-
-    def _coming(self) -> Queues:
-        sends: dict[tuple[int, ...], list[Letter]] = {}
-        for (_, a, _), number in self._numbers.items():
-            sends.setdefault(self.stages[a].runtime.ranks, []).append(Letter(number, 0))
-        return queues(self._ways, sends.items(), self.rank)
 
 
 def _gradient(stage: Stage, name: str) -> Tensor:

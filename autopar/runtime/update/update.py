@@ -219,13 +219,12 @@ class Update:
                     todo="correct the scheduler",
                 )
 
-    def step(
-        self, gradients: Sequence[Tensor | None], squares: Callable[[], Tensor], seen: Seen
-    ) -> tuple[Tensor, Tensor | None]:
-        """Updates the parameters, unless the ranks decide against it; see `step_check.py`.
+    def step(self, squares: Callable[[], Tensor], seen: Seen) -> tuple[Tensor, Tensor | None]:
+        """Updates the parameters by their gradients, which have been collected, and gathers them.
+
+        That is left out if the ranks decide against it; see `step_check.py`.
 
         Args:
-            gradients: gradients of this rank.
             squares: returns this rank's part of the sum of the squares of all gradients.
             seen: the rest of its report of the step.
 
@@ -253,6 +252,7 @@ class Update:
             kernel.step()
             self._averaged(self._trained, outcome.made)
         elif self.check.late or outcome.made:
+            gradients = [gradient for each in self._weights for gradient in each.gradients]
             if self.scaler is not None:
                 self.scaler.unscale(gradients)
             if bound is not None:
@@ -264,6 +264,8 @@ class Update:
                 self._averaged(self._trained)
         if self.scaler is not None:
             self.scaler.follow(outcome.norm.isfinite())
+        for each in self._weights:
+            each.gather(self.written)
         return outcome.loss, norm if wanted else None
 
     def _named(self) -> tuple[Named, Named]:

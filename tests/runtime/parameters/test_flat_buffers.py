@@ -189,11 +189,10 @@ def test_a_scaled_and_clipped_step_waits_for_nothing(how: dict[str, Any]) -> Non
     before = {name: value.clone() for name, value in program.state_dict().items()}
     inputs = executor._prepare(batch, "step")
     if how:
-        gradients = executor.stages[0, 0].weights.gradients
         loss, token = torch.ones(()), inputs[TOKEN]
         seen = Seen(loss, token, inputs, 1, executor._add_up, executor._intake.differences)
         with NoWaiting():
-            executor.update.step(gradients, executor._squares, seen)
+            executor.update.step(executor._squares, seen)
     else:
         with NoWaiting():
             executor._step(inputs)

@@ -1,0 +1,239 @@
+"""Turns the compute rows of a schedule into complete rows: transfers, sums and updates included.
+
+Where a stage that reads a value is on another rank than the one that makes it, what has been
+computed is sent (SEND_F, SEND_B) right after it, and received there (RECV_F, RECV_B). Neither call
+blocks a rank: it goes on, and waits for a receive only where it needs what comes. Between two
+stages on one rank nothing is sent.
+
+In which order calls meet is what a deadlock depends on, and that depends on what runs them:
+
+- "link": calls from one rank to another follow one another, others do not wait for them. So it is
+  on gloo, and on NCCL with a communicator for each direction between two ranks. Receives are posted
+  some actions ahead, so that a transfer runs while the receiver computes.
+- "rank": all calls of a rank follow one another, batch by batch, as `batch_isend_irecv` on one NCCL
+  communicator does; calls that stand side by side in a row are a batch. Every receive stands where
+  its send does in one common order of all calls, so that the first call that is not done can be.
+
+Gradients are synchronised (SYNC) before the update that takes them. A flushed schedule says nothing
+of updates: they end the step. Others have their UPDATEs in their rows.
+
+`judge.check` is the judge of the result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from typing import get_args
+
+from autopar.errors import DeadlockError, ScheduleError
+from autopar.inter_op.schedule import Schedule
+from autopar.ir.action import COMPUTE, COPIES, SYNC, UPDATE, Action, Row
+from autopar.ir.pipeline_step import Queue, Step, Wiring
+
+_Pair = tuple[Action, Action]  # a send and its receive
+_Key = tuple[str, int, int]  # kind, stage and copy of an action
+
+
+def complete(
+    schedule: Schedule, wiring: Wiring | None = None, queue: Queue = "link", ahead: int = 1
+) -> Step:
+    """Returns the rows of a schedule with all that a step consists of.
+
+    Args:
+        schedule: which one.
+        wiring: of the model; None for stages that talk to their neighbours only.
+        queue: what follows what, see above.
+        ahead: with "link", how many actions before the one that needs it a receive is posted at the
+            latest; more take more memory for what comes early. 1 is enough where a transfer takes
+            no longer than an action.
+
+    Raises:
+        ScheduleError: `queue` is unknown, `ahead` is negative, or the schedule is not whole.
+        DeadlockError: actions of the schedule wait for one another.
+    """
+    if queue not in get_args(Queue) or ahead < 0:
+        raise ScheduleError(
+            f"cannot complete {schedule.name} for the queue {queue!r}, {ahead} actions ahead",
+            why="a queue is one of " + ", ".join(get_args(Queue)) + ", and `ahead` is not negative",
+            todo='use "link" and 1',
+        )
+    wiring = wiring or Wiring.chain(schedule.stages)
+    sends = _sends(schedule, wiring)
+    rows = _ahead(schedule, sends, ahead)
+    if queue == "rank":
+        rows = _common(schedule, wiring, sends)
+    done = tuple(_ended(schedule, wiring, rank, row) for rank, row in enumerate(rows))
+    return Step(done, schedule.placement, schedule.microbatches, wiring, queue)
+
+
+def _sends(schedule: Schedule, wiring: Wiring) -> dict[_Key, list[_Pair]]:
+    """What is sent of an action's result, by kind, stage and copy of the action."""
+    found: dict[_Key, list[_Pair]] = defaultdict(list)
+    for copy, ranks in enumerate(schedule.placement):
+        for maker, reader, gradient in wiring.edges:
+            if ranks[maker] == ranks[reader]:
+                continue
+            send = Action("SEND_F", maker, 0, copy).towards(reader)
+            found["F", maker, copy].append((send, send.counterpart))
+            if gradient:
+                send = Action("SEND_B", reader, 0, copy).towards(maker)
+                for kind in "BI":
+                    found[kind, reader, copy].append((send, send.counterpart))
+    return found
+
+
+def _pairs(sends: dict[_Key, list[_Pair]], action: Action) -> list[_Pair]:
+    """What is sent of an action's result."""
+    known = sends.get((action.kind, action.stage, action.copy), ())
+    return [
+        (_on(send, action.microbatch), _on(receive, action.microbatch)) for send, receive in known
+    ]
+
+
+def _on(transfer: Action, microbatch: int) -> Action:
+    """A transfer of another microbatch; faster than `_replace`."""
+    return Action(transfer.kind, transfer.stage, microbatch, transfer.copy, 0, transfer.other)
+
+
+def _ahead(schedule: Schedule, sends: dict[_Key, list[_Pair]], ahead: int) -> list[list[Action]]:
+    """Rows in which a receive stands `ahead` actions before its reader, or earlier.
+
+    It is earlier where receives from one rank would otherwise not be in the order of their sends.
+    """
+    size = schedule.microbatches
+    readers = {
+        ("F" if action.kind == "F" else "B", action.stage, action.microbatch % size, action.copy): (
+            place, action.microbatch
+        )
+        for row in schedule.rows
+        for place, action in enumerate(one for one in row if one.kind in COMPUTE)
+        if action.kind != "W"
+    }  # fmt: skip
+    links: dict[tuple[int, int], list[tuple[tuple[int, int], int, Action]]] = defaultdict(list)
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            batch = action.microbatch
+            known = sends.get((action.kind, action.stage, action.copy), ())
+            for number, (_, receive) in enumerate(known):
+                key = receive.kind[-1], receive.stage, batch % size, receive.copy
+                if key not in readers:
+                    raise _unread(_on(receive, batch))
+                needed, own = readers[key]
+                # It may be read in a later period than that in which it is sent.
+                later = (batch - own) // size
+                sent = place - later * len(row), number
+                link = rank, schedule.placement[receive.copy][receive.stage]
+                links[link].append((sent, max(0, needed - ahead), _on(receive, own)))
+    posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for (_, rank), receives in sorted(links.items()):
+        latest = len(schedule.rows[rank])
+        late: list[tuple[int, Action]] = []
+        for _, position, receive in sorted(receives, key=lambda one: one[0], reverse=True):
+            latest = min(latest, position)
+            late.append((latest, receive))
+        for position, receive in reversed(late):
+            posted[rank, position].append(receive)
+    rows: list[list[Action]] = []
+    for rank, row in enumerate(schedule.rows):
+        done: list[Action] = []
+        computed = 0
+        for action in row:
+            if action.kind in COMPUTE:
+                done += posted.get((rank, computed), ())
+                computed += 1
+            done.append(action)
+            for send, _ in sends.get((action.kind, action.stage, action.copy), ()):
+                done.append(_on(send, action.microbatch))
+        rows.append(done)
+    return rows
+
+
+def _unread(receive: Action) -> ScheduleError:
+    return ScheduleError(
+        f"nothing reads what {receive} brings",
+        why=f"stage {receive.stage} does not run microbatch {receive.microbatch}",
+        todo="add the actions that are missing",
+    )
+
+
+def _common(
+    schedule: Schedule, wiring: Wiring, sends: dict[_Key, list[_Pair]]
+) -> list[list[Action]]:
+    """Rows in which send and receive have one place in a common order: when the sender is done."""
+    if not schedule.flushes:
+        raise ScheduleError(
+            f"{schedule.name} does not run where all transfers of a rank follow one another",
+            why="its periods overlap, and a common order of calls is that of one step",
+            todo='use the queue "link"',
+        )
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    ended: list[tuple[float, int, Action]] = []
+
+    def post(until: float) -> None:
+        while ended and ended[0][0] <= until:
+            for send, receive in _pairs(sends, heapq.heappop(ended)[2]):
+                rows[schedule.rank_of(send)].append(send)
+                rows[schedule.rank_of(receive)].append(receive)
+
+    for count, (start, end, action) in enumerate(_in_time(schedule, wiring)):
+        post(start)
+        rows[schedule.rank_of(action)].append(action)
+        if _pairs(sends, action):
+            heapq.heappush(ended, (end, count, action))
+    post(float("inf"))
+    return rows
+
+
+_SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def _in_time(schedule: Schedule, wiring: Wiring) -> list[tuple[float, float, Action]]:
+    """Start, end and action in the order of time, where all actions take as long."""
+    ended: dict[Action, float] = {}
+    found: list[tuple[float, float, Action]] = []
+    left = [deque(row) for row in schedule.rows]
+    now = [0.0] * len(left)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            while row:
+                needs = [
+                    [ended[one] for one in alternatives if one in ended]
+                    for alternatives in wiring.needs(row[0])
+                ]
+                if not all(needs):
+                    break
+                action = row.popleft()
+                start = max([now[rank], *(need[0] for need in needs)])
+                now[rank] = ended[action] = start + _SECONDS[action.kind]
+                found.append((start, now[rank], action))
+                moved = True
+    if any(left):
+        raise DeadlockError(
+            f"{schedule.name} cannot end",
+            where=", ".join(str(row[0]) for row in left if row),
+            why="these actions wait for others that come after them",
+            todo="move one of these actions behind what it waits for",
+        )
+    # What takes no time begins when what it needs does: the order in which all can run decides.
+    return sorted(found, key=lambda one: one[0])
+
+
+def _ended(schedule: Schedule, wiring: Wiring, rank: int, row: list[Action]) -> Row:
+    """A row with what becomes of gradients."""
+    held = schedule.holds[rank]
+    if not schedule.flushes:
+        done: list[Action] = []
+        for action in row:
+            if action.kind == UPDATE:
+                done.append(action._replace(kind=SYNC))
+            done.append(action)
+        return tuple(done)
+    sums = [Action(SYNC, stage, copy=copy) for stage, copy in held]
+    for stage, copy in held:
+        names = () if schedule.copies > 1 else wiring.tied[stage]
+        if names or schedule.copies > 1:
+            sums.append(Action(SYNC, stage, copy=copy, over=COPIES, names=names))
+    return (*row, *sums, *(Action(UPDATE, stage, copy=copy) for stage, copy in held))

@@ -1,0 +1,339 @@
+"""Whether complete rows run to their end where a send and its receive wait for each other.
+
+This is the judge of `complete`: it plays the ranks, and knows nothing of how the rows were made. A
+rank goes through its row. It computes once what it needs has been received, posts transfers without
+waiting, and waits for others where all copies of parameters add up their gradients (SYNC0/copies)
+and where all decide on an update (UPDATE0). A transfer is done when both sides have posted it and
+it is both sides' turn: calls on one link, or all calls of one rank, follow one another (`complete`
+tells the two apart). `weights_judge.py` walks the same rows for the weights that they use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from autopar.errors import DeadlockError, ScheduleError
+from autopar.ir.action import ALL, COMPUTE, COPIES, SYNC, TRANSFER, UPDATE, Action, Row
+from autopar.ir.pipeline_step import Step
+
+_Link = tuple[int, int]  # from rank, to rank
+
+
+def check(step: Step, computed: Sequence[Row] | None = None) -> None:
+    """Returns where all ranks reach the end of their rows.
+
+    Args:
+        step: the rows, from the first microbatch to the last.
+        computed: the rows of the schedule that they are to compute; None for any.
+
+    Raises:
+        ScheduleError: what is computed is not what the schedule says; a transfer is missing, double
+            or not between the ranks that hold the stages; an action runs before what it needs, on
+            its own rank, is posted; gradients are updated that are not synchronised; sends and
+            receives of a link are not in one order.
+        DeadlockError: ranks wait for one another; names them and what they wait for.
+    """
+    if computed is not None:
+        made = tuple(tuple(one for one in row if one.kind in COMPUTE) for row in step.rows)
+        if made != tuple(tuple(one for one in row if one.kind in COMPUTE) for row in computed):
+            raise ScheduleError(
+                "the complete rows do not compute what the schedule says",
+                todo="complete the schedule again",
+            )
+    play = _Play(step)
+    while play.advance():
+        pass
+    if any(play.left) or any(play.batches):
+        raise play.deadlock()
+
+
+@dataclass
+class _Play:
+    """The ranks at play.
+
+    Attributes:
+        left: what each rank has yet to do; transfers that follow one another are one entry, and so
+            are sums over copies and updates.
+        batches: transfers that each rank has posted and that are not done, batch by batch.
+        sent, received: those of each link, in the order in which they were posted.
+        done: what each rank has computed, sent and received.
+        there: all that is in each rank's row.
+    """
+
+    step: Step
+    left: list[deque[Row]] = field(init=False)
+    batches: list[deque[set[Action]]] = field(init=False)
+    sent: dict[_Link, deque[Action]] = field(default_factory=lambda: defaultdict(deque))
+    received: dict[_Link, deque[Action]] = field(default_factory=lambda: defaultdict(deque))
+    done: list[set[Action]] = field(init=False)
+    there: list[set[Action]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = self.step.rows
+        self.left = [deque(_entries(row)) for row in rows]
+        self.batches = [deque() for _ in rows]
+        self.done = [set() for _ in rows]
+        self.there = [set(row) for row in rows]
+        for rank, row in enumerate(rows):
+            self._check_posts(rank, row)
+
+    def _check_posts(self, rank: int, row: Row) -> None:
+        """Every transfer belongs to the rank, and what is needed has been posted before."""
+        seen: set[Action] = set()
+        fresh: set[tuple[int, int]] = set()  # stages whose gradients are not synchronised
+        for action in row:
+            key = action.stage, action.copy
+            if action in seen:
+                raise _wrong(action, rank, "it is there twice")
+            if action.kind in TRANSFER:
+                self._check_transfer(action, rank, seen)
+            elif action.kind in COMPUTE:
+                if not any(need <= seen for need in self._needs(action, rank)):
+                    raise _wrong(action, rank, "what it needs is neither computed nor received")
+                fresh |= {key} if action.kind in "BW" else set()
+                action = _aged(action)
+            elif _is_sum(action):
+                self._check_sum(action, rank)
+            elif action.kind == UPDATE:
+                if key in fresh:
+                    raise _wrong(action, rank, f"gradients of stage {key[0]} are not synchronised")
+            else:
+                fresh.discard(key)
+            seen.add(action)
+
+    def _check_transfer(self, action: Action, rank: int, seen: set[Action]) -> None:
+        ways = {(m, r) for m, r, _ in self.step.wiring.edges}
+        back = {(r, m) for m, r, gradient in self.step.wiring.edges if gradient}
+        pair = action.stage, action.partner
+        pair = pair if action.kind.startswith("SEND") else pair[::-1]
+        holds = self.step.placement[action.copy][action.stage] == rank
+        if not holds or pair not in (ways if action.kind.endswith("F") else back):
+            raise _wrong(action, rank, "no such transfer begins or ends there")
+        peer = self.step.peer(action)
+        if peer == rank or action.counterpart not in self.there[peer]:
+            raise _wrong(action, rank, f"there is no {action.counterpart} on rank {peer}")
+        kinds = {"SEND_F": "F", "SEND_B": "BI"}.get(action.kind)
+        made = Action("", *action[1:4])
+        if kinds and not any(made._replace(kind=kind) in seen for kind in kinds):
+            raise _wrong(action, rank, "what it sends has not been computed")
+
+    def _check_sum(self, action: Action, rank: int) -> None:
+        for other, peer in self._partners(action):
+            if not any(_same_sum(one, other) for one in self.there[peer]):
+                raise _wrong(action, rank, f"there is no {other} on rank {peer}")
+
+    def _partners(self, action: Action) -> list[tuple[Action, int]]:
+        """The sums that an action takes part in, and the ranks that do them."""
+        placement, found = self.step.placement, []
+        for copy, ranks in enumerate(placement):
+            for stage, rank in enumerate(ranks):
+                if action.names:
+                    shares = set(action.names) & set(self.step.wiring.tied[stage])
+                else:
+                    shares = {""} if stage == action.stage else set()
+                if shares:
+                    found.append((action._replace(stage=stage, copy=copy), rank))
+        return found
+
+    def _needs(self, action: Action, rank: int) -> list[set[Action]]:
+        """What the rank must have computed or received for an action, as alternatives."""
+        ways: list[set[Action]] = [set()]
+        for alternatives in self.step.wiring.needs(action):
+            one = alternatives[0]
+            if self.step.placement[one.copy][one.stage] == rank:
+                ways = [way | {need} for way in ways for need in alternatives]
+            else:
+                kind = "RECV_F" if action.kind == "F" else "RECV_B"
+                receive = Action(kind, *action[1:4]).towards(one.stage)
+                ways = [way | {receive} for way in ways]
+        return ways
+
+    def advance(self) -> bool:
+        """Does all that can be done at once; whether there was anything."""
+        steps = sum(map(self._step, range(len(self.left))))
+        meetings = sum(map(self._meet, sorted(self.sent.keys() & self.received.keys())))
+        return steps > 0 or meetings > 0 or self._together()
+
+    def _step(self, rank: int) -> bool:
+        """Computes and posts what the rank can."""
+        moved = False
+        while self.left[rank]:
+            entry = self.left[rank][0]
+            if entry[0].kind in TRANSFER:
+                self._post(rank, entry)
+            elif _meets_others(entry[0]):
+                break
+            elif entry[0].kind in COMPUTE:
+                if not any(need <= self.done[rank] for need in self._needs(entry[0], rank)):
+                    break
+                self.done[rank].add(_aged(entry[0]))
+            self.left[rank].popleft()
+            moved = True
+        return moved
+
+    def _post(self, rank: int, entry: Row) -> None:
+        self.batches[rank].append(set(entry))
+        for action in entry:
+            peer = self.step.peer(action)
+            if action.kind.startswith("SEND"):
+                self.sent[rank, peer].append(action)
+            else:
+                self.received[peer, rank].append(action)
+
+    def _meet(self, link: _Link) -> bool:
+        """Carries over what both sides of a link have posted and have come to."""
+        moved = False
+        sender, reader = link
+        while self.sent[link] and self.received[link]:
+            send, receive = self.sent[link][0], self.received[link][0]
+            if receive != send.counterpart:
+                raise ScheduleError(
+                    f"{send} of rank {sender} meets {receive} of rank {reader}",
+                    why="sends and receives between two ranks meet in the order of their posting",
+                    todo="receive in the order in which is sent",
+                )
+            turn = self._turn(sender, send) and self._turn(reader, receive)
+            if not turn:
+                break
+            for rank, action in ((sender, send), (reader, receive)):
+                self.done[rank].add(action)
+                batches = self.batches[rank]
+                next(batch for batch in batches if action in batch).remove(action)
+                while batches and not batches[0]:
+                    batches.popleft()
+            self.sent[link].popleft()
+            self.received[link].popleft()
+            moved = True
+        return moved
+
+    def _turn(self, rank: int, action: Action) -> bool:
+        return self.step.queue == "link" or action in self.batches[rank][0]
+
+    def _together(self) -> bool:
+        """Ends one call for which all ranks that take part in it have come."""
+        for rank, left in enumerate(self.left):
+            if left and _meets_others(left[0][0]):
+                ranks = {peer for action in left[0] for peer in self._with(action)} | {rank}
+                heads = [self.left[peer][0] if self.left[peer] else () for peer in ranks]
+                if all(self._comes(head, left[0]) for head in heads):
+                    for peer in ranks:
+                        self.left[peer].popleft()
+                    return True
+        return False
+
+    def _with(self, action: Action) -> list[int]:
+        """The ranks that take part in a call."""
+        if action.kind == UPDATE:
+            return [rank for rank, there in enumerate(self.there) if there]
+        return [rank for _, rank in self._partners(action)]
+
+    def _comes(self, head: Row, call: Row) -> bool:
+        """Whether a rank that stands at `head` takes part in a call."""
+        if not head or not _meets_others(head[0]) or head[0].kind != call[0].kind:
+            return False
+        if head[0].kind == UPDATE:
+            return True
+        others = [one for action in call for one, _ in self._partners(action)]
+        return any(_same_sum(own, other) for own in head for other in others)
+
+    def deadlock(self) -> DeadlockError:
+        """Names the ranks that wait for one another, from one that stands still on."""
+        standing = zip(self.left, self.batches, strict=True)
+        rank = next(rank for rank, waiting in enumerate(standing) if any(waiting))
+        path: list[int] = []
+        told: list[str] = []
+        while rank not in path:
+            path.append(rank)
+            text, rank = self._waits(rank)
+            told.append(text)
+        first = path.index(rank)
+        return DeadlockError(
+            "the ranks " + ", ".join(map(str, path[first:])) + " wait for one another",
+            where="; ".join(
+                f"rank {at} at {self.left[at][0][0]}" for at in path[first:] if self.left[at]
+            ),
+            why="; ".join(told[first:]),
+            todo="post one of these transfers earlier, or change the order of the row",
+        )
+
+    def _waits(self, rank: int) -> tuple[str, int]:
+        """What a rank waits for, in words, and the rank that this depends on."""
+        blocking = self._blocking(rank)
+        if blocking is None:
+            call = self.left[rank][0]
+            ranks = sorted({peer for action in call for peer in self._with(action)})
+            heads = {at: self.left[at][0] if self.left[at] else () for at in ranks}
+            wanted = next(at for at in ranks if at != rank and not self._comes(heads[at], call))
+            return f"rank {rank} waits in {call[0]} for rank {wanted}", wanted
+        at, action = blocking
+        peer = self.step.peer(action)
+        other = action.counterpart
+        posted = other in self.sent[peer, at] or other in self.received[at, peer]
+        if not posted:
+            told = f"{other} is not posted on rank {peer}, which stands at {self._head(peer)}"
+        else:
+            told = f"{other} on rank {peer} waits for {min(self.batches[peer][0], key=str)}"
+        return f"rank {rank} waits for {action}, but {told}", peer
+
+    def _blocking(self, rank: int) -> tuple[int, Action] | None:
+        """The transfer that must be done next for the rank to go on; None in a call of several."""
+        if self.step.queue == "rank" and self.batches[rank]:
+            return rank, min(self.batches[rank][0], key=str)
+        if not self.left[rank] or _meets_others(self.left[rank][0][0]):
+            return None
+        needs = self._needs(self.left[rank][0][0], rank)
+        missing = next(iter(sorted(needs[0] - self.done[rank])))
+        return rank, missing
+
+    def _head(self, rank: int) -> str:
+        return str(self.left[rank][0][0]) if self.left[rank] else "its end"
+
+
+def _entries(row: Row) -> list[Row]:
+    """The row with transfers that follow one another together, and so sums and updates."""
+    entries: list[Row] = []
+    for kind, group in groupby(row, key=_together_with):
+        actions = tuple(group)
+        entries += [actions] if kind else [(action,) for action in actions]
+    return entries
+
+
+def _together_with(action: Action) -> str:
+    """What neighbours in a row have in common that are one entry; "" for what is by itself."""
+    if action.kind in TRANSFER:
+        return "transfer"
+    return action.kind if _meets_others(action) else ""
+
+
+def _meets_others(action: Action) -> bool:
+    """Whether a rank waits there for others."""
+    return _is_sum(action) or (action.kind == UPDATE and action.microbatch == ALL)
+
+
+def _is_sum(action: Action) -> bool:
+    return action.kind == SYNC and action.over == COPIES
+
+
+def _same_sum(one: Action, other: Action) -> bool:
+    """Whether two sums of different stages or copies are one; of named parameters, if any is."""
+    same = (one.kind, one.stage, one.microbatch, one.copy, one.over) == (
+        other.kind, other.stage, other.microbatch, other.copy, other.over
+    )  # fmt: skip
+    return same and (one.names == other.names or bool(set(one.names) & set(other.names)))
+
+
+def _aged(action: Action) -> Action:
+    """An action without the age of its weights, as others need it."""
+    return action._replace(age=0) if action.age else action
+
+
+def _wrong(action: Action, rank: int, why: str) -> ScheduleError:
+    return ScheduleError(
+        f"{action} cannot stand where it does",
+        where=f"row of rank {rank}",
+        why=why,
+        todo="complete the schedule again",
+    )

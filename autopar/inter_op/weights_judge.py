@@ -1,0 +1,135 @@
+"""Which weights every forward and backward of a step runs on, found by walking its rows.
+
+Version 0 are the weights before the first update of a stage; every UPDATE makes one more. An action
+of age a runs on the newest version but a, and on version 0 where there have been fewer updates.
+Nothing here knows how rows are made, or which method they are of.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.errors import ScheduleError
+from autopar.ir.action import ALL, COMPUTE, UPDATE, Action
+from autopar.ir.pipeline_step import Placed, Step
+
+
+@dataclass
+class StageWeights:
+    """What a walk finds of one stage.
+
+    Attributes:
+        forwards, backwards: the version that each microbatch runs on.
+        updates: how many there are.
+        versions: how many are held at a time at most, counting only those that are used later.
+        staleness: by how many updates the weights behind a gradient are older than those that it
+            updates, at most.
+    """
+
+    forwards: dict[int, int] = field(default_factory=dict)
+    backwards: dict[int, int] = field(default_factory=dict)
+    updates: int = 0
+    versions: int = 1
+    staleness: int = 0
+
+    @property
+    def consistent(self) -> bool:
+        """Whether every backward runs on the weights that its forward saw."""
+        return all(self.forwards[batch] == version for batch, version in self.backwards.items())
+
+
+def walk(step: Step) -> dict[Placed, StageWeights]:
+    """Returns the weights that each stage and copy runs on.
+
+    Args:
+        step: complete rows, from the first microbatch to the last.
+
+    Raises:
+        ScheduleError: an update takes no gradient, or gradients are left without one.
+    """
+    found: dict[Placed, StageWeights] = {}
+    for row in step.rows:
+        for key in dict.fromkeys((action.stage, action.copy) for action in row):
+            own = [action for action in row if (action.stage, action.copy) == key]
+            found[key] = _walked([one for one in own if one.kind in (*COMPUTE, UPDATE)])
+    return found
+
+
+def _walked(row: Sequence[Action]) -> StageWeights:
+    """The weights of one stage."""
+    found = StageWeights()
+    waiting: list[int] = []  # microbatches whose gradients no update has taken
+    used: list[tuple[int, int]] = []  # after how many updates, and which version
+    for action in row:
+        if action.kind == UPDATE:
+            taken = [m for m in waiting if action.microbatch in (ALL, m) or m < action.microbatch]
+            if not taken:
+                raise ScheduleError(
+                    f"{action} has no gradients to take",
+                    why=f"gradients wait of the microbatches {waiting or 'none'}",
+                    todo="let it follow the backwards that it is for",
+                )
+            oldest = min(found.forwards[batch] for batch in taken)
+            found.staleness = max(found.staleness, found.updates - oldest)
+            waiting = [batch for batch in waiting if batch not in taken]
+            found.updates += 1
+            continue
+        version = max(0, found.updates - action.age)
+        used.append((found.updates, version))
+        if action.kind == "F":
+            found.forwards[action.microbatch] = version
+        else:
+            found.backwards[action.microbatch] = version
+        if action.kind in "BW":
+            waiting.append(action.microbatch)
+    if waiting and found.updates:
+        raise ScheduleError(
+            f"no update takes the gradients of the microbatches {waiting} of stage {row[0].stage}",
+            todo="add an update behind their backwards",
+        )
+    found.versions = _held(used, found.updates)
+    return found
+
+
+def _held(used: Sequence[tuple[int, int]], updates: int) -> int:
+    """The most versions that must be there at a time: the newest, and older ones used from then."""
+    last: dict[int, int] = defaultdict(int)  # version -> updates that have been when last used
+    for newest, version in used:
+        last[version] = max(last[version], newest)
+    return max(
+        1 + sum(version < newest <= until for version, until in last.items())
+        for newest in range(updates + 1)
+    )
+
+
+def check_weights(step: Step, versions: Sequence[int] = (), stashes: bool = True) -> None:
+    """Returns where no version is overwritten that is still needed.
+
+    Args:
+        step: complete rows, from the first microbatch to the last.
+        versions: that each stage holds; () for one everywhere.
+        stashes: whether every backward is to run on the weights that its forward saw.
+
+    Raises:
+        ScheduleError: a version is needed that has been overwritten; a backward runs on other
+            weights than its forward; or as `walk`.
+    """
+    for (stage, copy), found in walk(step).items():
+        held = versions[stage] if versions else 1
+        if found.versions > held:
+            raise ScheduleError(
+                f"stage {stage} needs {found.versions} versions of its weights at a time",
+                where=f"copy {copy} of the model" if len(step.placement) > 1 else "",
+                why=f"it holds {held}: the next update overwrites one that is still needed",
+                todo="hold more versions, or use newer weights",
+            )
+        if stashes and not found.consistent:
+            batch = next(m for m, v in found.backwards.items() if found.forwards[m] != v)
+            raise ScheduleError(
+                f"the backward of stage {stage} on microbatch {batch} runs on version"
+                f" {found.backwards[batch]} of the weights",
+                why=f"its forward saw version {found.forwards[batch]}",
+                todo="give the backward the age of the weights that its forward saw",
+            )

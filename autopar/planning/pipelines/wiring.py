@@ -1,0 +1,30 @@
+"""What the stages of a model have to do with one another, read off their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_step import Edge, Wiring
+from autopar.lower.keys import leaf_key
+
+
+def wiring_of(graphs: Sequence[Graph]) -> Wiring:
+    """Returns which stages read what which make, and which trained parameters several hold.
+
+    Args:
+        graphs: of the stages, as `stage_graphs` gives them.
+    """
+    makers = {name: n for n, graph in reversed([*enumerate(graphs)]) for name, _ in graph.outputs}
+    gradients: dict[tuple[int, int], bool] = {}
+    for reader, graph in enumerate(graphs):
+        for leaf in graph.leaves("received"):
+            edge = makers[leaf.target], reader
+            gradients[edge] = gradients.get(edge, False) or leaf.requires_grad
+    trained = [{leaf_key(n) for n in g.leaves("param") if n.requires_grad} for g in graphs]
+    shared = [
+        tuple(sorted(name for name in own if sum(name in other for other in trained) > 1))
+        for own in trained
+    ]
+    edges = (Edge(maker, reader, back) for (maker, reader), back in sorted(gradients.items()))
+    return Wiring(tuple(edges), tuple(shared))
