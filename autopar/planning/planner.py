@@ -28,14 +28,7 @@ from autopar.ir.recompute import Recompute
 from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Fitted, fitting, solved
-from autopar.planning.kernel_savings import (
-    applicable,
-    fused,
-    fused_exchange,
-    fused_linears,
-    fused_update,
-    packed,
-)
+from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
@@ -193,13 +186,7 @@ class Planner:
                 offload=offload,
             )
             found = packed(self.graph, found, self.prices)
-            found = replace(
-                found,
-                fused=fused(self.graph, found, options.table, self.prices)
-                | fused_exchange(self.graph, found, self.prices)
-                | fused_linears(self.graph, found, options.table, self.prices)
-                | fused_update(self.graph, found, self.prices),
-            )
+            found = replace(found, fused=savings(self.graph, found, options.table, self.prices))
             peak = simulated_peak(self.graph, found, options.table, self.prices, self.repeated)
             simulated = replace(found, predicted=replace(found.predicted, peak_bytes=peak))
             return Fitted(simulated, found.predicted.peak_bytes, choice)
