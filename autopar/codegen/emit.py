@@ -31,13 +31,19 @@ from autopar.operators.own_functions import called
 from autopar.stage_plan import StagePlan
 
 
-def emit(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> str:
+def emit(
+    graph: Graph,
+    plan: StagePlan,
+    price: Callable[[Collective], float],
+    program: Lowered | None = None,
+) -> str:
     """The program's source.
 
     Args:
         graph: prepared, with its repeats.
         plan: a layout for every node of the folded graph.
         price: seconds of one collective, for the comments and the choice of steps.
+        program: the lowered program of this plan, by default made here.
 
     Returns:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
@@ -53,7 +59,7 @@ def emit(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) ->
         LayoutError: a layout does not fit its value.
     """
     printer = Printer(graph, plan, price)
-    lowered = lower(graph, plan, price)
+    lowered = program or lower(graph, plan, price)
     loops = _loops(printer, lowered.blocks)
     blocks = [
         _block(printer, function, loop, repeat)
