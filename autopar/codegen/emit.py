@@ -14,6 +14,7 @@ from autopar.codegen.allowed import check_source, names_in
 from autopar.codegen.body import WIDTH, Body, Loop
 from autopar.codegen.header import header
 from autopar.codegen.ops import draws_random_numbers
+from autopar.codegen.parameter_table import parameter_table
 from autopar.codegen.printer import Printer
 from autopar.codegen.random_draws import draw_function
 from autopar.ir.collective import Collective
@@ -171,7 +172,9 @@ def _block(printer: Printer, function: Function, loop: Loop, repeat: Repeat) -> 
     body = Body(
         printer,
         lambda name: loop.keys.read(name) if name in inside else _read(printer.graph[name]),
+        priced=True,
     )
+    body.lines += parameter_table(printer, function)
     body.print(function.lines)
     notes = [f"{bound.variable}: {_bound(printer, bound)}" for bound in function.arguments]
     index = "names" if loop.keys.table else "i"
