@@ -12,7 +12,6 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from autopar.arguments import texts_of
 from autopar.keywords import (
     DEFAULTS,
     CompileKeywords,
@@ -27,6 +26,7 @@ from autopar.planning.capturing import Call
 from autopar.planning.plan_model import plan_model
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.argument_texts import texts_of
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
 from autopar.runtime.ranks.shared import Peers

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from autopar.arguments import text_of_program
 from autopar.capture.capture import Captured
 from autopar.codegen.emit import emit
 from autopar.errors import PlanError, ProgramError
@@ -38,6 +37,7 @@ from autopar.runtime.inductor import loaded
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.ranks.argument_texts import text_of_program
 from autopar.runtime.ranks.processes import local_device
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.update.update import Training

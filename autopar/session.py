@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.arguments import text_of_graph, text_of_program
 from autopar.capture.capture import Captured
 from autopar.compiled import Compiled, Running, refuse_graphs_of_stages, values_of
 from autopar.errors import BatchError, ProgramError
@@ -30,6 +29,7 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.profile import profiled
 from autopar.runtime.ranks.agreement import compare_ranks
+from autopar.runtime.ranks.argument_texts import text_of_graph, text_of_program
 from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.ranks.processes import check_processes, from_first_rank
 from autopar.runtime.ranks.recorder import Recorder

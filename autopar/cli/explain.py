@@ -28,11 +28,11 @@ from autopar.explain import (
     view,
 )
 from autopar.intra_op.builder import Builder
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout

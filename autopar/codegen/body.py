@@ -10,7 +10,6 @@ from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer
 from autopar.ir.graph import WRITE
 from autopar.ir.recompute import Recompute
-from autopar.lower.keys import Keys
 from autopar.lower.lines import (
     LEAF,
     Assign,
@@ -23,6 +22,7 @@ from autopar.lower.lines import (
     Use,
 )
 from autopar.lower.literals import comment, names_text, quoted, shortened
+from autopar.lower.parameter_keys import Keys
 from autopar.operators.localise import localise
 
 WIDTH = 100

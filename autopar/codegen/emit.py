@@ -24,9 +24,9 @@ from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import of_runs
 from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
-from autopar.lower.keys import Keys, block_keys, leaf_key
 from autopar.lower.lines import Bound, Function, Lowered
 from autopar.lower.literals import docstring, quoted
+from autopar.lower.parameter_keys import Keys, block_keys, leaf_key
 from autopar.lower.program import lower, output_layout
 from autopar.operators.own_functions import called
 from autopar.stage_plan import StagePlan

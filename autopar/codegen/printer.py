@@ -11,7 +11,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.lower.lines import Compute
 from autopar.lower.literals import names_text
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.operators.exchange import exchanged
 
 

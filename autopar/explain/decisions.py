@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
-from autopar.lower.placed import entry_of
+from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan, Shaped
 from autopar.stage_plan import StagePlan
 

@@ -18,7 +18,7 @@ from autopar.ir.recompute import repetitions
 from autopar.ir.storage import Storage
 from autopar.lower import lines as lowered
 from autopar.lower.lines import LEAF, Assign, Compute, Function, Sum, Use
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.lower.program import lower
 from autopar.operators.exchange import exchanged
 from autopar.stage_plan import StagePlan

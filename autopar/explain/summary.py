@@ -12,7 +12,7 @@ from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
-from autopar.lower.placed import entry_of
+from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
 

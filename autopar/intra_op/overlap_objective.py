@@ -27,7 +27,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.problem import FORBIDDEN, Choices, Problem, Solution, evaluate
 
 ENDS = (0.0, 1.0)  # are tried first, then the middle of what is left

@@ -11,7 +11,7 @@ from autopar.ir.recompute import common_module
 from autopar.ir.tensor import Layout
 from autopar.lower.function import Writer
 from autopar.lower.lines import LEAF, Assign, Bound, Call, Function, Lowered
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.lower.variables import identifier
 from autopar.stage_plan import StagePlan
 

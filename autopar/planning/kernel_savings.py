@@ -10,7 +10,7 @@ from autopar.cost.device import device
 from autopar.cost.model import CostModel, NodeWork, Work
 from autopar.cost.overlap import hidden, products
 from autopar.intra_op.kernel_work import node_work
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.ir.collective import Resharder
 from autopar.ir.fusion import ASYNC, EXPERTS, PACK, UPDATE

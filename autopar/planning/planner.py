@@ -13,12 +13,12 @@ from functools import partial
 from autopar.cost.device import device
 from autopar.errors import PinError
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.pins.wordings import spell_out
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.stored import bucket_of
+from autopar.intra_op.storage_choices import bucket_of
 from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint

@@ -37,7 +37,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _ThreadPeers:
-    """See `autopar.operators.peers.Peers`; `index` is the block that is held here."""
+    """See `autopar.operators.peer_devices.Peers`; `index` is the block that is held here."""
 
     mesh: Mesh
     axes: tuple[str, ...]

@@ -12,10 +12,10 @@ and safetensors instead.
 | to see | read |
 |---|---|
 | which part of a tensor this rank holds | boxes.py |
-| what is saved of a program | held.py |
-| the folder: published whole or not at all, read as one or the next | publish.py, `autopar.files` |
+| what is saved of a program | contents.py |
+| the folder: published whole or not at all | publish.py, `autopar/files/atomic.py` |
 | what a checkpoint says that it holds, and what is believed of it | index.py |
 | values as JSON | values.py |
-| torch.distributed.checkpoint's plans and files, and its errors | plans.py, storage.py, dcp.py |
+| torch.distributed.checkpoint's plans and files, and its errors | plans.py, safetensors_files.py, dcp.py |
 | saving and loading | checkpoints.py, saving.py; without processes plain.py |
 """
