@@ -30,10 +30,10 @@ from typing import Any
 import tomlkit
 
 from autopar.errors import PlanError, PlanMismatchError
-from autopar.fields import Fields, Number, Row, Text, Whole
+from autopar.files.checked_values import Fields, Number, Row, Text, Whole
+from autopar.files.kinds import Kind
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
-from autopar.outside import Kind
 from autopar.plan_entries import (
     UNNAMED,
     UNPREDICTED,

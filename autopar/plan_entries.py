@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.fields import FLAG, Check, Fields, Number, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Check, Fields, Number, Table, Text, Whole
 from autopar.ir.tensor import Layout
 
 Shaped = tuple[tuple[int, ...], Layout]

@@ -19,7 +19,7 @@ import tomlkit
 from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.fields import Fields, Number, Row, Table, Text, Whole
+from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole
 from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload

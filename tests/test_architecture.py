@@ -55,7 +55,6 @@ SAME_NAMES = {
     "kernels": "the kernels and the rules of them",
     "pipeline": "a command and what runs",
     "plan": "a command and the value",
-    "program": "a program and how it is lowered",
     "random": "rules of random operators and what runs",
     "recompute": "the choice and what runs",
     "rules": "a command and the folder",

@@ -20,7 +20,7 @@ from autopar.explain import (
     render_plan_difference,
 )
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.plan import Plan

@@ -11,7 +11,7 @@ from autopar.cli.common.console import say, stages, writing
 from autopar.cli.common.model_options import MODEL, RULES, own_rules, shapes
 from autopar.cli.common.opened import PlanFile
 from autopar.cli.common.price_model import CALIBRATION, prices
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.plan_entries import ModelSpec
 from autopar.planning.trace import Trace
 from autopar.runtime import folder

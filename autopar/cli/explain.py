@@ -28,16 +28,17 @@ from autopar.explain import (
     view,
 )
 from autopar.intra_op.builder import Builder
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
+from autopar.lower.program import lower
 from autopar.plan_entries import ModelSpec, NodePlan
-from autopar.planning.kernel_savings import fused_linears
+from autopar.planning.kernel_savings import linears
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.prices import limit_of_plan
@@ -201,7 +202,8 @@ def explained(
     sent = zip(*(builder.beside_seconds(node, chosen) for node in graph.folded), strict=True)
     pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
-    beside_linears = fused_linears(graph, chosen, known or table(), price).values()
+    program = lower(graph.trained, chosen, price.collective)
+    beside_linears = linears(program, graph, chosen, known or table(), price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
     peak = None
     if is_trained(graph):

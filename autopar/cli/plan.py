@@ -24,7 +24,7 @@ from autopar.cli.pipeline import render, to_json
 from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision

@@ -11,10 +11,10 @@ import click
 
 from autopar.cli.common.console import FILE, JSON, SECONDS, print_json, stages
 from autopar.errors import ProblemError
+from autopar.files.kinds import Kind
 from autopar.intra_op.contest import read_problem
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.solvers import solve
-from autopar.outside import Kind
 
 SOLUTION = Kind(
     "the solution", ProblemError, "give a file that -o wrote", bad="this is not a solution"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,6 @@ from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer
 from autopar.ir.graph import WRITE
 from autopar.ir.recompute import Recompute
-from autopar.lower.keys import Keys
 from autopar.lower.lines import (
     LEAF,
     Assign,
@@ -22,6 +22,7 @@ from autopar.lower.lines import (
     Use,
 )
 from autopar.lower.literals import comment, names_text, quoted, shortened
+from autopar.lower.parameter_keys import Keys
 from autopar.operators.localise import localise
 
 WIDTH = 100
@@ -55,12 +56,17 @@ class Body:
         printer: graph, plan and prices.
         leaf: the expression that reads a leaf, by node name.
         loops: the blocks that the function calls, by run.
+        priced: whether a table above the lines says what each parameter sends.
     """
 
     def __init__(
-        self, printer: Printer, leaf: Callable[[str], str], loops: Sequence[Loop] = ()
+        self,
+        printer: Printer,
+        leaf: Callable[[str], str],
+        loops: Sequence[Loop] = (),
+        priced: bool = False,
     ) -> None:
-        self.printer, self.leaf, self.loops = printer, leaf, loops
+        self.printer, self.leaf, self.loops, self.priced = printer, leaf, loops, priced
         self.lines: list[str] = []
 
     def print(self, lines: Iterable[Line]) -> None:
@@ -75,9 +81,7 @@ class Body:
             elif isinstance(line, Move):
                 self._move(line)
             elif isinstance(line, Use):
-                call = self.printer.use(line.leaf, line.storage).format(self.read(line.source))
-                note = self.printer.use_note(line.leaf, line.storage)
-                self._statement(f"{line.target} = mesh.{call}", note)
+                self._use(line)
             elif isinstance(line, Assign):
                 self._assign(line)
             elif isinstance(line, Joined):
@@ -94,13 +98,15 @@ class Body:
         if note and len(code) + len(note) + 8 <= WIDTH:
             self.lines.append(f"{code:<56}  {comment(note)}")
             return
-        if note:
-            self.lines.append(comment(note))
-        if len(code) + 4 > WIDTH and code.endswith(")"):
-            call, _, arguments = code.partition("(")
-            self.lines += [f"{call}(", f"    {arguments[:-1]}", ")"]
-        else:
-            self.lines.append(code)
+        self.lines += [*noted(note), *wrapped(code)]
+
+    def _use(self, line: Use) -> None:
+        """A parameter as operators use it."""
+        call = self.printer.use(line.leaf, line.storage).format(self.read(line.source))
+        note = self.printer.use_note(line.leaf, line.storage)
+        if not self.priced:
+            note += self.printer.sent_note(line.leaf, line.storage)
+        self._statement(f"{line.target} = mesh.{call}", note)
 
     def _assign(self, line: Assign) -> None:
         note = ""
@@ -159,7 +165,7 @@ class Body:
             call = f"mesh.linear_reduce_scatter({read}, dim={move.step.dim}, {axis})"
             self._statement(f"{target} = {call}", note)
         else:
-            self.lines.append(comment(note))
+            self.lines += noted(note)
             weights = [self.read(linear.operands[1]) for linear in operators]
             biases = [self.read((*linear.operands, "None")[2]) for linear in operators]
             read = f"{self.read(move.source)}, [{', '.join(weights)}]"
@@ -196,6 +202,40 @@ class Body:
             self._statement(_head(loop, begin, end))
             for text in lines:
                 self._statement(f"    {text}")
+
+
+def noted(note: str, lead: str = "") -> list[str]:
+    """A comment, in as many lines as it needs; its parts are two spaces apart.
+
+    Args:
+        note: the parts.
+        lead: stands before the first part, and as much room before later lines.
+    """
+    lines: list[str] = []
+    for part in filter(None, note.split("  ")):
+        if lines and len(lines[-1]) + len(part) + 8 <= WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"{' ' * max(len(lead), 2) if lines else lead}{part}")
+    return [*map(comment, lines)]
+
+
+def wrapped(code: str) -> list[str]:
+    """A statement; a long call has its arguments on a line of their own, or each on its own."""
+    indent = code[: len(code) - len(code.lstrip())]
+    if len(code) + 4 <= WIDTH or not code.endswith(")"):
+        return [code]
+    code = code.strip()
+    (statement,) = ast.parse(code).body
+    call = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
+    if not isinstance(call, ast.Call):
+        return [f"{indent}{code}"]
+    head = code.encode()[: call.func.end_col_offset].decode()
+    given = [ast.get_source_segment(code, value) or "" for value in call.args]
+    given += [ast.get_source_segment(code, value) or "" for value in call.keywords]
+    whole = f"{indent}    {', '.join(given)}"
+    rows = [whole] if len(whole) + 4 <= WIDTH else [f"{indent}    {value}," for value in given]
+    return [f"{indent}{head}(", *rows, f"{indent})"]
 
 
 def _layouts(line: Compute) -> str:

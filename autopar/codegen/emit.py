@@ -14,6 +14,7 @@ from autopar.codegen.allowed import check_source, names_in
 from autopar.codegen.body import WIDTH, Body, Loop
 from autopar.codegen.header import header
 from autopar.codegen.ops import draws_random_numbers
+from autopar.codegen.parameter_table import parameter_table
 from autopar.codegen.printer import Printer
 from autopar.codegen.random_draws import draw_function
 from autopar.ir.collective import Collective
@@ -23,21 +24,27 @@ from autopar.ir.precision import AS_IS
 from autopar.ir.recompute import of_runs
 from autopar.ir.rewrite import writes
 from autopar.ir.tensor import Layout, TensorType
-from autopar.lower.keys import Keys, block_keys, leaf_key
 from autopar.lower.lines import Bound, Function, Lowered
 from autopar.lower.literals import docstring, quoted
+from autopar.lower.parameter_keys import Keys, block_keys, leaf_key
 from autopar.lower.program import lower, output_layout
 from autopar.operators.own_functions import called
 from autopar.stage_plan import StagePlan
 
 
-def emit(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> str:
+def emit(
+    graph: Graph,
+    plan: StagePlan,
+    price: Callable[[Collective], float],
+    program: Lowered | None = None,
+) -> str:
     """The program's source.
 
     Args:
         graph: prepared, with its repeats.
         plan: a layout for every node of the folded graph.
         price: seconds of one collective, for the comments and the choice of steps.
+        program: the lowered program of this plan, by default made here.
 
     Returns:
         Python text that defines MESH, INPUTS and OUTPUTS (name -> type and layout), LOSS, RANDOM,
@@ -53,7 +60,7 @@ def emit(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) ->
         LayoutError: a layout does not fit its value.
     """
     printer = Printer(graph, plan, price)
-    lowered = lower(graph, plan, price)
+    lowered = program or lower(graph, plan, price)
     loops = _loops(printer, lowered.blocks)
     blocks = [
         _block(printer, function, loop, repeat)
@@ -165,7 +172,9 @@ def _block(printer: Printer, function: Function, loop: Loop, repeat: Repeat) -> 
     body = Body(
         printer,
         lambda name: loop.keys.read(name) if name in inside else _read(printer.graph[name]),
+        priced=True,
     )
+    body.lines += parameter_table(printer, function)
     body.print(function.lines)
     notes = [f"{bound.variable}: {_bound(printer, bound)}" for bound in function.arguments]
     index = "names" if loop.keys.table else "i"

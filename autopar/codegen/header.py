@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from autopar.codegen.printer import Printer
@@ -9,10 +10,11 @@ from autopar.ir.storage import EACH
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.lower.literals import docstring
 
+_WIDTH = 96  # of the docstring's lines
 # `Hop.when` -> when the runtime sends it, and what other work goes on meanwhile.
 _WHEN = {
     "forward": "before their block, while the one before computes",
-    "backward": "before the backward of their block",
+    "backward": "again before the backward of their block",
     "accumulate": "in the backward, bucket by bucket",
     "reduce": "in the backward, bucket by bucket",
     "update": "after the update",
@@ -38,9 +40,19 @@ def header(printer: Printer) -> str:
     ]
     sent = list(_sent(printer))
     if sent:
-        bucket = f", in calls of up to {format_bytes(plan.bucket)}" if plan.bucket > 1 else ""
-        lines += ["", f"What the runtime sends of parameters in a step{bucket}:", *sent]
+        title = f"What the runtime sends of parameters in a step{_together(plan.bucket)}:"
+        lines += ["", *textwrap.wrap(title, _WIDTH), *sent]
     return docstring(lines)
+
+
+def _together(bucket: int) -> str:
+    """Which of them go in one call."""
+    if bucket <= 1:
+        return ""
+    return (
+        ". Those that take the same way share a call: the parameters of a block, or gradients as "
+        f"they come, until there are {format_bytes(bucket)} of them"
+    )
 
 
 def _sent(printer: Printer) -> Iterator[str]:

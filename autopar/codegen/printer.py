@@ -11,7 +11,7 @@ from autopar.ir.tensor import Layout, TensorType
 from autopar.ir.units import format_bytes, format_seconds
 from autopar.lower.lines import Compute
 from autopar.lower.literals import names_text
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.operators.exchange import exchanged
 
 
@@ -64,8 +64,12 @@ class Printer(Placed):
         return f"all_gather({{}}, dim={dim}, axis={names_text(axes)}{whole})"
 
     def use_note(self, leaf: Node, storage: Storage) -> str:
-        """The layout in which operators have a parameter, and what it sends in a step."""
-        note = f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
+        """The layout in which operators have a parameter."""
+        return f"{leaf.type.dtype}{storage.used.format(leaf.type.shape)}"
+
+    def sent_note(self, leaf: Node, storage: Storage) -> str:
+        """What a parameter and its gradient send in a step."""
+        note = ""
         for hop in self.hops(leaf, storage):
             seconds = hop.seconds(self.price, self.plan.bucket)
             size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"

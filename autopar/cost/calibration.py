@@ -32,10 +32,10 @@ import tomlkit
 from autopar.cost.collective_seconds import KINDS
 from autopar.cost.work import Gemm
 from autopar.errors import AutoparError, CalibrationError
-from autopar.fields import Fields, Number, Row, Table, Text, Whole, shown
+from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole, shown
+from autopar.files.kinds import Kind
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES
-from autopar.outside import Kind
 
 VERSION = 1
 FILE = Kind("the calibration", CalibrationError, "run `autopar calibrate -o FILE` first")

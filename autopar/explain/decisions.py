@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.explain.moves import planned
 from autopar.explain.node_names import module_pattern, parameter_name
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout
+from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan, Shaped
 from autopar.stage_plan import StagePlan
 
@@ -59,7 +59,7 @@ def decisions(plan: StagePlan, graph: Graph | None = None) -> dict[str, Decision
     for node in graph.folded:
         if node.op == "param" and graph.users[node.name]:
             continue  # with its share
-        entry = planned(plan, graph, node.name)
+        entry = entry_of(plan, graph, node.name)
         name, op = _named(graph, node)
         layout = _side(entry.results, plan)
         text = _text(entry, plan)

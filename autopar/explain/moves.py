@@ -1,22 +1,26 @@
 """Every layout change and every operator that communicates, with each of its collectives and how
 often it is made.
 
-What is listed is what runs: the steps are the `Resharder`'s, as in the emitted program, and their
-prices those of the planner's edges.
+The lines of the lowered program are read, so that what is listed is what runs. A value that several
+operators read in one layout is moved once and listed for each of them, since the planner prices an
+edge for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from autopar.errors import PlanMismatchError
-from autopar.ir.collective import Collective, Resharder
-from autopar.ir.graph import Graph
+from autopar.ir.collective import Collective, Step
+from autopar.ir.graph import Graph, Node
 from autopar.ir.recompute import repetitions
-from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.storage import Storage
+from autopar.lower import lines as lowered
+from autopar.lower.lines import LEAF, Assign, Compute, Function, Sum, Use
+from autopar.lower.planned_layouts import Placed
+from autopar.lower.program import lower
 from autopar.operators.exchange import exchanged
-from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
 
 
@@ -68,155 +72,156 @@ class Move:
 
 
 def moves(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -> tuple[Move, ...]:
-    """What the emitted program communicates: layout changes in order of execution, then operators.
+    """What the program of a plan communicates, in order of execution.
+
+    Args:
+        graph: prepared, with its repeats.
+        plan: a layout for every node of the folded graph.
+        price: seconds of one collective.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    resharder = Resharder(plan.mesh, price, plan.precision.widened)
-    _, reached = repetitions(graph, plan.recompute)
-    carried = {user for r in graph.repeats for entry, _ in r.carried for user in graph.users[entry]}
-    found = []
-    for value, reader, tensor, src, dst, times in _changes(graph, plan):
-        steps = resharder.steps(tensor, src, dst, graph[value].requires_grad)
-        calls = tuple(
-            Call(call.kind, call.axes, call.nbytes, price(call), backward)
-            for step in steps
-            for backward, call in ((False, step.forward), (True, step.backward))
-            if call is not None
-        )
-        if calls:
-            before, after = src.format(tensor.shape), dst.format(tensor.shape)
-            root = _parameter_of(graph, value)
-            # What is carried enters and leaves blocks outside of what is computed again.
-            enters = reader in carried and value != reader
-            again = 0 if enters else reached.get(reader, 0)
-            found.append(Move(value, reader, before, after, calls, times, root, again=again))
-    return (*found, *_of_parameters(graph, plan, price), *_exchanges(graph, plan, price))
+    program = lower(graph, plan, price)
+    reading = _Reading(Placed(graph, plan, price), program.blocks, 1)
+    found = [*reading.moves(program.forward)]
+    if program.aside is not None:
+        found += reading.moves(program.aside)
+    return tuple(found)
 
 
-def _of_parameters(
-    graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
-) -> Iterator[Move]:
-    """What parameters and their gradients send; of what a step does once a microbatch's part."""
-    operators, _ = repetitions(graph, plan.recompute)
-    for node in graph.folded:
-        if node.op != "param" or not graph.users[node.name]:
-            continue
-        share = graph.template[graph.users[node.name][0]]
-        planned(plan, graph, node.name), planned(plan, graph, share)
-        storage = plan.storage(node.name, share)
+class _Reading:
+    """Reads one function of a program from its beginning to its end.
+
+    Args:
+        placed: the graph in the layouts of the plan.
+        blocks: the functions that it calls.
+        times: how often a step runs it.
+    """
+
+    def __init__(self, placed: Placed, blocks: Sequence[Function], times: int) -> None:
+        self.placed, self.graph, self.plan = placed, placed.graph, placed.plan
+        self.blocks, self.times = blocks, times
+        self.operators, self.reached = repetitions(placed.graph, placed.plan.recompute)
+        # Variable -> the value in it, and the steps by which that came into its layout.
+        self.arrived: dict[str, tuple[str, tuple[Step, ...]]] = {}
+        self.entering: list[str] = []  # the variables that enter the next loop
+
+    def moves(self, function: Function, ends: Sequence[str] = ()) -> Iterator[Move]:
+        """The moves of its lines; `ends` are those that read what a block returns."""
+        for line in function:
+            if isinstance(line, lowered.Move):
+                yield from self._step(line)
+            elif isinstance(line, Compute):
+                yield from self._compute(line)
+            elif isinstance(line, Sum):
+                yield from self._read(line.variable, line.node.name)
+                self.arrived.pop(line.variable, None)  # all readers of a share find its layout
+            elif isinstance(line, Use):
+                yield from self._parameter(line.leaf, line.storage)
+            elif isinstance(line, Assign):
+                yield from self._assign(line)
+            elif isinstance(line, lowered.Call):
+                yield from self._loop(line)
+        readers = ends or [""] * len(function.results)
+        for bound, reader in zip(function.results, readers, strict=True):
+            yield from self._read(bound.variable, reader, carried=bool(ends))
+
+    def _step(self, line: lowered.Move) -> Iterator[Move]:
+        value, steps = self.arrived.get(line.source, ("", ()))
+        before = steps if value == line.value else ()
+        self.arrived[line.target] = (line.value, (*before, line.step))
+        node = self.graph[line.value]
+        if node.op == "getitem" and line.step.dst == self.placed.result(line.value):
+            # One of several results, which is brought into its own layout before it is read.
+            yield from self._read(line.target, line.value)
+            del self.arrived[line.target]
+
+    def _compute(self, line: Compute) -> Iterator[Move]:
+        for variable in dict.fromkeys(line.operands):
+            yield from self._read(variable, line.node.name)
+        for variable in line.target.split(","):
+            self.arrived.pop(variable, None)
+        name, types = line.node.name, tuple(self.graph[name].type for name in line.node.inputs)
+        asked = exchanged(line.node, types, line.into, self.plan.mesh)
+        if calls := self._calls(zip_longest(*asked)):
+            before, after = (
+                line.into[0].format(types[0].shape),
+                line.out[0].format(line.node.type.shape),
+            )
+            again = self.operators.get(name, 0)
+            yield Move(name, name, before, after, calls, self.times, "", True, again)
+
+    def _assign(self, line: Assign) -> Iterator[Move]:
+        if not line.value:
+            self.entering.append(line.source)
+        leaf = self.graph[line.source.removeprefix(LEAF)] if line.source.startswith(LEAF) else None
+        if leaf is not None and leaf.op == "param":
+            yield from self._parameter(leaf, self.placed.storage(leaf))
+        self.arrived.pop(line.target, None)
+
+    def _loop(self, line: lowered.Call) -> Iterator[Move]:
+        repeat, users = self.graph.repeats[line.run], self.graph.users
+        first = frozenset(repeat.iterations[0])
+        shares = [next(u for u in users[entry] if u in first) for entry, _ in repeat.carried]
+        for variable, share in zip(self.entering, shares, strict=True):
+            yield from self._read(variable, share, carried=True)
+        for variable in line.outside:
+            if variable in self.arrived:
+                reader = next(u for u in users[self.arrived[variable][0]] if u in first)
+                yield from self._read(variable, reader, carried=True)
+        self.entering.clear()
+        yield from _Reading(self.placed, (), repeat.count).moves(self.blocks[line.run], shares)
+
+    def _read(self, variable: str, reader: str, carried: bool = False) -> Iterator[Move]:
+        """The move of what a node reads, if it has been moved.
+
+        Args:
+            variable: that it reads.
+            reader: the node, "" for the end of the program.
+            carried: whether it enters or leaves a block, outside of what is computed again.
+        """
+        value, steps = self.arrived.get(variable, ("", ()))
+        if calls := self._calls((step.forward, step.backward) for step in steps):
+            shape, root = self.graph[value].type.shape, self.graph.root(value)
+            before, after = steps[0].src.format(shape), steps[-1].dst.format(shape)
+            parameter = self.graph.template[root.name] if root.op == "param" else ""
+            again = 0 if carried else self.reached.get(reader, 0)
+            value = self.graph.template[value]
+            yield Move(value, reader, before, after, calls, self.times, parameter, again=again)
+
+    def _parameter(self, leaf: Node, storage: Storage) -> Iterator[Move]:
+        """What a parameter and its gradient send; of what a step does once a microbatch's part."""
+        (share,), plan, shape = self.graph.users[leaf.name], self.plan, leaf.type.shape
         hops = storage.hops(
-            node.type, plan.mesh, plan.microbatches, node.requires_grad, plan.precision
+            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
         )
-        shape, again = node.type.shape, operators.get(share, 0)
         before, after = storage.format(shape), storage.used.format(shape)
-        for times, repeated in ((graph.multiplicity[node.name] - again, 0), (again, again)):
+        again = self.operators.get(share, 0)
+        for times, repeated in ((self.times - again, 0), (again, again)):
             # What is computed again gathers as in the forward, and has it for the backward then.
             calls = tuple(
                 Call(
                     hop.call.title,
                     hop.call.axes,
                     hop.call.nbytes,
-                    hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
+                    hop.seconds(self.placed.price, plan.bucket) * hop.times / plan.microbatches,
                     hop.when != "forward",
                 )
                 for hop in hops
                 if not (repeated and hop.when == "backward")
             )
             if times and calls:
-                yield Move(share, share, before, after, calls, times, node.name, again=repeated)
+                yield Move(share, share, before, after, calls, times, leaf.name, again=repeated)
 
-
-def _exchanges(
-    graph: Graph, plan: StagePlan, price: Callable[[Collective], float]
-) -> Iterator[Move]:
-    """What operators ask other devices for."""
-    operators, _ = repetitions(graph, plan.recompute)
-    for node in graph.folded:
-        own = planned(plan, graph, node.name)
-        types = tuple(graph[name].type for name in node.inputs)
-        layouts = tuple(layout for _, layout in own.operands)
-        if len(layouts) != len(types):
-            continue
-        forward, backward = exchanged(node, types, layouts, plan.mesh)
-        calls = [
-            Call(call.kind, call.axes, call.nbytes, price(call), direction)
-            for direction, made in ((False, forward), (True, backward))
-            for call in made
-        ]
-        if calls:
-            times = graph.multiplicity[node.name]
-            (shape, into), (given, out) = own.operands[0], own.results[0]
-            before, after = into.format(shape), out.format(given)
-            again = operators.get(node.name, 0)
-            yield Move(node.name, node.name, before, after, tuple(calls), times, "", True, again)
-
-
-Change = tuple[str, str, TensorType, Layout, Layout, int]
-
-
-def _changes(graph: Graph, plan: StagePlan) -> Iterator[Change]:
-    """(value, reader, type, layout before, layout after, times) of every use of a value.
-
-    A value that is carried from block to block goes from what enters the first block into the
-    layout of the share that reads it there, once, and from what leaves a block into that same
-    layout, once for each block; behind the last block it is held in it.
-    """
-    run = {n: k for k, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
-    enters: dict[tuple[str, str], tuple[str, int]] = {}
-    held: dict[str, Layout] = {}
-    for number, repeat in enumerate(graph.repeats):
-        for entry, leaving in repeat.carried:
-            share = next(n for n in graph.users[entry] if run.get(n) == number)
-            enters[entry, share] = (leaving, repeat.count)
-            held[leaving] = planned(plan, graph, share).operands[0][1]
-
-    def given(value: str, reader: str, index: int = 0) -> Layout:
-        """The layout in which a reader finds a value."""
-        source = graph.template[value]
-        if source in held and run.get(reader) != run[source]:
-            return held[source]
-        return planned(plan, graph, source).results[index][1]
-
-    for node in graph.folded:
-        own, times = planned(plan, graph, node.name), graph.multiplicity[node.name]
-        if node.op == "getitem":  # one of several results, resharded once it is taken
-            src = given(node.inputs[0], node.name, int(str(node.args[1])))
-            yield node.name, node.name, node.type, src, own.results[0][1], times
-            continue
-        # An operator that reads a value twice in one layout has it sent once.
-        read = dict.fromkeys(zip(node.inputs, (into for _, into in own.operands), strict=True))
-        for value, into in read:
-            source, tensor = graph.template[value], graph[value].type
-            entering = enters.get((value, node.name))
-            src = given(value, node.name)
-            yield source, node.name, tensor, src, into, 1 if entering else times
-            if entering:
-                leaving, blocks = entering
-                src = planned(plan, graph, leaving).results[0][1]
-                yield leaving, node.name, tensor, src, into, blocks
-        if node.op == "autopar.share" and graph[node.inputs[0]].op != "param":
-            src, out = own.operands[0][1], own.results[0][1]
-            yield node.name, node.name, node.type, src, out, times
-    if graph.loss is not None:
-        kind = graph[graph.loss].type
-        whole = Layout.replicated(len(kind.shape))
-        yield graph.template[graph.loss], "", kind, given(graph.loss, ""), whole, 1
-
-
-def planned(plan: StagePlan, graph: Graph, name: str) -> NodePlan:
-    """The plan's entry for a node of any block; PlanMismatchError if it has none."""
-    try:
-        return plan.nodes[graph.template[name]]
-    except KeyError:
-        raise PlanMismatchError(
-            f"the plan has no layout for %{name}", where=str(graph[name].source)
-        ) from None
-
-
-def _parameter_of(graph: Graph, value: str) -> str:
-    """The parameter whose storage a value shares, "" if it is none's."""
-    root = graph.root(value)
-    return graph.template[root.name] if root.op == "param" else ""
+    def _calls(
+        self, pairs: Iterable[tuple[Collective | None, Collective | None]]
+    ) -> tuple[Call, ...]:
+        """Collectives with their prices, from those of each direction."""
+        return tuple(
+            Call(call.kind, call.axes, call.nbytes, self.placed.price(call), backward)
+            for pair in pairs
+            for backward, call in zip((False, True), pair, strict=True)
+            if call is not None
+        )

@@ -7,11 +7,12 @@ from itertools import groupby
 
 from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
 from autopar.explain.layer_names import layers
-from autopar.explain.moves import Move, moves, planned
+from autopar.explain.moves import Move, moves
 from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
+from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
 
@@ -75,7 +76,7 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
     for node in graph.folded:
         if node.op != "param" or not graph.users[node.name]:
             continue
-        planned(plan, graph, node.name), planned(plan, graph, graph.users[node.name][0])
+        entry_of(plan, graph, node.name), entry_of(plan, graph, graph.users[node.name][0])
         storage = plan.storage(node.name, graph.template[graph.users[node.name][0]])
         stored, used, kept = storage.held, storage.used, storage.kept
         times, nbytes = graph.multiplicity[node.name], stored.local_bytes(node.type, plan.mesh)
@@ -139,8 +140,8 @@ def _sections(
                         node.name,
                         node.op,
                         layer[node.name],
-                        _axes(plan, planned(plan, graph, node.name)),
-                        str(planned(plan, graph, node.name)),
+                        _axes(plan, entry_of(plan, graph, node.name)),
+                        str(entry_of(plan, graph, node.name)),
                         costs.get(node.name, Cost(0.0, 0.0)),
                         tuple(before.get(node.name, ())),
                         tuple(after.get(node.name, ())),

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.cost.overlap import hidden, products
 from autopar.intra_op.kernel_work import node_work
-from autopar.intra_op.options import Option, operand_types
+from autopar.intra_op.node_choices import Option, operand_types
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Edge, Matrix
 from autopar.intra_op.rule import OpRule, resolve

@@ -8,8 +8,8 @@ from autopar.cost.model import CostModel
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
 from autopar.intra_op.builder import Builder
-from autopar.intra_op.built import Built, layouts
-from autopar.intra_op.options import Lies
+from autopar.intra_op.built_problem import Built, layouts
+from autopar.intra_op.node_choices import Lies
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, frugal, too_small

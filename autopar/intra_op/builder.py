@@ -23,12 +23,18 @@ from autopar.errors import UnknownOperatorError
 from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.memory.allocations import Rows
 from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
-from autopar.intra_op.options import Lies, Option, accumulating, storages
+from autopar.intra_op.node_choices import Lies, Option, accumulating, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.stored import StoredCost, StoredTraffic, away_of, stored_traffic, undominated
+from autopar.intra_op.storage_choices import (
+    StoredCost,
+    StoredTraffic,
+    away_of,
+    stored_traffic,
+    undominated,
+)
 from autopar.ir.fusion.async_tensor_parallel import Beside
 from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import NOTHING, Offload, offloaded_runs
@@ -73,9 +79,8 @@ class Builder:
         self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
-        self.names: list[str] = []
+        self.names, self.replicated = list[str](), list[str]()
         self.position: dict[str, int] = {}
-        self.replicated: list[str] = []
         self.exchanged: dict[str, tuple[float, ...]] = {}
         self.forward: dict[str, tuple[float, ...]] = {}
         self.backward: dict[str, tuple[float, ...]] = {}

@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 
 from autopar.errors import ProblemError
+from autopar.files.kinds import MIB, Kind
 from autopar.intra_op.problem import Choices, Edge, Problem
-from autopar.outside import MIB, Kind
 
 FILE = Kind(
     "the problem",

@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cost.model import Gemm, NodeWork, Work
-from autopar.intra_op.local import Layouts, Local
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.local_work import Layouts, Local
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, OpRule, Signature, argument, resolve
 from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh

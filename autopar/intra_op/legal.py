@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import AutoparError, PlanError
-from autopar.intra_op.options import node_options, parameter_options
+from autopar.intra_op.node_choices import node_options, parameter_options
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.states import lies_of
 from autopar.ir.graph import Graph

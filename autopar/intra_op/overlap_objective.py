@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.problem import FORBIDDEN, Choices, Problem, Solution, evaluate
 
 ENDS = (0.0, 1.0)  # tried first; then the middle of the remaining interval

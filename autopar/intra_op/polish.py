@@ -11,8 +11,8 @@ so.
 
 from __future__ import annotations
 
-from autopar.intra_op.built import Built
-from autopar.intra_op.options import Option
+from autopar.intra_op.built_problem import Built
+from autopar.intra_op.node_choices import Option
 from autopar.intra_op.problem import Edge, evaluate
 
 

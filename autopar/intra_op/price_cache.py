@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from autopar.cost.model import Checked, CostModel
 from autopar.intra_op.kernel_work import node_work
 from autopar.intra_op.memory.allocations import Around, Rows, amounts, around
-from autopar.intra_op.options import (
+from autopar.intra_op.node_choices import (
     Lies,
     Option,
     node_options,
@@ -20,7 +20,7 @@ from autopar.intra_op.options import (
     parameter_options,
 )
 from autopar.intra_op.rule import OpRule, Signature
-from autopar.intra_op.stored import StoredTraffic, stored_traffic
+from autopar.intra_op.storage_choices import StoredTraffic, stored_traffic
 from autopar.ir.collective import Resharder
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.errors import PrecisionError, StateError
-from autopar.intra_op.options import Lies, behind, fits, in_one_piece
+from autopar.intra_op.node_choices import Lies, behind, fits, in_one_piece
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import Groups, StateSharding

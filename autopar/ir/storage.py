@@ -24,8 +24,9 @@ the update, since the parameters of later steps would inherit the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from autopar.errors import LayoutError
 from autopar.ir.collective import Collective
@@ -38,6 +39,7 @@ EACH = ("forward", "backward", "accumulate")  # per microbatch; "reduce" and "up
 REDUCED = ("accumulate", "reduce")  # hops of a gradient
 BUCKET = 25 * 2**20  # bytes of gradients, as in torch's DistributedDataParallel
 COPIED = 2**20  # bytes; smaller gradients are packed, which is faster than one call each
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,29 @@ class Hop:
     def way(self) -> tuple[str, tuple[str, ...], bool]:
         """Key that is equal for hops that can share a call."""
         return self.call.kind, self.call.axes, bool(self.call.quantised)
+
+
+def rows(
+    items: Iterable[Item],
+    way: Callable[[Item], object],
+    nbytes: Callable[[Item], float],
+    bucket: float,
+) -> list[list[Item]]:
+    """Parameters of one block that are gathered by one call each row.
+
+    Args:
+        items: the parameters, in order.
+        way: of one: its dtype and `Hop.way`s, which those of one row have in common.
+        nbytes: of one as operators use it.
+        bucket: bytes of which a row is full; the last that goes in may exceed them.
+    """
+    ways: dict[object, list[list[Item]]] = {}
+    for item in items:
+        found = ways.setdefault(way(item), [[]])
+        if sum(map(nbytes, found[-1])) >= bucket:
+            found.append([])
+        found[-1].append(item)
+    return [row for found in ways.values() for row in found]
 
 
 def scattered(hops: Sequence[Hop]) -> bool:

@@ -7,7 +7,8 @@ of a plan reads them, so that a price and the program that it is for cannot disa
 |---|---|
 | the lines that there are | `lines.py` |
 | how a graph becomes lines | `program.py` (functions), `function.py` (one function) |
-| what variables are called | `names.py` |
-| how lines are printed and parsed | `text.py` |
-| the layouts of a plan, by node | `placed.py` |
+| what variables are called | `variables.py` |
+| how `p` names parameters | `parameter_keys.py` |
+| how lines are printed and parsed | `lowered_text.py` |
+| the layouts of a plan, by node | `planned_layouts.py` |
 """

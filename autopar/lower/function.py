@@ -26,7 +26,7 @@ from autopar.lower.lines import (
     Sum,
     Use,
 )
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.lower.variables import IDENTITIES, Names
 from autopar.operators.exchange import across
 

@@ -193,3 +193,16 @@ class Lowered:
     forward: Function
     blocks: tuple[Function, ...]
     aside: Function | None = None
+
+    @property
+    def trained(self) -> Iterator[tuple[Line, int | None]]:
+        """What a step of training runs, in execution order, without `aside`.
+
+        Each line stands beside the number of the run of blocks that it is in, None outside of
+        blocks; lines that run as one call are one.
+        """
+        for line in self.forward.lines:
+            if isinstance(line, Call):
+                yield from ((inner, line.run) for inner in self.blocks[line.run].lines)
+            else:
+                yield line, None

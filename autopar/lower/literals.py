@@ -37,7 +37,8 @@ def shortened(text: str, width: int) -> str:
     text = printable(text)
     if len(text) <= width:
         return text
-    end = max((at.start() for at in re.finditer(r"\b", text[: width - 3])), default=0)
+    ends = (at.start() for at in re.finditer(r"\b", text))
+    end = max((at for at in ends if at <= width - 4), default=0)
     return f"{text[: end or width - 4].rstrip()} ..."
 
 

@@ -11,7 +11,7 @@ from autopar.ir.recompute import common_module
 from autopar.ir.tensor import Layout
 from autopar.lower.function import Writer
 from autopar.lower.lines import LEAF, Assign, Bound, Call, Function, Lowered
-from autopar.lower.placed import Placed
+from autopar.lower.planned_layouts import Placed
 from autopar.lower.variables import identifier
 from autopar.stage_plan import StagePlan
 
@@ -131,7 +131,8 @@ def _inputs(writer: Writer, wanted: set[str]) -> None:
     graph = writer.graph
     for leaf in (*graph.leaves("input"), *graph.leaves("received")):
         if leaf.name in wanted:
-            wish = leaf.name if leaf.op == "received" else leaf.target.replace(".", "_")
+            received = leaf.op == "received"
+            wish = writer.names.wish(leaf) if received else leaf.target.replace(".", "_")
             variable, layout = writer.names.fresh(wish), writer.placed.result(leaf.name)
             writer.hold(leaf.name, variable, layout)
             writer.lines.append(Assign(LEAF + leaf.name, variable, leaf.name, layout))

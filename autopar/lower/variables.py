@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
 
 from autopar.ir.graph import WRITE, Graph, Node
 from autopar.operators.assume import ASSUME
@@ -41,10 +41,16 @@ _LONGEST = 60  # characters of a name
 _WORDS = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "cross_entropy",
-    "slice": "part",
     "sum": "total",
     "pow": "power",
 }
+# Views and copies in another shape -> what these are, behind the name of what they are of.
+_VIEWS = {
+    "reshape": "reshaped", "t": "transposed", "transpose": "transposed", "permute": "permuted",
+    "unsqueeze": "unsqueezed", "squeeze": "squeezed", "expand": "expanded", "slice": "part",
+    "select": "part", "flip": "flipped", "pad": "padded",
+}  # fmt: skip
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
 # Operators with several results -> what these are.
 _RESULTS = {
     "var_mean": ("variance", "mean"), "std_mean": ("deviation", "mean"),
@@ -59,6 +65,8 @@ _NAMED_AFTER_MODULE = (
     "kernels.geglu", "kernels.gelu",
 )  # fmt: skip
 
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)\s*(?::[^=]+)?\s*[-+*/]?=(?!=)")  # a = ..., a += ...
+_TARGETS = re.compile(r"([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)+)\s*=(?!=)")  # of a, b = ...
 _SEVERAL = re.compile(r"return [^()]*(\([^()]*\)[^()]*)*,")  # a line that returns several values
 
 
@@ -74,7 +82,12 @@ class Names:
         self.graph = graph
         self._taken = set(RESERVED)
         computed = [node for node in nodes if node.op not in IDENTITIES]
-        self._roles = {**_consumed(graph, computed), **_returned(computed), **_assigned(computed)}
+        self._roles = {
+            **_consumed(graph, computed),
+            **_returned(graph, computed),
+            **_unpacked(graph, computed),
+            **_assigned(computed),
+        }
 
     def take(self, name: str) -> None:
         """Give this name to nothing else."""
@@ -92,6 +105,9 @@ class Names:
 
     def wish(self, node: Node) -> str:
         """The name that a person would give a node's value."""
+        if node.op == "received":  # named as where it comes from
+            assigned = _ASSIGNED.match(node.source.text)
+            return assigned[1] if assigned else node.name
         if node.is_leaf:
             parts = [part for part in node.target.split(".") if not part.isdigit()]
             start = node.keyword("start")
@@ -110,20 +126,22 @@ class Names:
             return re.split(r"[.:]", function[0])[-1].lower()
         if node.op == "aten.to.dtype":
             return f"{self.wish(self.graph[node.inputs[0]])}_{node.type.dtype}"
-        if node.op in ("aten.t", "aten.transpose.int") and self._read(node).is_leaf:
-            return f"{self.wish(self._read(node))}_transposed"
+        if (word := _word(node.op)) in _VIEWS and node.op.startswith("aten."):
+            return f"{self.wish(self._viewed(node))}_{_VIEWS[word]}"
         if node.op == "getitem":
             several = _RESULTS.get(_word(self.graph[node.inputs[0]].op), ())
             at = node.args[1]
-            return several[at] if isinstance(at, int) and at < len(several) else "part"
-        word = _word(node.op)
+            if isinstance(at, int) and at < len(several):
+                return several[at]
+            return f"{self.wish(self._viewed(node))}_part"
         return _WORDS.get(word, word).strip("_")
 
-    def _read(self, node: Node) -> Node:
-        """The first value that a node reads, without the identities before it."""
+    def _viewed(self, node: Node) -> Node:
+        """The value that a node is a view of, behind views without a name of their own."""
         read = self.graph[node.inputs[0]]
-        while read.op in IDENTITIES:
-            read = self.graph[read.inputs[0]]
+        unnamed = read.name not in self._roles and not read.is_leaf
+        if read.op in IDENTITIES or (unnamed and _word(read.op) in (*_VIEWS, *_SPLITS)):
+            return self._viewed(read)
         return read
 
 
@@ -139,13 +157,52 @@ def identifier(wish: str) -> str:
 
 
 def _assigned(nodes: list[Node]) -> dict[str, str]:
-    """The last node of a line `name = ...` of the user's code -> that name."""
+    """The last node of a line `name = ...` of the user's code -> that name.
+
+    What a line computes before it calls a module, `a * b` of `x = a * b + self.act(c)`, is not it.
+    """
     names: dict[str, str] = {}
-    for node, after in zip_longest(nodes, nodes[1:]):
-        match = re.match(r"([A-Za-z_]\w*)\s*[-+*/]?=(?!=)", node.source.text)
-        if match and (after is None or _line(after) != _line(node)):
+    for place, node in enumerate(nodes):
+        match = _ASSIGNED.match(node.source.text)
+        if match and not _goes_on(node, nodes[place + 1 :]):
             names[node.name] = match[1]
     return names
+
+
+def _goes_on(node: Node, rest: Iterable[Node]) -> bool:
+    """Whether more of a node's line is computed, by itself or in modules that it calls."""
+    for after in rest:
+        if _line(after) == _line(node):
+            return True
+        inside = f"{node.source.module}." if node.source.module else ""
+        if not after.source.module.startswith(inside) or after.source.module == node.source.module:
+            return False
+    return False
+
+
+def _unpacked(graph: Graph, nodes: list[Node]) -> dict[str, str]:
+    """The results of a line `a, b = ...` of the user's code -> their names, if it has as many."""
+    names: dict[str, str] = {}
+    for _, line in groupby(nodes, _line):
+        group = list(line)
+        targets = _TARGETS.match(group[0].source.text)
+        if targets is None:
+            continue
+        own = {node.name for node in group}
+        read = [node.name for node in group if not own.issuperset(_readers(graph, node.name))]
+        wanted = [target.strip() for target in targets[1].split(",")]
+        if len(read) == len(wanted):
+            names |= dict(zip(read, wanted, strict=True))
+    return names
+
+
+def _readers(graph: Graph, name: str) -> Iterator[str]:
+    """The operators that read a value; those of a share read what it is of."""
+    for user in graph.users[name]:
+        if graph[user].op in IDENTITIES:
+            yield from _readers(graph, user)
+        else:
+            yield user
 
 
 def _line(node: Node) -> tuple[str, int, str]:
@@ -153,15 +210,24 @@ def _line(node: Node) -> tuple[str, int, str]:
     return node.source.file, node.source.line, node.source.text
 
 
-def _returned(nodes: list[Node]) -> dict[str, str]:
-    """The last node that a module computes -> the module's name, as `self.norm(x)` has it."""
+def _returned(graph: Graph, nodes: list[Node]) -> dict[str, str]:
+    """The last value of a module that others read -> its name, as `self.norm(x)` has it."""
     names: dict[str, str] = {}
-    for node, after in zip_longest(nodes, nodes[1:]):
-        path = node.source.module
-        name = path.rpartition(".")[2]
-        outside = after is None or not f"{after.source.module}.".startswith(f"{path}.")
-        if outside and name.isidentifier() and not _SEVERAL.match(node.source.text):
-            names[node.name] = name
+    modules = {node.name: f"{node.source.module}." for node in nodes}
+    for place, (node, after) in enumerate(zip_longest(nodes, nodes[1:])):
+        path = f"{node.source.module}."
+        name = node.source.module.rpartition(".")[2]
+        if not name.isidentifier() or (after and f"{after.source.module}.".startswith(path)):
+            continue
+        for last in reversed(nodes[: place + 1]):
+            if not modules[last.name].startswith(path):
+                break
+            readers = [*_readers(graph, last.name)]
+            inside = readers and all(modules.get(r, "").startswith(path) for r in readers)
+            if last.op != WRITE and not inside:
+                if not _SEVERAL.match(last.source.text):
+                    names[last.name] = name
+                break
     return names
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.operators.mixture import mixture
-from autopar.operators.peers import Peers, cross_entropy, halo, softmax, summed, widened
+from autopar.operators.peer_devices import Peers, cross_entropy, halo, softmax, summed, widened
 
 Axes = str | tuple[str, ...]
 CHUNK = 2048  # rows of logits in memory at a time, enough to keep a GPU busy

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import InfeasibleError, ProgramError
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.overlap_objective import solve_side_by_side
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import Problem, Solution, evaluate, frugal, too_small

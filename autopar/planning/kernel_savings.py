@@ -9,8 +9,8 @@ from dataclasses import replace
 from autopar.cost.device import device
 from autopar.cost.model import CostModel, NodeWork, Work
 from autopar.cost.overlap import hidden, products
-from autopar.intra_op.kernel_work import node_work, works
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.kernel_work import node_work
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, resolve
 from autopar.ir.collective import Resharder
 from autopar.ir.fusion import ASYNC, EXPERTS, PACK, UPDATE
@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recompute import of_runs
 from autopar.ir.tensor import Layout, TensorType
-from autopar.lower.lines import Move
+from autopar.lower.lines import Compute, Joined, Lowered
 from autopar.lower.program import lower
 from autopar.operators.mixture import MIXTURE
 from autopar.passes.written import written
@@ -29,33 +29,54 @@ from autopar.simulate.optimizer_step import update_works, updated_of
 from autopar.stage_plan import StagePlan
 
 
-def fused(
+def savings(
     graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
-    """Each kernel of a graph: how often, where first, and what a device saves in a step.
+    """Each kernel that stands for several operators: how often, where first, and what it saves.
 
-    What it would take otherwise is the price of the operators that its pattern writes, on the parts
-    that the plan gives a device, with both layouts of every value whole.
+    The lines of the lowered program say where kernels are, so that what is counted is what runs.
 
     Args:
         graph: prepared.
         plan: for it.
         table: rules by operator.
-        prices: of kernels.
+        prices: of kernels and collectives.
+
+    Returns:
+        Name of a kernel -> what a device saves in a step.
+    """
+    if not plan.fuse and not any(map(_is_kernel, graph.folded)):
+        return {}
+    program = lower(graph.trained, plan, prices.collective)
+    return (
+        _operators(program, graph, plan, table, prices)
+        | _exchanges(program, graph, plan, prices)
+        | linears(program, graph, plan, table, prices)
+        | _update(graph, plan, prices)
+    )
+
+
+def _operators(
+    program: Lowered, graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
+) -> dict[str, Fused]:
+    """Kernels in the place of several operators.
+
+    What these would take is their price on the parts that the plan gives a device, with both
+    layouts of every value whole.
     """
     alone = Mesh.parse(f"{plan.mesh.device}: one=1")
-    own = works(graph, plan, table)
     found: dict[str, Fused] = {}
-    for node in graph.folded:
-        if not (node.op.startswith(PREFIX) or node.keyword("kernels")):
+    for line, run in program.trained:
+        if not (isinstance(line, Compute) and _is_kernel(line.node)):
             continue
-        kernel, times = node.op.removeprefix(PREFIX), graph.multiplicity[node.name]
+        node, times = line.node, _count(graph, run)
+        kernel, after = node.op.removeprefix(PREFIX), _both(_work(line, graph, plan, table))
         if node.op == MIXTURE:
-            kernel, before = EXPERTS, _without(graph, node, plan, table)
+            kernel = EXPERTS
+            without = replace(line, node=replace(node, kwargs=()))
+            before = _both(_work(without, graph, plan, table))
         else:
-            layouts = [layout for _, layout in plan.nodes[node.name].operands]
-            before = _works(_expanded(graph, node, layouts, plan.mesh), table, alone)
-        after = _both(own[node.name])
+            before = tuple(_whole(_expanded(graph, node, line.into, plan.mesh), table, alone))
         times_a_step = times * plan.microbatches
         sums = [
             times_a_step * (math.fsum(map(price, before)) - math.fsum(map(price, after)))
@@ -68,22 +89,28 @@ def fused(
     return found
 
 
-def fused_exchange(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
-    """The exchanges that rotary embedding packs: how many, and what a device saves in a step.
+def _is_kernel(node: Node) -> bool:
+    return node.op.startswith(PREFIX) or bool(node.keyword("kernels"))
 
-    That is copies, which the price of an all_to_all does not count. {} if the plan has none.
 
-    Args:
-        graph: prepared.
-        plan: for it.
-        prices: of kernels.
+def _count(graph: Graph, run: int | None) -> int:
+    """How often a microbatch runs a line of a run of blocks, or of none."""
+    return 1 if run is None else graph.repeats[run].count
+
+
+def _exchanges(
+    program: Lowered, graph: Graph, plan: StagePlan, prices: CostModel
+) -> dict[str, Fused]:
+    """The exchanges that rotary embedding packs.
+
+    What they save are copies, which the price of an all_to_all does not count.
     """
     count, first, saved = 0, "", list[Work]()
-    for node, read, resharder in _rotated(graph, plan, prices):
-        step = packing(node, _given(plan, node), _wanted(graph, plan, read, node), resharder)
-        if step is None:
+    for line, run in program.trained:
+        if not isinstance(line, Joined) or line.move.beside:
             continue
-        times = graph.multiplicity[node.name]
+        ((node, step),) = ((operator.node, line.move.step) for operator in line.operators)
+        times = _count(graph, run)
         count, first = count + times, first or _line(node)
         copied = 2.0 * step.src.local_bytes(node.type, plan.mesh)
         copies = COPIES if node.requires_grad else COPIES - 1
@@ -94,46 +121,40 @@ def fused_exchange(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str
     return {PACK: Fused(count, first, nbytes, seconds)} if count else {}
 
 
-def fused_linears(
-    graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
+def linears(
+    program: Lowered, graph: Graph, plan: StagePlan, table: dict[str, OpRule], prices: CostModel
 ) -> dict[str, Fused]:
     """The collectives that run beside linears: how many, and what a device saves in a step.
 
     {} if the plan has none.
 
     Args:
-        graph: prepared.
+        program: lowered.
+        graph: that it is of.
         plan: for it.
         table: rules by operator.
         prices: of kernels and collectives.
     """
-    if ASYNC not in plan.fuse:
-        return {}
-    made = lower(graph.trained, plan, prices.collective)
-    slowdown = device(plan.mesh).slowdown
-    own, seconds = works(graph, plan, table), 0.0
-    runs = zip(made.blocks, graph.repeats, of_runs(graph, plan.recompute), strict=True)
-    functions = [(made.forward, 1, 0)]
-    functions += [(f, r.count, 0 if how is None else how.blocks) for f, r, how in runs]
-    found = [
-        (line, times, again)
-        for function, times, again in functions
-        for line in function
-        if isinstance(line, Move) and line.beside
-    ]
-    for line, times, again in found:
-        parts = plan.mesh.axis_size(line.step.axes[0])
-        sides = [products(own[n.name], graph[n.inputs[0]].requires_grad) for n in line.beside]
-        for side, call, often in (
-            (0, line.step.forward, times + again),
-            (1, line.step.backward, times),
-        ):
+    recomputed, slowdown = of_runs(graph, plan.recompute), device(plan.mesh).slowdown
+    count, beside, seconds = 0, set[str](), 0.0
+    for line, run in program.trained:
+        if not isinstance(line, Joined) or not line.move.beside:
+            continue
+        step, times = line.move.step, _count(graph, run)
+        how = None if run is None else recomputed[run]
+        again = 0 if how is None else how.blocks
+        count += times
+        beside.add(line.move.beside[0].name)
+        parts = plan.mesh.axis_size(step.axes[0])
+        sides = [
+            products(_work(o, graph, plan, table), graph[o.node.inputs[0]].requires_grad)
+            for o in line.operators
+        ]
+        for side, call, often in ((0, step.forward, times + again), (1, step.backward, times)):
             kernels = math.fsum(prices.compute(work) for each in sides for work in each[side])
             sent = 0.0 if call is None else prices.collective(call)
             seconds += plan.microbatches * often * hidden(kernels, sent, parts, slowdown)
-    beside = {line.beside[0].name for line, _, _ in found}
     first = next((_line(node) for node in graph.nodes if node.name in beside), "")
-    count = sum(times for _, times, _ in found)
     return {ASYNC: Fused(count, first, 0.0, seconds)} if count else {}
 
 
@@ -201,16 +222,10 @@ def applicable(chosen: tuple[str, ...], graph: Graph, precision: Precision) -> t
     return chosen if fits else tuple(name for name in chosen if name != UPDATE)
 
 
-def fused_update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
-    """The optimizer's kernel: how often it is launched, and what a device saves in a step.
+def _update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused]:
+    """The optimizer's kernel.
 
-    Otherwise an optimizer in one pass would do the same, and round masters in another. {} if the
-    plan has no such kernel.
-
-    Args:
-        graph: prepared.
-        plan: for it.
-        prices: of kernels.
+    Otherwise an optimizer in one pass would do the same, and round masters in another.
     """
     read = [node for node in graph.leaves("param") if graph.users[node.name]]
     trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
@@ -227,13 +242,11 @@ def fused_update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, 
     return {"adamw_": Fused(launches, "the optimizer's step", nbytes, seconds)}
 
 
-def _without(graph: Graph, node: Node, plan: StagePlan, table: dict[str, OpRule]) -> list[Work]:
-    """What a mixture of experts would launch without its kernels."""
-    types, entry = operand_types(graph, node), plan.nodes[node.name]
-    signature = resolve(table[node.op], node, types, node.types)
-    into, out = (tuple(layout for _, layout in side) for side in (entry.operands, entry.results))
-    written = replace(node, kwargs=())
-    return [*_both(node_work(graph, written, into, out, signature, plan.mesh))]
+def _work(line: Compute, graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> NodeWork:
+    """The kernels of an operator in the layouts in which its line computes it."""
+    node, types, rule = line.node, operand_types(graph, line.node), table.get(line.node.op)
+    signature = resolve(rule, node, types, node.types) if rule is not None else None
+    return node_work(graph, node, line.into, line.out, signature, plan.mesh)
 
 
 def _line(node: Node) -> str:
@@ -250,9 +263,8 @@ def _expanded(graph: Graph, node: Node, layouts: Iterable[Layout], mesh: Mesh) -
     return written(node, operands, parts)
 
 
-def _works(graph: Graph, table: dict[str, OpRule], mesh: Mesh) -> list[Work]:
+def _whole(graph: Graph, table: dict[str, OpRule], mesh: Mesh) -> Iterator[Work]:
     """The kernels of all operators of a graph on one device."""
-    found: list[Work] = []
     for node in graph.nodes:
         if node.is_leaf:
             continue
@@ -263,8 +275,7 @@ def _works(graph: Graph, table: dict[str, OpRule], mesh: Mesh) -> list[Work]:
             tuple(Layout.replicated(len(tensor.shape)) for tensor in tensors)
             for tensors in (types, node.types)
         )
-        found += _both(node_work(graph, node, into, out, signature, mesh))
-    return found
+        yield from _both(node_work(graph, node, into, out, signature, mesh))
 
 
 def _both(work: NodeWork) -> tuple[Work, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import OptionError
-from autopar.intra_op.options import Lies
+from autopar.intra_op.node_choices import Lies
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
+from autopar.intra_op.rule_table import table
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
-from autopar.intra_op.table import table
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding

@@ -13,12 +13,12 @@ from functools import partial
 from autopar.cost.device import device
 from autopar.errors import PinError
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
 from autopar.intra_op.pins.wordings import spell_out
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem, Solution
-from autopar.intra_op.stored import bucket_of
+from autopar.intra_op.storage_choices import bucket_of
 from autopar.ir.fusion import ASYNC, UPDATE
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
@@ -28,14 +28,7 @@ from autopar.ir.recompute import Recompute
 from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Fitted, fitting, solved
-from autopar.planning.kernel_savings import (
-    applicable,
-    fused,
-    fused_exchange,
-    fused_linears,
-    fused_update,
-    packed,
-)
+from autopar.planning.kernel_savings import applicable, packed, savings
 from autopar.planning.options import Options
 from autopar.planning.peak import simulated_peak
 from autopar.planning.pipelines.repeated import Repeated
@@ -193,13 +186,7 @@ class Planner:
                 offload=offload,
             )
             found = packed(self.graph, found, self.prices)
-            found = replace(
-                found,
-                fused=fused(self.graph, found, options.table, self.prices)
-                | fused_exchange(self.graph, found, self.prices)
-                | fused_linears(self.graph, found, options.table, self.prices)
-                | fused_update(self.graph, found, self.prices),
-            )
+            found = replace(found, fused=savings(self.graph, found, options.table, self.prices))
             peak = simulated_peak(self.graph, found, options.table, self.prices, self.repeated)
             simulated = replace(found, predicted=replace(found.predicted, peak_bytes=peak))
             return Fitted(simulated, found.predicted.peak_bytes, choice)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autopar.errors import ProgramError
-from autopar.outside import Kind
+from autopar.files.kinds import Kind
 
 FILE = Kind("the trace", ProgramError)
 

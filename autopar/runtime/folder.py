@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autopar.errors import ProgramError
-from autopar.fields import Check, Fields, Number, Table, Text
-from autopar.files import Draft, sync, write_text
-from autopar.outside import Kind
+from autopar.files.atomic import Draft, sync, write_text
+from autopar.files.checked_values import Check, Fields, Number, Table, Text
+from autopar.files.kinds import Kind
 from autopar.runtime.executor import Executor
 from autopar.runtime.generated import Generated
 from autopar.runtime.module_loader import load

@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +26,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
 from autopar.lower.literals import printable
+from autopar.lower.lowered_text import format_lowered
+from autopar.lower.program import lower
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.schedule_names import schedule_of
@@ -106,7 +108,10 @@ class Compiled:
             stage = plan.stages[number]
             stage.check(fingerprint(graph), {node.name for node in graph.folded}, stage.mesh)
             legal.check(graph, stage, options.table)
-            source = emit(graph, stage, prices[stage.mesh])
+            program = lower(graph, stage, prices[stage.mesh])
+            source = emit(graph, stage, prices[stage.mesh], program)
+            before = f"stage_{number}_" if plan.is_pipeline else ""
+            trace(f"{before}lower.txt", partial(format_lowered, program, graph))
             name = f"stage_{number}.py" if plan.is_pipeline else "program.py"
             trace(name, lambda source=source: source)  # type: ignore[misc]
             sources.append(source)

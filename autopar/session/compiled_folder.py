@@ -28,11 +28,11 @@ from autopar.capture.capture import Captured
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
 from autopar.errors import AutoparError, CheckpointError, ProgramError
-from autopar.fields import Fields, Row, Table, Text, Whole
+from autopar.files.checked_values import Fields, Row, Table, Text, Whole
+from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.verify import verify
-from autopar.outside import Kind
 from autopar.plan import Plan
 from autopar.runtime import folder
 from autopar.runtime.checkpoint.values import decode, encode

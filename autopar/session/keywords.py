@@ -13,10 +13,10 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from autopar.errors import OptionError, PlanMismatchError
-from autopar.fields import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
+from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding

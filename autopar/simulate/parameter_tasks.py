@@ -14,7 +14,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.int8_blocks import staged
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.storage import Hop, scattered
+from autopar.ir.storage import Hop, rows, scattered
 from autopar.ir.tensor import Layout, TensorType
 from autopar.simulate.buffers import Buffer, Recorder, Value
 from autopar.simulate.parameter import Gather, Used, Weight
@@ -162,14 +162,12 @@ class Weights:
 
     def _rows(self, gather: Gather, block: str) -> list[list[Weight]]:
         """The parameters of a block that one collective gathers; see `autopar/runtime/`."""
-        ways: dict[object, list[list[Weight]]] = {}
-        for weight in gather.members[block].values():
-            way = (weight.leaf.type.dtype, _way(weight, gather.when))
-            rows = ways.setdefault(way, [[]])
-            if sum(self._bytes(w, w.storage.used) for w in rows[-1]) >= self.bucket:
-                rows.append([])
-            rows[-1].append(weight)
-        return [row for rows in ways.values() for row in rows]
+        return rows(
+            gather.members[block].values(),
+            lambda weight: (weight.leaf.type.dtype, _way(weight, gather.when)),
+            lambda weight: self._bytes(weight, weight.storage.used),
+            self.bucket,
+        )
 
     def give(self, used: Used) -> None:
         """What becomes of the gradient of a parameter, when the backward has made it."""

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, ModelFileError
-from autopar.fields import shown
-from autopar.outside import MIB, Kind
+from autopar.files.checked_values import shown
+from autopar.files.kinds import MIB, Kind
 from autopar.zoo.construction import (
     build,
     example_inputs,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.intra_op.options import parameter_options
+from autopar.intra_op.node_choices import parameter_options
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout

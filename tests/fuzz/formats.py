@@ -24,7 +24,7 @@ from autopar.intra_op import legal
 from autopar.intra_op.contest import format_problem, read_problem
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.problem import Choices, Edge, Problem
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.mesh import Mesh

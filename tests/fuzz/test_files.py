@@ -22,8 +22,8 @@ import pytest
 
 from autopar.cost.calibration import Calibration
 from autopar.errors import AutoparError, PlanError, ProblemError
+from autopar.files.kinds import Kind
 from autopar.intra_op.contest import read_problem
-from autopar.outside import Kind
 from autopar.plan import Plan
 from autopar.zoo.load import read_config
 from tests.fuzz.formats import Format, formats

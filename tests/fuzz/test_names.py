@@ -28,7 +28,7 @@ from autopar.ir.action import parse_row
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.lower.keys import key_of
+from autopar.lower.parameter_keys import key_of
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan

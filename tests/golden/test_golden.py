@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.codegen.emit import emit
-from autopar.cost.model import AnalyticModel
 from autopar.ir.mesh import Mesh
-from autopar.planning.capturing import capture_graph
+from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.planner import make_plan
+from autopar.planning.plan_model import plan_captured
 from autopar.planning.trace import Trace
+from autopar.session.compiled import Compiled
 from tests.support import families, models
 
 FOLDER = Path(__file__).parent
@@ -33,18 +32,20 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "encoder_decoder": ("t5", {}),
     "convolutional": ("conv_net", {}),
     "zero3": ("gpt2", {"state": "zero3"}),
+    "pipeline": ("llama", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}),
     "offload": ("gpt2", {"offload": "optimizer+activations 2", "state": "zero1"}),
 }
 
 
 def source(name: str) -> str:
-    """The program of one case."""
+    """The program of one case, that of the last stage for a pipeline."""
     family, options = OPTIONS[name]
     model, batch = models.conv_net() if family == "conv_net" else families.make(family)
-    given = Options(**options)
-    graph = capture_graph(model, (), batch, given, Trace(None)).graph
-    mesh = Mesh.parse(MESH)
-    return emit(graph, make_plan(graph, mesh, given, Trace(None)), AnalyticModel(mesh).collective)
+    given, mesh, silent = Options(**options), Mesh.parse(MESH), Trace(None)
+    count = given.microbatches if given.is_pipeline else None
+    captured = capture_call(Call(model, (), batch), given, silent, count)
+    plan = plan_captured(captured, mesh, given, silent)
+    return Compiled.of(captured, plan, given, silent).sources[-1]
 
 
 @pytest.mark.skipif(

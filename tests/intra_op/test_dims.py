@@ -9,7 +9,7 @@ import pytest
 from autopar.intra_op.pins.dim_names import name_dims
 from autopar.intra_op.pins.dims import Dims, find_dims
 from autopar.intra_op.pins.roles import Roles
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
 from tests.intra_op.test_pins import graph as gpt2

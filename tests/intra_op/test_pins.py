@@ -11,7 +11,7 @@ from autopar.capture.capture import capture
 from autopar.cost.model import AnalyticModel
 from autopar.errors import LayoutError, PinError
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.options import Option, node_options, parameter_options
+from autopar.intra_op.node_choices import Option, node_options, parameter_options
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve

@@ -17,7 +17,7 @@ from autopar.cli import main
 from autopar.cost.model import AnalyticModel
 from autopar.errors import PlanMismatchError, PrecisionError, ProgramError
 from autopar.intra_op.states import StateChoice
-from autopar.intra_op.stored import stored_traffic
+from autopar.intra_op.storage_choices import stored_traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout, TensorType

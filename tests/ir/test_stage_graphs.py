@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autopar.capture.capture import capture
 from autopar.capture.decompose import decompose_unknown
 from autopar.errors import StageError
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.stage_graphs import alike, cut

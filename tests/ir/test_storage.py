@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from autopar.cost.model import AnalyticModel
 from autopar.errors import LayoutError, StateError
-from autopar.intra_op.options import parameter_options, storages, stored_option
+from autopar.intra_op.node_choices import parameter_options, storages, stored_option
 from autopar.intra_op.states import StateChoice
-from autopar.intra_op.stored import stored_traffic, undominated
+from autopar.intra_op.storage_choices import stored_traffic, undominated
 from autopar.ir.mesh import Mesh
 from autopar.ir.state_sharding import StateSharding, shardings
 from autopar.ir.storage import Storage

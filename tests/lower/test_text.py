@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from autopar.codegen.emit import emit
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.lower.lines import Call, Compute, Lowered, Move, Use
+from autopar.lower.lines import Call, Cite, Compute, Lowered, Move, Use
 from autopar.lower.lowered_text import format_lowered, parse_lowered
 from autopar.lower.program import lower
+from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.session.compiled import Compiled
 from autopar.stage_plan import StagePlan
 from tests.support.families import FAMILIES, make
 
@@ -34,6 +40,22 @@ def lowered(name: str, **options: object) -> tuple[Graph, StagePlan, Lowered]:
 def test_text_reads_back(name: str) -> None:
     graph, _, program = lowered(name)
     assert parse_lowered(format_lowered(program, graph), graph) == program
+
+
+def test_a_trace_keeps_the_program_that_is_printed(tmp_path: Path) -> None:
+    model, batch = make("gpt2")
+    given, trace = Options(state="zero3"), Trace(tmp_path)
+    captured = capture_graph(model, (), batch, given, trace)
+    plan = Plan.of(make_plan(captured.graph, GRID, given, trace))
+    source = Compiled.of(captured, plan, given, trace).source
+    (file,) = tmp_path.glob("*_lower.txt")
+    program = parse_lowered(file.read_text(encoding="utf-8"), captured.graph)
+    price = cost_model(GRID, given).collective
+    assert emit(captured.graph, plan.stages[0], price, program) == source
+    # What is printed is the program that is given, whoever made it.
+    lines = tuple(line for line in program.forward.lines if not isinstance(line, Cite))
+    silent = replace(program, forward=replace(program.forward, lines=lines))
+    assert emit(captured.graph, plan.stages[0], price, silent) != source
 
 
 @pytest.mark.slow

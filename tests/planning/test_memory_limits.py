@@ -14,11 +14,11 @@ from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.build import build, layouts
-from autopar.intra_op.options import in_one_piece
+from autopar.intra_op.node_choices import in_one_piece
 from autopar.intra_op.pins.wordings import PinsLike, spell_out
 from autopar.intra_op.problem import evaluate
+from autopar.intra_op.rule_table import table
 from autopar.intra_op.solvers import solve
-from autopar.intra_op.table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh, parse_quantity

@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar.errors import MeshError, PinError
 from autopar.intra_op.pins.layout_pins import Pin
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.mesh import Mesh
 from autopar.pins import Subject
 from tests.support.words import GRID, LINE, graph, planned

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autopar
-from autopar import files
 from autopar.errors import ProgramError
+from autopar.files import atomic
 from autopar.runtime import folder
 from tests.runtime.checkpoint.turns import Actor, Turns, stepping
 from tests.support.models import gpt2
@@ -183,7 +183,7 @@ def test_a_save_that_dies_is_not_taken_for_a_whole(tmp_path: Path) -> None:
         if not dying.dead:
             break
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "_DAY", -1.0)
+            patch.setattr(atomic, "_DAY", -1.0)
             program.save(target)
         names = {entry.name for entry in target.iterdir() if not entry.name.startswith("save-")}
         assert names == {*FILES, "checkpoint.json"}

@@ -18,7 +18,7 @@ from autopar.errors import SimulationError
 from autopar.explain import moves
 from autopar.explain.moves import Move
 from autopar.intra_op.kernel_work import works
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.pins import data_parallel, fsdp, megatron

@@ -22,7 +22,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, PlanError, ProblemError
 from autopar.intra_op import legal
 from autopar.intra_op.pins.dims import find_dims
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout

@@ -15,7 +15,7 @@ from torch import Tensor
 import autopar
 from autopar.capture.capture import Captured
 from autopar.intra_op import legal
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.planner import make_plan

@@ -15,7 +15,7 @@ from torch import Tensor
 import autopar
 from autopar.capture.capture import Captured
 from autopar.intra_op.kernel_work import node_work
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import resolve
 from autopar.intra_op.rules import rules
 from autopar.intra_op.strategy import strategies

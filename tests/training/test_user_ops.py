@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import PlanError, RuleError, UnknownOperatorError
+from autopar.intra_op.rule_table import table
 from autopar.intra_op.rules import rules
-from autopar.intra_op.table import table
 from autopar.plan import Plan
 from tests.support.ranks import run_ranks
 

@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.status import Status
 
 from autopar.errors import AutoparError, ProgramError
+from autopar.files.kinds import Kind
 from autopar.lower.literals import printable
-from autopar.outside import Kind
 from autopar.planning.trace import Trace
 
 FILE = Kind("the file", ProgramError)

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, PinError
 from autopar.explain import Decision, Difference, decisions, difference, repriced
 from autopar.intra_op.pins.layout_pins import Pin, Pins, joined
 from autopar.intra_op.rule import OpRule
-from autopar.intra_op.table import table
+from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.plan_entries import ModelSpec

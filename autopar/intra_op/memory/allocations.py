@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from autopar.cost.operator_memory import recipe
 from autopar.intra_op.memory.lifetimes import Role
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 

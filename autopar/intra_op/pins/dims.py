@@ -19,7 +19,7 @@ from functools import cached_property
 
 from networkx.utils import UnionFind
 
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import OpRule, Signature, resolve
 from autopar.ir.graph import Graph, Node
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from autopar.errors import PinError
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph, Node
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout

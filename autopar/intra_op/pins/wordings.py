@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import AutoparError, PinError
-from autopar.fields import Table, Text, shown
-from autopar.intra_op.options import Option, node_options
+from autopar.files.checked_values import Table, Text, shown
+from autopar.intra_op.node_choices import Option, node_options
 from autopar.intra_op.pins.dim_names import name_dims
 from autopar.intra_op.pins.dims import Dims, find_dims
 from autopar.intra_op.pins.layout_pins import Pin, joined

@@ -21,7 +21,7 @@ from dataclasses import replace
 from networkx.utils import UnionFind
 
 from autopar.errors import RuleError
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.pins.dims import Dims, find_dims
 from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.proofs.terms import Factor, write

@@ -37,7 +37,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _ThreadPeers:
-    """Implements `autopar.operators.peers.Peers`; `index` is this device's block."""
+    """Implements `autopar.operators.peer_devices.Peers`; `index` is this device's block."""
 
     mesh: Mesh
     axes: tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.intra_op.reduce.compiled import entry, inner
+from autopar.intra_op.reduce.numba_compile import entry, inner
 from autopar.intra_op.reduce.store import (
     HELD,
     HIGH,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.dominance import dominate_stale
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
 from autopar.intra_op.reduce.memory import update_memory
+from autopar.intra_op.reduce.numba_compile import entry, inner
 from autopar.intra_op.reduce.rules import DONE, EMPTY, POOL_FULL, settle
 from autopar.intra_op.reduce.store import (
     DEGREE,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.intra_op.reduce.compiled import inner
+from autopar.intra_op.reduce.numba_compile import inner
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
+from autopar.intra_op.reduce.numba_compile import entry, inner
 from autopar.intra_op.solvers._trws import Links, links, near
 
 FITTING = 1e30  # seconds per byte, more than any choice is worth

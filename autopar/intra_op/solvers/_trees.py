@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Floats, Ints
+from autopar.intra_op.reduce.numba_compile import entry, inner
 from autopar.intra_op.solvers._moves import FITTING, Local, descend, judged, shift, walk
 from autopar.intra_op.solvers._trws import near
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.intra_op.reduce.compiled import entry, inner
 from autopar.intra_op.reduce.flat import Flat, Floats, Ints, offsets
+from autopar.intra_op.reduce.numba_compile import entry, inner
 
 
 class Links(NamedTuple):

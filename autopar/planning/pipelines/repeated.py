@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.intra_op.built import Built
-from autopar.intra_op.options import Option
+from autopar.intra_op.built_problem import Built
+from autopar.intra_op.node_choices import Option
 from autopar.intra_op.problem import Choices, Held
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh

@@ -29,7 +29,7 @@ from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage_values import Candidate
 from autopar.inter_op.submeshes import SubMesh
 from autopar.intra_op.build import build
-from autopar.intra_op.options import Lies, Option
+from autopar.intra_op.node_choices import Lies, Option
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.solvers import solve

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.overlap import side_by_side
 from autopar.inter_op.stage_values import Candidate
-from autopar.intra_op.built import Built
+from autopar.intra_op.built_problem import Built
 from autopar.intra_op.problem import Choices, Edge, Problem, evaluate
 
 Floats = NDArray[np.float64]

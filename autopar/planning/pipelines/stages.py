@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import MeshError, StageError
 from autopar.intra_op.kernel_work import node_work
-from autopar.intra_op.options import operand_types, whole_options
+from autopar.intra_op.node_choices import operand_types, whole_options
 from autopar.intra_op.rule import resolve
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import Graph
 from autopar.ir.pipeline_step import Edge, Wiring
-from autopar.lower.keys import leaf_key
+from autopar.lower.parameter_keys import leaf_key
 
 
 def wiring_of(graphs: Sequence[Graph]) -> Wiring:

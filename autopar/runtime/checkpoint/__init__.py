@@ -13,7 +13,7 @@ instead.
 |---|---|
 | the part of a tensor on this rank | boxes.py |
 | the state of a program that is saved | contents.py |
-| the folder: published as a whole, read consistently | publish.py, `autopar.files` |
+| the folder: published as a whole, read consistently | publish.py, `autopar/files/atomic.py` |
 | the contents of a checkpoint, and how they are checked | index.py |
 | values as JSON | values.py |
 | torch.distributed.checkpoint's plans, files and errors | plans.py, safetensors_files.py, dcp.py |

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving
 from autopar.runtime.checkpoint.tensor_names import Names
-from autopar.runtime.checkpoint.values import decode, encode
+from autopar.runtime.checkpoint.values import decode, encode, random_state_of, random_state_text
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Lease, Peers
 
@@ -197,7 +195,7 @@ class Checkpoints:
             "values": encode(values, "values"),
             "update": encode(holder.update.state_dict(), "the scale of the loss"),
             # The other ranks follow the first one's generator; see `runtime/random.py`.
-            "random": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
+            "random": random_state_text(torch.get_rng_state()),
         }
         return Snapshot([*parts, *states], optimizer, details)
 
@@ -228,7 +226,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint {path} has no scheduler", todo="save it with scheduler=..."
             )
-        random = _random_state(index.details["random"])
+        random = random_state_of(index.details["random"])
         values = decode(index.details["values"])
         rates = decode(index.details["scheduler"])
         self._take_state(index, str(path), partial(self._read, path, index))
@@ -374,20 +372,6 @@ class Checkpoints:
             value = self._constants.get(h.name)
             if value is not None and not value.is_meta:
                 h.tensor.copy_(value[h.box.slices])
-
-
-def _random_state(text: str) -> Tensor:
-    """Returns the state of torch's random numbers; raises CheckpointError if it is malformed."""
-    try:
-        state = torch.frombuffer(
-            bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8
-        )
-        torch.Generator().set_state(state)
-    except (binascii.Error, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            "the checkpoint's state of the random numbers cannot be read", why=str(error)
-        ) from error
-    return state
 
 
 @contextmanager

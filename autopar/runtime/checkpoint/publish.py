@@ -1,8 +1,8 @@
 """The folder of a checkpoint: published as a whole, and read consistently.
 
-checkpoint.json is the marker of `autopar.files`: every save writes into its own draft, and the
-marker is renamed into place once everything that it names exists. Other files in the folder, such
-as a user's notes, are left alone.
+checkpoint.json is the marker of `autopar.files.atomic`: every save writes into its own draft, and
+the marker is renamed into place once everything that it names exists. Other files in the folder,
+such as a user's notes, are left alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from autopar import files
 from autopar.errors import CheckpointError
-from autopar.files import Draft
+from autopar.files import atomic
+from autopar.files.atomic import Draft
 from autopar.runtime.checkpoint.index import FORMAT, HEAD, MARKER, Index, from_json, to_json
 
 Found = TypeVar("Found")
@@ -77,7 +77,7 @@ def commit(draft: Draft, index: Index) -> None:
     """
     with writable(draft.target):
         check_files(draft.folder.parent, index)
-        files.write_text(draft.folder / MARKER, to_json(index))
+        atomic.write_text(draft.folder / MARKER, to_json(index))
         if _parsed(draft.folder) != index:
             raise OSError(f"{MARKER} differs from what was written")
         draft.publish(MARKER)
@@ -118,7 +118,7 @@ def _check_place(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         return
     what, todo = f"{path} is not a checkpoint", "save to another place, or remove it"
     entries = os.listdir(path) if os.path.isdir(path) else [path.name]
-    if all(map(files.is_draft, entries)):
+    if all(map(atomic.is_draft, entries)):
         return
     if MARKER not in entries:
         raise CheckpointError(what, why="it would be replaced by one", todo=todo)

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from autopar import files
 from autopar.errors import CheckpointError
+from autopar.files import atomic
 from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.index import Chunk, Index, Stored, key_of, model_of
@@ -69,7 +69,7 @@ class Writer(StorageWriter):
 
     def __init__(self, path: Path) -> None:
         self.path, self.rank = path, 0
-        self._draft: files.Draft | None = None
+        self._draft: atomic.Draft | None = None
 
     def abandon(self) -> None:
         """Removes the remains of a failed save; the first rank made it and does so."""
@@ -129,8 +129,8 @@ class Writer(StorageWriter):
         try:
             save_file(dict(tensors), path)
             path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors restricts it
-            files.sync(path)
-            files.sync(path.parent)
+            atomic.sync(path)
+            atomic.sync(path.parent)
             with safe_open(path, framework="pt") as opened:
                 if {*opened.keys()} != {*tensors}:
                     raise OSError("the file differs from what was written")

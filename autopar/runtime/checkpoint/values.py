@@ -7,6 +7,8 @@ but strings and no tensors; such values become an object with one key that names
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -132,3 +134,21 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "dict": _mapping,
     "counter": lambda pairs: Counter(_mapping(pairs)),
 }
+
+
+def random_state_text(state: Tensor) -> str:
+    """Returns the state of a torch generator, a tensor of bytes, as text."""
+    return base64.b64encode(bytes(state.numpy())).decode()
+
+
+def random_state_of(text: str) -> Tensor:
+    """Returns the state that `random_state_text` wrote; CheckpointError if it is invalid."""
+    try:
+        raw = bytearray(base64.b64decode(text, validate=True))
+        state = torch.frombuffer(raw, dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (binascii.Error, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            "the checkpoint's state of the random numbers cannot be read", why=str(error)
+        ) from error
+    return state

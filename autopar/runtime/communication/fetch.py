@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.storage import rows
 from autopar.runtime.parameters.shards import Weight, depart
 
 if TYPE_CHECKING:
@@ -34,15 +35,15 @@ class Row:
         return self.weights[0].block
 
 
-def rows(weights: Iterable[Weight], when: str, bucket: int, mesh: Mesh) -> list[Row]:
+def block_rows(weights: Iterable[Weight], when: str, bucket: int, mesh: Mesh) -> list[Row]:
     """Groups each block's parameters by their collectives, in buckets of about `bucket` bytes."""
-    ways: dict[object, list[list[Weight]]] = {}
-    for weight in weights:
-        found = ways.setdefault(weight.way(when), [[]])
-        if sum(w.storage.used.local_bytes(w.type, mesh) for w in found[-1]) >= bucket:
-            found.append([])
-        found[-1].append(weight)
-    return [Row(tuple(row)) for found in ways.values() for row in found]
+    found = rows(
+        weights,
+        lambda weight: weight.way(when),
+        lambda weight: weight.storage.used.local_bytes(weight.type, mesh),
+        bucket,
+    )
+    return [Row(tuple(row)) for row in found]
 
 
 class Fetch:
@@ -73,7 +74,7 @@ class Fetch:
             if weight.path("forward"):
                 blocks.setdefault(weight.block, []).append(weight)
         for members in blocks.values():
-            for row in rows(members, "forward", bucket, self._comm.mesh):
+            for row in block_rows(members, "forward", bucket, self._comm.mesh):
                 self._row.update(dict.fromkeys(row.weights, row))
 
     @contextmanager

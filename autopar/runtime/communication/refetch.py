@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autopar.ir.storage import Storage
 from autopar.runtime import torch_private
-from autopar.runtime.communication.fetch import rows
+from autopar.runtime.communication.fetch import block_rows
 from autopar.runtime.parameters.shards import Weight, depart, travel
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Block:
         self._coming = []
         there = (ref() for ref in self.kept.values())
         saved = {kept.weight: kept for kept in there if kept is not None and kept.saved}
-        for row in rows(saved, "backward", self._bucket, self._comm.mesh):
+        for row in block_rows(saved, "backward", self._bucket, self._comm.mesh):
             members = [saved[weight] for weight in row.weights]
             parts = [kept.part for kept in members]
             coming = depart(self._comm, row.weights, parts, "backward", ahead)

@@ -20,7 +20,7 @@ from autopar.errors import StateError
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import Layout, TensorType
-from autopar.lower.keys import key_of
+from autopar.lower.parameter_keys import key_of
 from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime import torch_private
 from autopar.runtime.communication.communicator import Communicator
@@ -82,7 +82,7 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """Name in the program; see `autopar/lower/keys.py`."""
+        """Name in the program; see `autopar/lower/parameter_keys.py`."""
         if self.piece is None:
             return key_of(self.name)
         stop = self.piece.start + self.piece.length

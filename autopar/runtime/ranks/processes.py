@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, MeshError
-from autopar.fields import shown
+from autopar.files.checked_values import shown
 from autopar.ir.mesh import Mesh
 from autopar.runtime.communication.communicator import mesh_of
 from autopar.runtime.folder import join_process_group

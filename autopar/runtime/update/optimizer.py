@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import ProgramError
-from autopar.fields import shown
+from autopar.files.checked_values import shown
 from autopar.ir.fusion import UPDATE
 from autopar.runtime.parameters.pieces import Parameter
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import files
 from autopar.errors import CheckpointError
+from autopar.files import atomic
 from autopar.runtime.checkpoint import safetensors_files as storage
 from tests.runtime.checkpoint.test_checkpoint import contents, small, trained
 from tests.runtime.checkpoint.test_interleavings import load, save
@@ -92,7 +92,7 @@ def test_a_job_that_dies_at_any_operation(
         if not actor.dead:
             break
         with monkeypatch.context() as patch:
-            patch.setattr(files, "_DAY", -1.0)  # of what it had not yet put its name to
+            patch.setattr(atomic, "_DAY", -1.0)  # of what it had not yet put its name to
             save(path, 2)
         assert load(path) == (2, 3)
         assert len(list(path.rglob("*"))) == 3
@@ -105,18 +105,18 @@ def test_drafts_of_the_living_and_of_other_machines_stay(
 ) -> None:
     path = tmp_path / "one"
     save(path, 1)
-    living, dead = files.Draft(path), files.Draft(path)
+    living, dead = atomic.Draft(path), atomic.Draft(path)
     dead.abandon = lambda: None
-    files.os.close(dead._lock)
+    atomic.os.close(dead._lock)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_machine", lambda: "another")
-        foreign = files.Draft(path)
+        patch.setattr(atomic, "_machine", lambda: "another")
+        foreign = atomic.Draft(path)
     save(path, 2)
     left = {entry.name for entry in path.iterdir() if entry.is_dir()}
     assert {living.folder.name, foreign.folder.name} < left
     assert dead.folder.name not in left
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_DAY", -1.0)
+        patch.setattr(atomic, "_DAY", -1.0)
         save(path, 3)
     left = {entry.name for entry in path.iterdir() if entry.is_dir()}
     assert living.folder.name in left

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import autopar
-from autopar import files
 from autopar.errors import CheckpointError
+from autopar.files import atomic
 from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.dcp import write_parts
 from autopar.runtime.checkpoint.index import MARKER
@@ -94,7 +94,7 @@ def play(seed: int, folder: Path) -> None:
     assert load(path)[0] == marks[-1][1]
     # A job that has just died while it made its folder is left alone for a day, which is over now.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_DAY", -1.0)
+        patch.setattr(atomic, "_DAY", -1.0)
         save(path, 9)
     assert load(path) == (9, 3)
     assert [entry.name for entry in folder.iterdir()] == ["one"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from autopar import files
+from autopar.files import atomic
 from autopar.runtime.checkpoint import publish
 from autopar.runtime.checkpoint import safetensors_files as storage
 
@@ -173,10 +173,10 @@ class Stepped:
 def stepping(turns: Turns) -> Iterator[None]:
     """Inside, what saves and loads checkpoints takes turns."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (files, publish):
+        for module in (atomic, publish):
             patch.setattr(module, "os", Stepped(os, turns))
         # Names are drawn too: a folder's order depends on them.
-        patch.setattr(files, "secrets", turns)
+        patch.setattr(atomic, "secrets", turns)
         for name in ("save_file", "safe_open"):
             call = getattr(storage, name)
             patch.setattr(storage, name, lambda *a, n=name, c=call, **k: turns.step(n, c, *a, **k))

@@ -15,7 +15,7 @@ from autopar.cost.device import Device
 from autopar.cost.model import CostModel
 from autopar.cost.operator_memory import reduction_staging
 from autopar.intra_op.memory.lifetimes import Role
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import IN_FLIGHT

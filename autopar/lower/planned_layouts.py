@@ -44,12 +44,7 @@ class Placed:
         Raises:
             PlanMismatchError: it has none.
         """
-        template = self.graph.template[name]
-        if template not in self.plan.nodes:
-            raise PlanMismatchError(
-                f"the plan has no layout for %{template}", where=str(self.graph[name].source)
-            )
-        return self.plan.nodes[template]
+        return entry_of(self.plan, self.graph, name)
 
     def result(self, name: str, index: int = 0) -> Layout:
         """The layout that a node gives its result."""
@@ -79,3 +74,17 @@ class Placed:
             lambda name: [layout for _, layout in self.planned(name).operands],
             self.result,
         )
+
+
+def entry_of(plan: StagePlan, graph: Graph, name: str) -> NodePlan:
+    """The plan's entry for a node of any block.
+
+    Raises:
+        PlanMismatchError: it has none.
+    """
+    template = graph.template[name]
+    if template not in plan.nodes:
+        raise PlanMismatchError(
+            f"the plan has no layout for %{template}", where=str(graph[name].source)
+        )
+    return plan.nodes[template]

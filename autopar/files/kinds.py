@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.files import write_text
+from autopar.files.atomic import write_text
 
 MIB = 2**20
 _SPECIAL = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost.overlap import saved
-from autopar.intra_op.options import Option
+from autopar.intra_op.node_choices import Option
 from autopar.intra_op.problem import Matrix, Problem, evaluate
 from autopar.ir.graph import Graph
 from autopar.plan_entries import NodePlan, Prediction

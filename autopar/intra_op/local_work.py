@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cost.model import Gemm, Work
-from autopar.intra_op.options import operand_types
+from autopar.intra_op.node_choices import operand_types
 from autopar.intra_op.rule import Dims, Signature
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh

@@ -1,0 +1,57 @@
+"""What a block's parameters send in a step: one table of prices above the lines that use them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from autopar.codegen.body import WIDTH, noted
+from autopar.codegen.printer import Printer
+from autopar.ir.storage import Hop, rows
+from autopar.ir.units import format_bytes, format_seconds
+from autopar.lower.lines import Function, Use
+from autopar.lower.literals import comment
+
+
+def parameter_table(printer: Printer, function: Function) -> list[str]:
+    """The comment at the head of a block; [] if nothing is sent of its parameters.
+
+    Args:
+        printer: graph, plan and prices.
+        function: of the block.
+    """
+    uses = [line for line in function if isinstance(line, Use)]
+    notes = {line.target: printer.sent_note(line.leaf, line.storage) for line in uses}
+    notes = {target: note for target, note in notes.items() if note}
+    if not notes:
+        return []
+    title = "What the parameters of this block send in a step, and in how long."
+    title += _gathers(printer, uses)
+    width = max(map(len, notes))
+    table = [row for target, note in notes.items() for row in noted(note, f"  {target:<{width}}  ")]
+    return [*map(comment, textwrap.wrap(title, WIDTH - 6)), *table]
+
+
+def _gathers(printer: Printer, uses: Sequence[Use]) -> str:
+    """How the parameters of a block that are gathered come."""
+    hops: dict[str, list[Hop]] = {}
+    for line in uses:
+        found = printer.hops(line.leaf, line.storage)
+        if forward := [hop for hop in found if hop.when == "forward"]:
+            hops[line.target] = forward
+    if not hops:
+        return ""
+    plan, gathered = printer.plan, [line for line in uses if line.target in hops]
+    together = rows(
+        gathered,
+        lambda line: (line.leaf.type.dtype, tuple(hop.way for hop in hops[line.target])),
+        lambda line: line.storage.used.local_bytes(line.leaf.type, plan.mesh),
+        plan.bucket,
+    )
+    calls = sum(len(hops[row[0].target]) for row in together)
+    every = [hop for forward in hops.values() for hop in forward]
+    size = format_bytes(sum(hop.call.nbytes for hop in every))
+    seconds = format_seconds(math.fsum(hop.seconds(printer.price, plan.bucket) for hop in every))
+    made = "one call gathers" if calls == 1 else f"{calls} calls gather"
+    return f" Before the block {made} all that it uses whole, {size} in {seconds}."
