@@ -63,3 +63,14 @@ def test_the_readme_is_a_front_page() -> None:
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", (ROOT / page).read_text("utf-8"))
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    named = re.findall(
+        r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    )
+    assert len(named) > 50
+    missing = [
+        path for path in named if not ((ROOT / "autopar" / path).exists() or (ROOT / path).exists())
+    ]
+    assert not missing
