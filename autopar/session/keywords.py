@@ -35,7 +35,7 @@ class AverageKeywords(TypedDict, total=False):
 
     Attributes:
         ema: keeps an average of the parameters, of which every step keeps this part, 0.999; see
-            `Program.ema_state_dict`.
+            `Session.ema_state_dict`.
     """
 
     ema: float | None
@@ -76,7 +76,7 @@ class PlanKeywords(AverageKeywords, total=False):
         precision: "bf16" or "fp16": the model computes and is held in it, and the optimizer
             updates a master in float32 where its state lies; gradients are sent and added up in
             float32. "fp32" leaves the model as it is, and None does what the plan says. With
-            "fp16" the loss is scaled; see `Program.scaler`. "bf16 weights=int8 gradients=int8",
+            "fp16" the loss is scaled; see `Session.scaler`. "bf16 weights=int8 gradients=int8",
             or without the "bf16", sends these as int8 blocks, which changes numerics. For
             others see `autopar.Precision`.
         fuse: whether kernels take the place of operators that a model writes out: all or none
@@ -122,7 +122,7 @@ class TrainKeywords(AverageKeywords, total=False):
         on_nonfinite: what becomes of a step with a loss or gradients that are NaN or infinite,
             or whose norm is: "raise" a NonFiniteError on every rank, "skip" it, or "continue",
             as torch does. A step that raises or is left out changes neither parameters nor
-            optimizer, average or buffers. See `Program.nonfinite_steps`.
+            optimizer, average or buffers. See `Session.nonfinite_steps`.
         backend: "eager", or "inductor" to have torch.compile compile what lies between two
             calls of the mesh, kernels opaque inside; "aot_eager" does all of that but generate
             code.

@@ -348,3 +348,64 @@ def test_a_program_for_other_processes_is_refused(tmp_path: Path) -> None:
     place = autopar.emit(Scaled(), "cpu: x=2", example_inputs=batch).save(tmp_path / "two")
     with pytest.raises(MeshError, match="2 devices"):
         autopar.load(place, Scaled())
+
+
+# Adopting against saving and loading --------------------------------------------------------------
+
+Making = Callable[[Any], torch.optim.Optimizer]
+# Options of both programs beside their plans, and the optimizer.
+FEATURES: dict[str, tuple[dict[str, Any], Making]] = {
+    "masters": ({"precision": "bf16"}, optimizer_of),
+    "a scaled loss": ({"precision": "fp16"}, optimizer_of),
+    "state on the host": ({"precision": "bf16", "offload": "optimizer"}, optimizer_of),
+    "groups": ({"groups": autopar.groups({"*.bias": {"weight_decay": 0.0}})}, optimizer_of),
+    "momentum": ({}, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "dropout": ({}, optimizer_of),
+    "a kernel for the update": ({"fuse": ["adamw"]}, optimizer_of),
+}
+PAIR = "cpu: data=2 @1TB/s 1ns"
+FIRST: dict[str, Any] = {"pins": data_parallel("data"), "state": "zero3"}
+SECOND: dict[str, Any] = {"stages": 2, "microbatches": 4}
+
+
+def both(feature: str, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of a session that adopts a pipeline, and of one that loads the other's checkpoint."""
+    options, make = FEATURES[feature]
+    double = "precision" not in options
+    planning = {name: value for name, value in options.items() if name != "groups"}
+
+    def compiled(**more: Any) -> tuple[autopar.Session, nn.Module, dict[str, Tensor]]:
+        model, batch = language(dropout=0.1 if feature == "dropout" else 0.0)
+        model = model if double else model.float()
+        torch.manual_seed(7)
+        session = autopar.compile(
+            model, PAIR, optimizer=make, example_inputs=batch, **options, **more
+        )
+        return session, model, batch
+
+    def steps(session: autopar.Session, batch: dict[str, Tensor]) -> list[float]:
+        return [session.step(**batch).item() for _ in range(EACH)]
+
+    session, model, batch = compiled(**FIRST)
+    losses = steps(session, batch)
+    session.save_checkpoint(folder)
+    session.adopt(
+        autopar.emit(model, PAIR, optimizer=make, example_inputs=batch, **planning, **SECOND)
+    )
+    adopted = [*losses, *steps(session, batch)]
+    other, _, _ = compiled(**SECOND)
+    other.load_checkpoint(folder)
+    return adopted, [*losses, *steps(other, batch)]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        name if name in ("masters", "dropout") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FEATURES
+    ],
+)
+def test_adopting_is_saving_and_loading_to_the_bit(feature: str, tmp_path: Path) -> None:
+    for adopted, loaded_again in run_ranks(both, feature, tmp_path / "checkpoint", count=2):
+        assert adopted == loaded_again
+        assert len(set(adopted)) > EACH  # a step that the scaler leaves out changes nothing
