@@ -113,9 +113,9 @@ class Storage:
             )
         whole = Layout(used.dims)
         held, grads, updated = layouts[:3] if len(layouts) > 1 else (layouts[0],) * 3
-        made = cls(used, held, grads, updated, layouts[3] if len(layouts) > 3 else whole)
-        made._check()
-        return made
+        storage = cls(used, held, grads, updated, layouts[3] if len(layouts) > 3 else whole)
+        storage._check()
+        return storage
 
     @classmethod
     def as_is(cls, layout: Layout) -> Storage:
@@ -265,10 +265,10 @@ def _path(
 
 def runs(axes: Sequence[str], mesh: Mesh) -> list[tuple[str, ...]]:
     """Cuts a sequence of axes into runs that are in mesh order."""
-    found: list[tuple[str, ...]] = []
+    pieces: list[tuple[str, ...]] = []
     for axis in axes:
-        if found and mesh.names.index(found[-1][-1]) < mesh.names.index(axis):
-            found[-1] = (*found[-1], axis)
+        if pieces and mesh.names.index(pieces[-1][-1]) < mesh.names.index(axis):
+            pieces[-1] = (*pieces[-1], axis)
         else:
-            found.append((axis,))
-    return found
+            pieces.append((axis,))
+    return pieces

@@ -223,18 +223,18 @@ def _options(
     """Yields every group that the checkpoint knows, with its saved options."""
     known = {name: group for group in record["groups"] for name in group["parameters"]}
     for group, members in groups_of(optimizer, held):
-        found = {
+        group_of = {
             json.dumps(known[h.name]["options"]): h.name for h, _ in members if h.name in known
         }
-        if len(found) > 1:
+        if len(group_of) > 1:
             raise CheckpointError(
                 "the optimizer's groups differ from those of the checkpoint",
-                why=f"{' and '.join(found.values())} had different options",
+                why=f"{' and '.join(group_of.values())} had different options",
                 todo="restore the groups, or load the weights only",
             )
         if not members and len(record["groups"]) == 1:
-            found = {json.dumps(record["groups"][0]["options"]): ""}
-        for text in found:
+            group_of = {json.dumps(record["groups"][0]["options"]): ""}
+        for text in group_of:
             options = decode(json.loads(text))
             if not isinstance(options, dict) or any(key in options for key in _MANNER):
                 raise CheckpointError("the checkpoint's options of the optimizer are not a mapping")

@@ -36,13 +36,13 @@ class Row:
 
 def rows(weights: Iterable[Weight], when: str, bucket: int, mesh: Mesh) -> list[Row]:
     """Groups each block's parameters by their collectives, in buckets of about `bucket` bytes."""
-    ways: dict[object, list[list[Weight]]] = {}
+    buckets: dict[object, list[list[Weight]]] = {}
     for weight in weights:
-        found = ways.setdefault(weight.way(when), [[]])
-        if sum(w.storage.used.local_bytes(w.type, mesh) for w in found[-1]) >= bucket:
-            found.append([])
-        found[-1].append(weight)
-    return [Row(tuple(row)) for found in ways.values() for row in found]
+        own = buckets.setdefault(weight.way(when), [[]])
+        if sum(w.storage.used.local_bytes(w.type, mesh) for w in own[-1]) >= bucket:
+            own.append([])
+        own[-1].append(weight)
+    return [Row(tuple(row)) for own in buckets.values() for row in own]
 
 
 class Fetch:
