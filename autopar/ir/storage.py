@@ -158,7 +158,7 @@ class Storage:
         return " | ".join(layout.format(shape) for layout in self.layouts)
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        """Like `format`, but shorter where all states have one layout and nothing else is kept."""
+        """Returns `format`, or a shorter text if all states have one layout and none is kept."""
         if self.held == self.grads == self.updated == self.kept != Layout(self.used.dims):
             return f"{self.held.format(shape)}, gathered twice"
         return self.format(shape)

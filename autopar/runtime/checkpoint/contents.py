@@ -184,7 +184,7 @@ def optimizer_parts(
 
 
 def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
-    """A tensor of the optimizer's state: like the parameter, or one for all of it."""
+    """Returns a tensor of the optimizer's state, shaped like its parameter or one for all of it."""
     name, box, shape = f"optimizer.{h.name}.{key}", h.updated_box, tuple(value.shape)
     value = value if shape else value.clone()  # counts may be shared
     if shape == box.sizes:
@@ -202,10 +202,10 @@ def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
 
 
 def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]) -> None:
-    """Compare an optimizer with that of a checkpoint, as far as this rank sees it.
+    """Compares an optimizer with that of a checkpoint, as far as this rank sees it.
 
     Raises:
-        CheckpointError: another kind, or parameters of one group that were in different ones.
+        CheckpointError: another kind, or parameters of one group that had different ones.
     """
     kind = type(optimizer).__name__
     if record["kind"] != kind:

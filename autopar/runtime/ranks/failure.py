@@ -376,7 +376,7 @@ class Watch:
 
 
 def _look_again(watch: ReferenceType[Watch], closed: threading.Event, interval: float) -> None:
-    """Body of the thread: checks until the watch is closed or gone."""
+    """Checks, in the thread, until the watch is closed or gone."""
     while not closed.wait(interval):
         there = watch()
         if there is None or not there._run():

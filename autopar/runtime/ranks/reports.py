@@ -115,12 +115,14 @@ class Roll:
             todo="look into that machine's system log, and start again from a checkpoint",
         )
 
-    def _behind(self, found: Diagnosis) -> RankFailedError:
-        described = "; ".join(f"rank {r} is {self.records[r].describe()}" for r in found.behind[:4])
-        waiting = next(wait for wait in found.waits if set(wait.absent) & set(found.behind))
+    def _behind(self, diagnosis: Diagnosis) -> RankFailedError:
+        described = "; ".join(
+            f"rank {r} is {self.records[r].describe()}" for r in diagnosis.behind[:4]
+        )
+        waiting = next(wait for wait in diagnosis.waits if set(wait.absent) & set(diagnosis.behind))
         return RankFailedError(
-            f"{_names(found.behind)} did not come in time",
-            where=_names(found.behind),
+            f"{_names(diagnosis.behind)} did not come in time",
+            where=_names(diagnosis.behind),
             why=f"{described}. Rank {waiting.rank} is {self.records[waiting.rank].describe()}. "
             f"{self._noticed}",
             todo="look at that line, or give init_process_group a longer timeout",
