@@ -284,10 +284,10 @@ def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
             how = f"is not split over {named}" if axes else "is always split"
             return f"dimension {dim} of {node.type.shape[dim]} {how} by any strategy of {node.op}"
     if not any(set(layout.partial) == set(pin.layout.partial) for layout in layouts):
-        return f"no strategy of {node.op} leaves {_owed(pin)}"
+        return f"no strategy of {node.op} has a result {_owed(pin)}"
     return f"no strategy of {node.op} satisfies the whole pin"
 
 
 def _owed(pin: Pin) -> str:
     axes = ", ".join(pin.layout.partial)
-    return f"a sum over {axes} owed" if axes else "no sum owed"
+    return f"with a partial sum over {axes}" if axes else "without a partial sum"
