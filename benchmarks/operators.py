@@ -111,8 +111,8 @@ def _samples() -> Sequence[str]:
     status = Counter(row["status"] for row in rows)
     reasons = Counter(row["reason"] for row in rows if row["status"] == "refused")
     outcome = (
-        f"{status['splits']} are right in parts, {status['whole']} run whole by their rule, "
-        f"{status['random']} draw random numbers, {status['unknown']} have no rule for every part, "
+        f"{status['splits']} are correct in parts, {status['whole']} run whole by their rule, "
+        f"{status['random']} draw random numbers, {status['unknown']} have no rule for some part, "
         f"{status['fails'] or 'none'} are wrong; {status['refused']} are not captured: "
         + ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
     )

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     found = [row(case, repeats) for case in CASES]
-    heads = ("model", "mesh", "batch", "seconds", "range", "plan", "a step, simulated", "memory")
+    heads = ("model", "mesh", "batch", "seconds", "range", "plan", "simulated step", "memory")
     lines = (
         (
             one["model"],

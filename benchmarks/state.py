@@ -202,7 +202,7 @@ def rows(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table() -> str:
     """The table of docs/results, from the CSV."""
-    heads = ["hosts", "state", "against", "a step", "its step", "ours / it", "peak / its peak"]
+    heads = ["hosts", "state", "against", "our step", "its step", "ours / it", "our peak / its"]
     lines = []
     for one in read("state"):
         low, high = float(one["ratio_low"]), float(one["ratio_high"])

@@ -129,9 +129,9 @@ def combine_reference(
     wide: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Implements `_combine` in torch."""
-    tops, sums, found = wider(stats, wide).unbind(-1)
+    tops, sums, targets = wider(stats, wide).unbind(-1)
     lse = (tops + sums.log()).logsumexp(0)
-    loss = lse - found.sum(0) + z_loss * lse.square()
+    loss = lse - targets.sum(0) + z_loss * lse.square()
     loss = loss.masked_fill((target < 0) | (target >= vocabulary), torch.nan)
     return loss.masked_fill(target == ignored, 0.0), lse
 

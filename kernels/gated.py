@@ -164,8 +164,8 @@ def _setup(ctx: Any, inputs: Args, output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor, *, backward: Operator) -> Pair:
-    found: Pair = backward(dout.contiguous(), *ctx.saved_tensors)
-    return found
+    gradients: Pair = backward(dout.contiguous(), *ctx.saved_tensors)
+    return gradients
 
 
 def linear_reference(

@@ -316,7 +316,7 @@ class _Buffers:
         Raises:
             CaptureError: a buffer was set to something of another type, or to another buffer.
         """
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, (module, key, buffer) in self.held.items():
             value = module._buffers.get(key)
             module._buffers[key] = buffer
@@ -327,8 +327,8 @@ class _Buffers:
                 raise changed(module, key)
             if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
                 raise changed(module, key)
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
 
 # Functions that torch creates for operators of other libraries (kept) and for branches (refused by

@@ -85,8 +85,8 @@ def _call(cls: Any, call: Callable[..., Any], args: Sequence[Any]) -> Any:
         )
     types = [[DTYPE_NAMES[t.dtype], [*t.shape], [*t.stride()], t.requires_grad] for t in given]
     text = json.dumps({"name": name, "args": written, "results": types, "single": single})
-    made: Any = CarriedFunction.apply(text, *tensors)  # type: ignore[no-untyped-call]
-    return made if single else (*made, *outs[len(given) :])
+    carried_results: Any = CarriedFunction.apply(text, *tensors)  # type: ignore[no-untyped-call]
+    return carried_results if single else (*carried_results, *outs[len(given) :])
 
 
 class CarriedFunction(torch.autograd.Function):
@@ -223,10 +223,10 @@ def _like(arg: Any, fakes: list[Tensor]) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     device = "cpu" if arg.device.type == "meta" else arg.device
-    made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
-    fakes.append(made.requires_grad_(arg.requires_grad))
+    fake = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
+    fakes.append(fake.requires_grad_(arg.requires_grad))
     # A leaf may not be returned unchanged, or modified.
-    return made.alias() if hasattr(made, "alias") else torch.ops.aten.alias(made)
+    return fake.alias() if hasattr(fake, "alias") else torch.ops.aten.alias(fake)
 
 
 def _try_backward(results: Any, fakes: Sequence[Tensor], effects: _Effects) -> None:

@@ -26,16 +26,16 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
         yield
         return
     dtype = TORCH_DTYPES[precision.compute]
-    made: dict[int, nn.Parameter] = {}
+    casts: dict[int, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_floating_point():
                 places.append((module, name, parameter))
-                if id(parameter) not in made:
+                if id(parameter) not in casts:
                     # On the CPU, memory that is never written is not allocated.
                     empty = torch.empty_like(parameter, dtype=dtype)
-                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                    casts[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     if not places:
         raise PrecisionError(
             f"a model without floating parameters cannot compute in {precision.compute}",
@@ -43,7 +43,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
         )
     try:
         for module, name, parameter in places:
-            setattr(module, name, made[id(parameter)])  # modules may react to assignment (nn.LSTM)
+            setattr(module, name, casts[id(parameter)])  # modules may react to assignment (nn.LSTM)
         yield
     finally:
         for module, name, parameter in places:

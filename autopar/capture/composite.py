@@ -50,9 +50,9 @@ def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:
     trace = make_fx(call, decomposition_table={target: target.decompose}, pre_dispatch=True)
     values = (item.meta["val"].detach() for item in inputs)
     graph = trace(*(v.requires_grad_(f) for v, f in zip(values, flows, strict=True))).graph
-    for made in _operators(graph):
+    for operator in _operators(graph):
         for key in ("stack_trace", "nn_module_stack"):
-            made.meta[key] = node.meta.get(key)
+            operator.meta[key] = node.meta.get(key)
     return graph
 
 

@@ -89,16 +89,16 @@ def _definition(
         lowering.leaf(leaf, "input", name, editor[name].requires_grad and node.requires_grad)
     try:
         lowering.run(graph)
-        found: Any = graph.output_node().args[0]
-        read = [found] if isinstance(found, fx.Node) else list(found)
+        outputs: Any = graph.output_node().args[0]
+        read = [outputs] if isinstance(outputs, fx.Node) else list(outputs)
         if not all(isinstance(item, fx.Node) for item in read):
             return None  # one result is a list of tensors
         results = [lowering.read(item).name for item in read]
     except CaptureError:
         return None
-    made = {item.name: item for item in lowering.nodes}
+    nodes = {item.name: item for item in lowering.nodes}
     parts = [item for item in lowering.nodes if not item.is_leaf]
-    fits = [made[name].type for name in results] == list(node.types)
+    fits = [nodes[name].type for name in results] == list(node.types)
     if not fits or any(part.op not in known for part in parts):
         return None
     return inputs, lowering, results
@@ -125,11 +125,11 @@ def _trace(node: Node, types: list[TensorType], inputs: list[str], table: Table)
 
 
 def _overload(op: str) -> OpOverload | None:
-    found: Any = torch.ops
+    namespace: Any = torch.ops
     for part in op.split("."):
-        found = getattr(found, part, None)
-    found = getattr(found, "default", found)
-    return found if isinstance(found, OpOverload) else None
+        namespace = getattr(namespace, part, None)
+    namespace = getattr(namespace, "default", namespace)
+    return namespace if isinstance(namespace, OpOverload) else None
 
 
 def _place(

@@ -144,13 +144,13 @@ def _twin(target: Any) -> tuple[Any, dict[str, str]] | None:
     results = sum(not _is_alias(r) for r in schema.returns)
     results += sum(map(_is_written, schema.arguments))
     for twin in _candidates(target):
-        theirs = [(a.name, str(a.type)) for a in twin._schema.arguments]
+        expected = [(a.name, str(a.type)) for a in twin._schema.arguments]
         if twin._schema.is_mutable or len(twin._schema.returns) != results:
             continue
-        if sorted(own) == sorted(theirs):
+        if sorted(own) == sorted(expected):
             return twin, {name: name for name, _ in own}
-        if [kind for _, kind in own] == [kind for _, kind in theirs]:
-            return twin, {new: old for (old, _), (new, _) in zip(own, theirs, strict=True)}
+        if [kind for _, kind in own] == [kind for _, kind in expected]:
+            return twin, {new: old for (old, _), (new, _) in zip(own, expected, strict=True)}
     return None
 
 
@@ -163,9 +163,9 @@ def _candidates(target: Any) -> Iterator[Any]:
     for wish in dict.fromkeys((plain, f"{plain}_functional", name, f"{name}_functional")):
         if not hasattr(library, wish):
             continue
-        found = getattr(library, wish)
-        overloads = sorted(found.overloads(), key=lambda each: each != target._overloadname)
-        yield from (getattr(found, overload) for overload in overloads)
+        candidate = getattr(library, wish)
+        overloads = sorted(candidate.overloads(), key=lambda each: each != target._overloadname)
+        yield from (getattr(candidate, overload) for overload in overloads)
 
 
 def _arguments(
@@ -221,13 +221,13 @@ def view_name(node: fx.Node, leaf: str) -> str:
     Raises:
         CaptureError: it does more than that, or the tensor is the `leaf` and outlives the forward.
     """
-    found = _twin(node.target)
-    if found is None or not any(map(_is_alias, found[0]._schema.returns)):
+    twin = _twin(node.target)
+    if twin is None or not any(map(_is_alias, twin[0]._schema.returns)):
         raise CaptureError(
             f"{node.target} gives a tensor other memory",
             todo="make a new tensor, or copy_ into this one",
         )
-    name = str(found[0]).removesuffix(".default")
+    name = str(twin[0]).removesuffix(".default")
     if leaf and name != "aten.detach":
         raise CaptureError(
             f"{node.target} changes the shape of {leaf!r}",

@@ -45,9 +45,9 @@ def joint(
         taking = [x for x in operands if x.requires_grad]
         if owed and taking:
             flowing = [x for x, flow in zip(results, flows, strict=True) if flow]
-            found = torch.autograd.grad(flowing, taking, owed, allow_unused=True)
-            used[:] = [gradient is not None for gradient in found]
-            results += [gradient for gradient in found if gradient is not None]
+            gradients = torch.autograd.grad(flowing, taking, owed, allow_unused=True)
+            used[:] = [gradient is not None for gradient in gradients]
+            results += [gradient for gradient in gradients if gradient is not None]
         return [x.detach() for x in results]
 
     table: dict[Any, Any] = {

@@ -68,10 +68,10 @@ class Lowering(Draft):
     def leaf(self, node: fx.Node, kind: str, target: str, requires_grad: bool = False) -> None:
         """Places an input, parameter or buffer; two placeholders with one target are one leaf."""
         if target not in self._by_target:
-            made = self.add(node, target, kind, (target,))
+            placed = self.add(node, target, kind, (target,))
             leaf = replace(self.nodes.pop(), requires_grad=requires_grad)
             self.nodes.append(leaf)
-            self._by_target[target] = self.by_name[made.name] = leaf
+            self._by_target[target] = self.by_name[placed.name] = leaf
         self._leaves[node] = self._by_target[target]
         self._set(node, Ref(self._leaves[node].name))
 
@@ -210,7 +210,7 @@ class Lowering(Draft):
         """Lowers an operator that writes: its new values replace the written ones."""
         first = self._first(node)
         if first is not None and str(node.target) == "aten.copy_.default":
-            made = {first: self.copy(node, self._arg(node.args[1], grad), grad)}
+            written_values = {first: self.copy(node, self._arg(node.args[1], grad), grad)}
             self._same[node] = first
         else:
             call = writes.functional(node)
@@ -220,8 +220,8 @@ class Lowering(Draft):
                 and not writes.has_gradient(call, self._flows)
             ):
                 raise _ungraded(node)
-            made = self._functional(node, call, grad)
-        for written, value in made.items():
+            written_values = self._functional(node, call, grad)
+        for written, value in written_values.items():
             self._overwrite(node, written, value, grad)
 
     def _functional(self, node: fx.Node, call: writes.Functional, grad: bool) -> dict[fx.Node, Ref]:
@@ -237,7 +237,7 @@ class Lowering(Draft):
                 return whole
             return self.add(node, name, "getitem", (whole, at), grad=flows, value=values[at])
 
-        made: dict[fx.Node, Ref] = {}
+        new_values: dict[fx.Node, Ref] = {}
         returned = [result(r, name, grad) if isinstance(r, int) else r for r in call.returned]
         for item, at in call.written:
             # For autograd, running statistics do not depend on the batch.
@@ -246,9 +246,9 @@ class Lowering(Draft):
             if values[at].dtype != old.dtype:  # `x += y` keeps the dtype of x
                 cast = (new, Name(DTYPE_NAMES[old.dtype]))
                 new = self.add(node, f"{name}_cast", "aten.to.dtype", cast, grad=grad, value=old)
-            made[self._same.get(item, item)] = new
+            new_values[self._same.get(item, item)] = new
         self._return(node, returned)
-        return made
+        return new_values
 
     def _return(self, node: fx.Node, results: Sequence[fx.Node | Ref]) -> None:
         """Records the results of a traced operator."""

@@ -66,13 +66,13 @@ class Draft:
             count += 1
             name = f"{stem}_{count}"
         types = tuple(map(type_of, tensors_of(node.meta["val"] if value is None else value)))
-        made = Node(name, op, args, kwargs, types, source_of(node))
+        new = Node(name, op, args, kwargs, types, source_of(node))
         if grad and op != "aten.detach" and not _MADE.match(op) and any(k.floating for k in types):
-            read = made.inputs[:1] if op in _LIKE else made.inputs
+            read = new.inputs[:1] if op in _LIKE else new.inputs
             flows = any(self.by_name[name].requires_grad for name in read)
-            made = replace(made, requires_grad=flows)
-        self.by_name[name] = made
-        self.nodes.append(made)
+            new = replace(new, requires_grad=flows)
+        self.by_name[name] = new
+        self.nodes.append(new)
         return Ref(name)
 
     def result(self, node: fx.Node, name: str, call: Call, grad: bool, value: Any) -> Ref:

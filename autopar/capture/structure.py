@@ -89,10 +89,10 @@ class Structure:
                 why=f"captured with {', '.join(str(key) for key, _ in self.children) or 'nothing'}",
                 todo="pass the same keys, or compile again",
             )
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for key, child in self.children:
-            found.update(child.flatten(items[key]))
-        return found
+            tensors.update(child.flatten(items[key]))
+        return tensors
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """Returns the container with `values`, by name, in the places of its tensors."""

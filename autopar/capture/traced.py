@@ -44,8 +44,8 @@ def drawn_along(node: fx.Node, op: str) -> tuple[int, ...]:
     strides = torch.empty_like(value, device="meta").stride()
     several = [dim for dim, size in enumerate(value.shape) if size > 1]
     order = iter(sorted(several, key=lambda dim: -strides[dim]))
-    found = tuple(next(order) if dim in several else dim for dim in range(value.dim()))
-    return () if list(found) == sorted(found) else found
+    dims = tuple(next(order) if dim in several else dim for dim in range(value.dim()))
+    return () if list(dims) == sorted(dims) else dims
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -22,14 +22,14 @@ def computed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tenso
     on a copy. Buffers that these leave unchanged, or set to random numbers, stay without values.
     """
     saved = set(model.state_dict())
-    found = dict(buffers)
+    filled = dict(buffers)
     for name, buffer in buffers.items():
         if buffer.is_meta and name not in saved:
             path, _, key = name.rpartition(".")
             module = model.get_submodule(path)
             values = (_value(module, key, method) for method in _methods(model, module))
-            found[name] = next((value for value in values if value is not None), buffer)
-    return found
+            filled[name] = next((value for value in values if value is not None), buffer)
+    return filled
 
 
 def _methods(model: nn.Module, module: nn.Module) -> Iterator[Callable[[nn.Module], object]]:
@@ -46,15 +46,15 @@ def _value(module: nn.Module, key: str, method: Callable[[nn.Module], object]) -
     """Returns the buffer as a method sets it, None if the result depends on its old value."""
     values = []
     for filled in (0, 1):
-        made = copy.deepcopy(module).to_empty(device="cpu")
+        fresh = copy.deepcopy(module).to_empty(device="cpu")
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(filled)
-            for tensor in (*made.parameters(), *made.buffers()):
+            for tensor in (*fresh.parameters(), *fresh.buffers()):
                 tensor.fill_(filled)
             try:
-                method(made)
+                method(fresh)
             except Exception:  # user code, on a module that it may not support
                 return None
-        values.append(made.get_buffer(key).detach())
+        values.append(fresh.get_buffer(key).detach())
     same = values[0].device.type == "cpu" and torch.equal(*values)
     return values[0] if same else None

@@ -47,12 +47,12 @@ def place(file: str, line: int) -> str:
 
 def innermost(trace: TracebackType | None) -> str:
     """Returns the innermost line of the user's code in a traceback, "" if there is none."""
-    found = ""
+    line = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        found = place(code.co_filename, trace.tb_lineno) if is_users(code.co_filename) else found
+        line = place(code.co_filename, trace.tb_lineno) if is_users(code.co_filename) else line
         trace = trace.tb_next
-    return found
+    return line
 
 
 def current() -> str:
@@ -218,8 +218,8 @@ def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
     if switches and args and isinstance(args[0], nn.Parameter):
         return _FROZEN
-    found = _LOST.get(name)
-    return None if found is _PRINTED and _within_torch() else found
+    reason = _LOST.get(name)
+    return None if reason is _PRINTED and _within_torch() else reason
 
 
 def _in_autocast() -> bool:
@@ -317,14 +317,14 @@ class State:
             CaptureError: the call has changed a number or a container, or drawn random numbers that
                 are not torch's.
         """
-        found = set()
+        names = set()
         for (path, name), value in self._attributes():
-            held = self._held.get((path, name))
-            if held is None or held.mark in (None, _mark(value)):
+            before = self._held.get((path, name))
+            if before is None or before.mark in (None, _mark(value)):
                 continue
-            if not isinstance(held.value, Tensor):
+            if not isinstance(before.value, Tensor):
                 raise changed(self.modules[path], name)
-            found.add(f"{path}.{name}".lstrip("."))
+            names.add(f"{path}.{name}".lstrip("."))
         if not _same_state(self._random, (random.getstate(), np.random.get_state())):
             raise CaptureError(
                 "forward draws random numbers that are not torch's",
@@ -332,16 +332,16 @@ class State:
                 why="they would be drawn once, when the model is captured",
                 todo="draw with torch, e.g. torch.rand, or pass them as an input",
             )
-        return frozenset(found)
+        return frozenset(names)
 
     def restore(self) -> None:
         """Restores the modules' attributes, so that no tensor of the trace remains."""
         for (path, name), value in list(self._attributes()):
-            held = self._held.get((path, name))
-            if held is None:
+            before = self._held.get((path, name))
+            if before is None:
                 delattr(self.modules[path], name)
-            elif held.mark != _mark(value):
-                setattr(self.modules[path], name, held.again())
+            elif before.mark != _mark(value):
+                setattr(self.modules[path], name, before.again())
 
 
 def changed(module: nn.Module, name: str) -> CaptureError:

@@ -141,7 +141,7 @@ class MeasuredModel:
             ratio = call.time.seconds / price if price else 1.0
             ratios["collective"].append(ratio)
             ratios.setdefault(call.kind, []).append(ratio)
-        return {kind: median(found) if found else 1.0 for kind, found in ratios.items()}
+        return {kind: median(values) if values else 1.0 for kind, values in ratios.items()}
 
 
 class Curve:
@@ -222,7 +222,7 @@ def pooled(values: Sequence[float]) -> list[float]:
 
 
 def _curves(points: Iterable[tuple[Key, float, Timing]]) -> dict[Key, Curve]:
-    found: dict[Key, list[tuple[float, float]]] = {}
+    points_of: dict[Key, list[tuple[float, float]]] = {}
     for key, size, time in points:
-        found.setdefault(key, []).append((size, time.seconds))
-    return {key: Curve(curve) for key, curve in found.items()}
+        points_of.setdefault(key, []).append((size, time.seconds))
+    return {key: Curve(curve) for key, curve in points_of.items()}

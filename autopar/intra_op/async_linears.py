@@ -82,11 +82,13 @@ class Hidden:
         op = "all_gather" if linears else "reduce_scatter"
         if self.near and source.op == LINEAR and self.beside.reader(source) is reader:
             linears = linears or (source,)
-        found = self._less(op, source, reader, index, times, linears) if linears else None
-        if found is None:
+        saving = self._less(op, source, reader, index, times, linears) if linears else None
+        if saving is None:
             return edge
-        self.found[number] = found
-        return replace(edge, cost=np.where(found > 0, np.maximum(edge.cost - found, 0), edge.cost))
+        self.found[number] = saving
+        return replace(
+            edge, cost=np.where(saving > 0, np.maximum(edge.cost - saving, 0), edge.cost)
+        )
 
     def _less(
         self,
@@ -98,7 +100,7 @@ class Hidden:
         linears: tuple[Node, ...],
     ) -> Matrix | None:
         rows, columns = self.options(source.name), self.options(reader.name)
-        found = np.zeros((len(rows), len(columns)))
+        saved = np.zeros((len(rows), len(columns)))
         for step in self._steps(op, source, [option.results[0] for option in rows]):
             parts = self.prices.mesh.axis_size(step.axes[0])
             calls = (step.forward, step.backward)
@@ -115,11 +117,11 @@ class Hidden:
                         taken = self._products(reader, column)
                     else:
                         taken = self._least(linears, step.dst)
-                    found[a, b] = sum(
+                    saved[a, b] = sum(
                         count * hidden(kernels, seconds, parts, self.slowdown)
                         for count, kernels, seconds in zip(times, taken, sent, strict=True)
                     )
-        return found if found.any() else None
+        return saved if saved.any() else None
 
     def _steps(self, op: str, value: Node, sources: list[Layout]) -> Iterator[Step]:
         """Yields the cheapest steps from these layouts that linears can run beside."""
@@ -128,9 +130,9 @@ class Hidden:
             for step in moves(layout, tensor, self.prices.mesh, grad):
                 if step.op == op and step.axes[0] in self.near:
                     way = self.resharder.steps(tensor, layout, step.dst, grad)
-                    made = runs_beside(op, value, way, self.near, self.resharder)
-                    if made is not None:
-                        yield made
+                    overlapping = runs_beside(op, value, way, self.near, self.resharder)
+                    if overlapping is not None:
+                        yield overlapping
 
     @staticmethod
     def _same(one: Layout, other: Layout) -> bool:

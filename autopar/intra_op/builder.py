@@ -195,10 +195,10 @@ class Builder:
             for option, each in zip(every, traffic, strict=True)
             if option in among
         ]
-        found = undominated(left, costs)
+        remaining = undominated(left, costs)
         if not pinned:
-            self.alike[alike] = found
-        return found
+            self.alike[alike] = remaining
+        return remaining
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         return traffic.cost(
@@ -264,10 +264,10 @@ class Builder:
 
     def _memory(self, node: Node, options: tuple[Option, ...]) -> Rows:
         """Returns the bytes of each tensor that an operator allocates, for each choice."""
-        found = self.prices.allocated(self.graph, node, options, self._options_of, self.accelerator)
+        rows = self.prices.allocated(self.graph, node, options, self._options_of, self.accelerator)
         if not node.is_leaf:
-            self._sums(node, found)
-        return found
+            self._sums(node, rows)
+        return rows
 
     def _options_of(self, value: str) -> tuple[Option, ...]:
         """Returns the choices of the node that produces a value; empty if it is not yet added."""
@@ -281,9 +281,9 @@ class Builder:
         extra = np.array(found["extra", -1], dtype=np.float64)
         saved, stowed = count * extra, stows * extra
         for place in kept(node, self.accelerator):
-            held = np.array(found["kept", place])
-            saved += self.alive.payers.get((node.name, place), 0) * held
-            stowed += self.alive.stowed.get((node.name, place), 0) * held
+            copies = np.array(found["kept", place])
+            saved += self.alive.payers.get((node.name, place), 0) * copies
+            stowed += self.alive.stowed.get((node.name, place), 0) * copies
         if stowed.any():
             self.host[node.name] = tuple(stowed.tolist())
             self.stowed[node.name] = tuple(host_seconds(self.chip, n, stows) for n in stowed)
@@ -305,7 +305,7 @@ class Builder:
             for entry, leaves in repeat.carried
             for name in repeat.iterations[0]
         }
-        found: list[Edge] = []
+        edges: list[Edge] = []
         for node in self.graph.folded:
             if node.op == "param":
                 continue
@@ -319,13 +319,13 @@ class Builder:
                     again = self.reached.get(node.name, 0)
                     edge = self._edge(source, count, node, index, again)
                     times = (count + again, count)
-                    found.append(
-                        self.hidden.less(len(found), edge, self.graph[source], node, index, times)
+                    edges.append(
+                        self.hidden.less(len(edges), edge, self.graph[source], node, index, times)
                     )
                     continue
-                found.append(self._edge(source, 1, node, index))
-                found.append(self._edge(*leaving[value, node.name], node, index))
-        return tuple(found)
+                edges.append(self._edge(source, 1, node, index))
+                edges.append(self._edge(*leaving[value, node.name], node, index))
+        return tuple(edges)
 
     def _source(self, value: str) -> str:
         """Returns the node of the folded graph whose layout a value has."""
@@ -336,13 +336,13 @@ class Builder:
 
         Both sides of a share have the same layout.
         """
-        found: dict[str, str] = {}
+        share_of: dict[str, str] = {}
         for repeat in self.graph.repeats:
             last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))
             for entry, leaves in repeat.carried:
                 readers = (n for n in self.graph.users[entry] if n in repeat.iterations[0])
-                found[last[leaves]] = next(readers)
-        return found
+                share_of[last[leaves]] = next(readers)
+        return share_of
 
     def _edge(self, source: str, count: int, node: Node, index: int, again: int = 0) -> Edge:
         """Returns the edge for `count` reshardings from `source` to an operand of `node`.
@@ -393,8 +393,8 @@ class Builder:
         if root.name == source:
             total = cost + np.array(self.choices[a].cost)[:, None]
             # Among layouts with equal bytes, one stands for all.
-            held = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
-            group = np.unique(held, return_inverse=True)[1]
+            nbytes = [layout.local_bytes(root.type, self.mesh) for layout in stored if layout]
+            group = np.unique(nbytes, return_inverse=True)[1]
         least = np.full((group.max() + 1, len(columns)), np.inf)
         np.minimum.at(least, group, np.where(alike, total, np.inf))
         return np.where(~alike & (least[group] <= total * (1 + 1e-9)), FORBIDDEN, cost)

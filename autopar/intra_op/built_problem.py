@@ -71,11 +71,11 @@ class Built:
     @property
     def sides(self) -> tuple[tuple[Figures, tuple[Figures, ...]], ...]:
         """Kernels and the collectives beside them: (forward, backward)."""
-        found = (
+        sides = (
             (self.forward, (self.fetched, self.stowed)),
             (self.backward, (self.beside, self.refetched, self.stowed)),
         )
-        return tuple(side for side in found if any(side[1]))
+        return tuple(side for side in sides if any(side[1]))
 
     def side_by_side(self, choice: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
         """Returns for each of `sides` the seconds of its kernels and of its collectives."""

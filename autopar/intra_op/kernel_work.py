@@ -98,7 +98,7 @@ def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, 
         plan: a plan with a layout for every such node.
         table: rules by operator.
     """
-    found = {}
+    kernels = {}
     for node in graph.folded:
         entry = plan.nodes[node.name]
         rule = table.get(node.op)
@@ -106,8 +106,8 @@ def works(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> dict[str, 
         if rule is not None and not node.is_leaf:
             signature = resolve(rule, node, operand_types(graph, node), node.types)
         operands, results = ([layout for _, layout in s] for s in (entry.operands, entry.results))
-        found[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
-    return found
+        kernels[node.name] = node_work(graph, node, operands, results, signature, plan.mesh)
+    return kernels
 
 
 def fused(chain: Sequence[Work], nbytes: float) -> Work:
@@ -185,12 +185,12 @@ def _kernel(local: Local, name: str) -> NodeWork:
     forward = local.work(local.flops, local.read + local.written + local.extra)
     if not local.node.requires_grad:
         return NodeWork((forward,))
-    made = sum(
+    gradients = sum(
         tensor.nbytes for tensor, needs in zip(local.operands, local.wanted, strict=True) if needs
     )
     if name.startswith("add_"):  # both terms share one gradient
-        made -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
-    moved = local.written + local.saved + local.extra + made
+        gradients -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
+    moved = local.written + local.saved + local.extra + gradients
     return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
 
 
@@ -314,8 +314,8 @@ def _plain(local: Local, name: str) -> NodeWork:
         backward = [local.gradient(local.flops, each + given) for _ in wanted]
         backward += _passed_on(local, wanted)
         return NodeWork((forward,), tuple(backward))
-    made = sum(tensor.nbytes for tensor in wanted)
-    moved = given + local.saved + local.extra + made
+    gradients = sum(tensor.nbytes for tensor in wanted)
+    moved = given + local.saved + local.extra + gradients
     return NodeWork((forward,), (local.gradient(local.flops, moved),))
 
 
@@ -324,10 +324,10 @@ def _passed_on(
 ) -> tuple[Work, ...]:
     """Returns the kernels that pass a gradient on: none for an equal shape, else a sum."""
     whole = local.results[0]
-    found = [_sum_gradient(local, tensor) for tensor in wanted if tensor.shape != whole.shape]
+    sums = [_sum_gradient(local, tensor) for tensor in wanted if tensor.shape != whole.shape]
     if negated:
-        found.append(local.gradient(whole.numel, 2 * whole.nbytes))
-    return tuple(found)
+        sums.append(local.gradient(whole.numel, 2 * whole.nbytes))
+    return tuple(sums)
 
 
 def _view_gradient(local: Local) -> tuple[Work, ...]:

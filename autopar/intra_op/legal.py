@@ -34,8 +34,8 @@ def check(graph: Graph, plan: StagePlan, table: dict[str, OpRule]) -> None:
         else:
             options, _ = node_options(graph, node, plan.mesh, table)
         allowed = {
-            (_canonical(made.operands), _canonical(made.results))
-            for made in (option.entry(graph, node) for option in options)
+            (_canonical(choice.operands), _canonical(choice.results))
+            for choice in (option.entry(graph, node) for option in options)
         }
         if fault or (_canonical(entry.operands), _canonical(entry.results)) not in allowed:
             known = "; ".join(option.label for option in options[:8])

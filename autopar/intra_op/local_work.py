@@ -67,8 +67,8 @@ class Local:
 
     def gradient(self, flops: float, nbytes: float, gemm: Gemm | None = None) -> Work:
         """Returns a backward kernel."""
-        made = self.work(flops, nbytes, gemm)
-        return Work(f"{made.op} backward", flops, nbytes, made.dtype, gemm)
+        work = self.work(flops, nbytes, gemm)
+        return Work(f"{work.op} backward", flops, nbytes, work.dtype, gemm)
 
 
 def _local_sizes(

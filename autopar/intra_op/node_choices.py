@@ -73,14 +73,14 @@ def parameter_options(
         lies: maps the layout in which the parameter is used, its type and the mesh to the possible
             storages; by default `storages`.
     """
-    found: dict[Option, None] = {}
+    options: dict[Option, None] = {}
     for storage in _every_storage(tensor, mesh, "RV" if grad else "V", lies or storages):
         if not grad:  # R and V differ only where it is gathered
             over = storage.axes("held")
             used = Layout(storage.used.dims, varying=tuple(a for a in mesh.names if a in over))
             storage = Storage(used, storage.held, storage.held, storage.held, storage.kept)
-        found[stored_option(storage, tensor)] = None
-    return tuple(found)
+        options[stored_option(storage, tensor)] = None
+    return tuple(options)
 
 
 def _every_storage(tensor: TensorType, mesh: Mesh, whole: str, lies: Lies) -> Iterator[Storage]:
@@ -169,8 +169,8 @@ def received_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     """Returns the choices of a value received from another stage: all layouts of S and R."""
     shape = node.type.shape
     free = Annotation(Layout.replicated(len(shape)), tuple(range(len(shape))))
-    found = free.layouts(shape, mesh)
-    return tuple(Option(layout.format(shape), (), (layout,), 1.0) for layout in found)
+    layouts = free.layouts(shape, mesh)
+    return tuple(Option(layout.format(shape), (), (layout,), 1.0) for layout in layouts)
 
 
 def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
@@ -181,11 +181,11 @@ def annotated_options(node: Node, mesh: Mesh) -> tuple[Option, ...]:
     """
     shape, text = node.type.shape, str(node.args[1])
     try:
-        found = tuple(Annotation.parse(text, shape).layouts(shape, mesh))
+        layouts = tuple(Annotation.parse(text, shape).layouts(shape, mesh))
     except AnnotationError as error:
         error.where = str(node.source)
         raise
-    return tuple(Option(layout.format(shape), (layout,), (layout,), 1.0) for layout in found)
+    return tuple(Option(layout.format(shape), (layout,), (layout,), 1.0) for layout in layouts)
 
 
 def node_options(

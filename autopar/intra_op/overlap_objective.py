@@ -48,13 +48,13 @@ def solve_side_by_side(built: Built, solve: Callable[[Problem], Solution]) -> So
     for number in range(ROUNDS):
         ends = np.full(len(low), ENDS[number]) if number < len(ENDS) else None
         weights = (low + high) / 2 if ends is None else ends
-        found = solve(weighted(built, tuple(weights.tolist())))
-        seconds += found.seconds
-        bound = max(bound, found.bound)
-        totals = np.array(built.side_by_side(found.choice))
-        time = evaluate(built.problem, found).cost - built.hidden(found.choice)
+        solution = solve(weighted(built, tuple(weights.tolist())))
+        seconds += solution.seconds
+        bound = max(bound, solution.bound)
+        totals = np.array(built.side_by_side(solution.choice))
+        time = evaluate(built.problem, solution).cost - built.hidden(solution.choice)
         if best is None or time < best.objective:
-            best = replace(found, objective=time)
+            best = replace(solution, objective=time)
         bound = min(bound, best.objective)
         if best.objective - bound <= 1e-9 * abs(best.objective):
             break

@@ -19,10 +19,10 @@ from autopar.intra_op.problem import Edge, evaluate
 def polish(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the plainest choice of equal cost that fits in memory."""
     whole = _stored_whole(built, choice)
-    found = _summed_early(built, whole, lighter=False)
+    summed = _summed_early(built, whole, lighter=False)
     # The buffer of a sum is counted at a parameter, but not at a reader with a layout change.
-    fits = evaluate(built.problem, found).feasible
-    return found if fits else _summed_early(built, whole, lighter=True)
+    fits = evaluate(built.problem, summed).feasible
+    return summed if fits else _summed_early(built, whole, lighter=True)
 
 
 def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple[int, ...]:
@@ -56,15 +56,15 @@ def _summed_early(built: Built, choice: tuple[int, ...], lighter: bool) -> tuple
 
 def _stored_whole(built: Built, choice: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the choice with parameters stored whole where that costs the same, if all fit."""
-    found = list(choice)
+    replaced = list(choice)
     for node, (options, index) in enumerate(zip(built.options, choice, strict=True)):
         used, cost = options[index].results, built.problem.nodes[node].cost
         for other, option in enumerate(options):
             plain = option.storage is not None and not option.storage.axes("updated")
             if plain and option.results == used and cost[other] <= cost[index] * (1 + 1e-12):
-                found[node] = other
-    judged = evaluate(built.problem, found)
-    return tuple(found) if judged.feasible else choice
+                replaced[node] = other
+    judged = evaluate(built.problem, replaced)
+    return tuple(replaced) if judged.feasible else choice
 
 
 def _plainly(new: Option, old: Option) -> bool:

@@ -231,13 +231,13 @@ def _read(
     term: str, shape: tuple[int, ...], whole: set[str], exchanged: dict[str, int], where: str
 ) -> Dims:
     """Returns the factors of each dimension of an operand, "..." expanded, none for size 1."""
-    words = re.findall(r"\([^)]*\)!?|\.\.\.|[A-Za-z_]\w*(?:!|~\d*)?|1", term)
-    fixed = [word for word in words if word != "..."]
+    tokens = re.findall(r"\([^)]*\)!?|\.\.\.|[A-Za-z_]\w*(?:!|~\d*)?|1", term)
+    fixed = [word for word in tokens if word != "..."]
     leading = len(shape) - len(fixed)
-    if leading < 0 or (leading > 0 and "..." not in words):
+    if leading < 0 or (leading > 0 and "..." not in tokens):
         raise RuleError(f"{where}: {term!r} does not fit the shape {shape}")
     dims: list[tuple[str, ...]] = []
-    for word in words:
+    for word in tokens:
         if word == "...":
             names = [(f"...{leading - 1 - i}",) for i in range(leading)]
             at = len(dims)

@@ -29,9 +29,9 @@ def table(own: Sequence[OpRule] = (), device: torch.device | None = None) -> dic
         if not isinstance(item, OpRule):
             raise RuleError(f"{item!r} is not a rule", todo="make it with autopar.rule(...)")
         _check(item, device)
-    found = rules()
-    annotation = replace(found["autopar.share"], op="autopar.shard")
-    return {**found, annotation.op: annotation, FUNCTION.op: FUNCTION, **collect(own)}
+    known = rules()
+    annotation = replace(known["autopar.share"], op="autopar.shard")
+    return {**known, annotation.op: annotation, FUNCTION.op: FUNCTION, **collect(own)}
 
 
 def _check(item: OpRule, device: torch.device | None) -> None:

@@ -90,8 +90,8 @@ class StateChoice:
         """
         text, comma, backward = str(said).rpartition(",")
         again = _AGAIN.get(backward.strip()) if comma else None
-        words = (str(said) if again is None else text).split(maxsplit=1)
-        name, rest = (*words, "", "")[:2]
+        parts = (str(said) if again is None else text).split(maxsplit=1)
+        name, rest = (*parts, "", "")[:2]
         sharding = state(name.rstrip(","))
         if not sharding.legal:
             raise StateError(
@@ -149,15 +149,15 @@ class StateChoice:
         ways = [(*inside, *outside)] if self.sharding.grouped or self.hops else []
         ways += [] if self.sharding.grouped else [used.varying]
         levels = (self.sharding.params, self.sharding.grads, self.sharding.optimizer)
-        found = []
+        storages = []
         for everywhere, dim in itertools.product(ways, range(len(used.dims))):
             axes = {"N": (), "I": inside, "G": everywhere}
             held, grads, updated = (behind(whole, dim, axes[level]) for level in levels)
             if fits(updated, tensor, mesh):
                 copies = {None: (whole, held), False: (whole,), True: (held,)}[self.again]
                 for kept in (behind(whole, dim, inside),) if self.sharding.secondary else copies:
-                    found.append(Storage(used, held, grads, updated, kept))
-        return tuple(dict.fromkeys(found)) or (Storage(used, whole, whole, whole, whole),)
+                    storages.append(Storage(used, held, grads, updated, kept))
+        return tuple(dict.fromkeys(storages)) or (Storage(used, whole, whole, whole, whole),)
 
 
 def lies_of(
@@ -175,8 +175,8 @@ def lies_of(
         StateError: the sharding is invalid, or more than the optimizer can do.
         PrecisionError: something is to be sent as int8 blocks that the sharding does not send.
     """
-    said = state if elementwise else state or "ddp"
-    choice = None if said is None else StateChoice.read(said, mesh).sending(precision)
+    wanted = state if elementwise else state or "ddp"
+    choice = None if wanted is None else StateChoice.read(wanted, mesh).sending(precision)
     if elementwise:
         return None if choice is None else choice.storages
     if choice is not None and choice.sharding.optimizer != "N":

@@ -69,7 +69,7 @@ class StoredCost:
     def dominates(self, other: StoredCost) -> bool:
         """Returns whether it is at least as good in every respect."""
         pairs = zip(self._parts, other._parts, strict=True)
-        return all(mine <= its * (1 + 1e-12) for mine, its in pairs) and all(
+        return all(own <= its * (1 + 1e-12) for own, its in pairs) and all(
             self.nbytes[role] <= other.nbytes[role] for role in self.nbytes
         )
 

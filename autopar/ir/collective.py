@@ -132,12 +132,12 @@ class Resharder:
         starts = [self._canonical(layout, grad) for layout in sources]
         ends = [self._canonical(layout, grad) for layout in targets]
         net = self._net(tensor, starts, grad)
-        found = net.seconds(
+        seconds = net.seconds(
             [net.place[start] for start in starts], [net.place.get(end) for end in ends]
         )
-        if (lost := np.argwhere(np.isinf(found))).size:
+        if (lost := np.argwhere(np.isinf(seconds))).size:
             raise _no_way(tensor, starts[lost[0, 0]], ends[lost[0, 1]])
-        return found
+        return seconds
 
     def steps(
         self, tensor: TensorType, src: Layout, dst: Layout, grad: bool = True
@@ -227,12 +227,12 @@ class Resharder:
         key = (tensor, layout, grad)
         if key not in self._moves:
             wide = self.widened.get(tensor.dtype)
-            found = moves(layout, tensor, self.mesh, grad)
+            steps = moves(layout, tensor, self.mesh, grad)
             if wide is not None:
                 factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
-                found = (_wider(move, factor) for move in found)
+                steps = (_wider(move, factor) for move in steps)
             self._moves[key] = [
-                (sum(self._price(c) for c in move.collectives), move) for move in found
+                (sum(self._price(c) for c in move.collectives), move) for move in steps
             ]
         return self._moves[key]
 
@@ -258,15 +258,17 @@ class _Net:
         Bellman & Ford, for all pairs at once.
         """
         fresh = [start for start in dict.fromkeys(starts) if start not in self._rows]
-        found = np.full((len(fresh), len(self.place)), np.inf)
-        found[np.arange(len(fresh)), fresh] = 0.0
+        seconds = np.full((len(fresh), len(self.place)), np.inf)
+        seconds[np.arange(len(fresh)), fresh] = 0.0
         while len(fresh) and len(self._price):
-            ways = np.minimum.reduceat(found[:, self._source] + self._price, self._first, axis=1)
-            better = np.minimum(found[:, self._ends], ways)
-            if (better == found[:, self._ends]).all():
+            arrivals = np.minimum.reduceat(
+                seconds[:, self._source] + self._price, self._first, axis=1
+            )
+            better = np.minimum(seconds[:, self._ends], arrivals)
+            if (better == seconds[:, self._ends]).all():
                 break
-            found[:, self._ends] = better
-        self._rows.update(zip(fresh, found, strict=True))
+            seconds[:, self._ends] = better
+        self._rows.update(zip(fresh, seconds, strict=True))
         rows = np.stack([self._rows[start] for start in starts])
         there = [end is not None for end in ends]
         return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)

@@ -39,8 +39,8 @@ class Side:
 
     def part(self, shape: tuple[int, ...], place: int, layout: Layout | None = None) -> Spans:
         """Returns the part that the device at a place in `ranks` holds."""
-        held = self.layout if layout is None else layout
-        return held.bounds(shape, self.mesh, self.mesh.coordinate(place))
+        chosen = self.layout if layout is None else layout
+        return chosen.bounds(shape, self.mesh, self.mesh.coordinate(place))
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,10 @@ def _check(tensor: TensorType, side: Side) -> None:
 
 def _holders(shape: tuple[int, ...], side: Side) -> list[tuple[Spans, tuple[int, ...]]]:
     """Returns each part of a value, with the ranks that hold it."""
-    found: dict[Spans, list[int]] = {}
+    holders: dict[Spans, list[int]] = {}
     for place, rank in enumerate(side.ranks):
-        found.setdefault(side.part(shape, place), []).append(rank)
-    return [(part, tuple(ranks)) for part, ranks in found.items()]
+        holders.setdefault(side.part(shape, place), []).append(rank)
+    return [(part, tuple(ranks)) for part, ranks in holders.items()]
 
 
 def _common(one: Spans, other: Spans) -> Spans | None:

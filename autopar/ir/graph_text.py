@@ -174,10 +174,10 @@ class _Reader:
 
     def accept(self, text: str) -> bool:
         """Consumes `text` if the line continues with it."""
-        found = self.rest.startswith(text)
-        if found:
+        accepted = self.rest.startswith(text)
+        if accepted:
             self.rest = self.rest[len(text) :].lstrip()
-        return found
+        return accepted
 
     def expect(self, text: str) -> None:
         if not self.accept(text):

@@ -73,9 +73,9 @@ class Offload:
         return self.optimizer or bool(self.blocks)
 
     def __str__(self) -> str:
-        said = ["optimizer state"] if self.optimizer else []
-        said += [f"activations of {count} blocks of {run}" for run, count in self.blocks.items()]
-        return ", ".join(said)
+        parts = ["optimizer state"] if self.optimizer else []
+        parts += [f"activations of {count} blocks of {run}" for run, count in self.blocks.items()]
+        return ", ".join(parts)
 
     def to_table(self) -> dict[str, object]:
         """Returns its entry of a plan file."""
@@ -110,7 +110,7 @@ def offloaded_runs(
     Raises:
         PlanMismatchError: there is no such run, or fewer blocks are left in it.
     """
-    names, found = run_names(graph), []
+    names, runs = run_names(graph), []
     again = of_runs(graph, recompute)
     for run in offload.blocks:
         if run not in names:
@@ -125,8 +125,8 @@ def offloaded_runs(
                 f"the plan offloads activations of {count} blocks of {name!r}",
                 why=f"the model has {repeat.count}, of which {first} are recomputed",
             )
-        found.append((first, first + count))
-    return tuple(found)
+        runs.append((first, first + count))
+    return tuple(runs)
 
 
 def left_of(graph: Graph, offload: Offload, recompute: Mapping[str, Recompute]) -> Offload:

@@ -112,10 +112,10 @@ class Precision:
         return cls(compute, **{name: value for name, _, value in pairs})
 
     def __str__(self) -> str:
-        said = [self.compute, *(f"{n}={v}" for n, v in self._others if v != "f32")]
-        said = [*said, f"sums={self.sums}" if self.sums else ""] if self.compute else []
-        said += [f"{name}={given}" for name, given in self._quantised if given]
-        return " ".join(filter(None, said))
+        words = [self.compute, *(f"{n}={v}" for n, v in self._others if v != "f32")]
+        words = [*words, f"sums={self.sums}" if self.sums else ""] if self.compute else []
+        words += [f"{name}={given}" for name, given in self._quantised if given]
+        return " ".join(filter(None, words))
 
     @property
     def _quantised(self) -> tuple[tuple[str, str], ...]:

@@ -84,13 +84,13 @@ def again(graph: Graph, repeat: Repeat, kind: str) -> Again:
 
 def run_names(graph: Graph) -> tuple[str, ...]:
     """Returns the name of each run of blocks: the module that contains them, "transformer.h"."""
-    found: list[str] = []
+    names: list[str] = []
     for repeat in graph.repeats:
         name = wish = ".".join(common_module(graph, repeat)) or "blocks"
-        while name in found:
-            name = f"{wish}#{sum(other.partition('#')[0] == wish for other in found) + 1}"
-        found.append(name)
-    return tuple(found)
+        while name in names:
+            name = f"{wish}#{sum(other.partition('#')[0] == wish for other in names) + 1}"
+        names.append(name)
+    return tuple(names)
 
 
 def common_module(graph: Graph, repeat: Repeat) -> list[str]:
@@ -125,8 +125,8 @@ def of_runs(graph: Graph, planned: Mapping[str, Recompute]) -> tuple[Recompute |
 
 def selective_runs(graph: Graph, planned: Mapping[str, Recompute]) -> frozenset[int]:
     """Returns the numbers of the runs of blocks that recompute selectively."""
-    ways = enumerate(of_runs(graph, planned))
-    return frozenset(run for run, how in ways if how is not None and how.kind == "selective")
+    choices = enumerate(of_runs(graph, planned))
+    return frozenset(run for run, how in choices if how is not None and how.kind == "selective")
 
 
 def repetitions(

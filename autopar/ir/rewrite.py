@@ -75,11 +75,11 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
             node = node.map_refs(lambda name: Ref(editor.resolve(name)))
         if node.alias is not None or node.saved or node.saved_types:
             node = replace(node, alias=None, saved=(), saved_types=())
-        found = rule(node, editor)
-        if isinstance(found, Ref):
-            editor.substitute(node.name, found.name)
+        replacement = rule(node, editor)
+        if isinstance(replacement, Ref):
+            editor.substitute(node.name, replacement.name)
         else:
-            editor.put(node if found is None else found)
+            editor.put(node if replacement is None else replacement)
     nodes = sorted(editor.nodes.values(), key=lambda node: not node.is_leaf)
     outputs = tuple((user, editor.resolve(name)) for user, name in graph.outputs)
     loss = None if graph.loss is None else editor.resolve(graph.loss)

@@ -105,7 +105,7 @@ def _stages(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     places = [place[name] for name in ends]
     if places != sorted(set(places)) or (places and places[-1] == len(operators) - 1):
         raise StageError(
-            f"{graph.name} cannot be cut behind {', '.join(f'%{name}' for name in ends)}",
+            f"{graph.name} cannot be cut after {', '.join(f'%{name}' for name in ends)}",
             why="a stage would have no operator",
             todo="name the ends in execution order, each once, and not the last operator",
         )

@@ -287,14 +287,14 @@ class StateSharding:
         outer = tuple(name for name in mesh.names if name in inter)
         inner = tuple(name for name in mesh.names if name not in inter)
         spans = {"intra": inner, "inter": outer, "global": mesh.names}
-        found = []
+        calls = []
         for call in self.exchanges(microbatches, whole_sum):
             # A hop between groups moves parts that are already split inside them.
             nbytes = params * element / (_size(mesh, inner) if call.over == "inter" else 1)
             if call.kind == "all_gather":
                 nbytes /= _size(mesh, spans[call.over])
-            found.append((call, Collective(call.kind, spans[call.over], round(nbytes))))
-        return tuple(found)
+            calls.append((call, Collective(call.kind, spans[call.over], round(nbytes))))
+        return tuple(calls)
 
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:

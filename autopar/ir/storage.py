@@ -138,9 +138,9 @@ class Storage:
             )
         whole = Layout(used.dims)
         held, grads, updated = layouts[:3] if len(layouts) > 1 else (layouts[0],) * 3
-        made = cls(used, held, grads, updated, layouts[3] if len(layouts) > 3 else whole)
-        made._check()
-        return made
+        storage = cls(used, held, grads, updated, layouts[3] if len(layouts) > 3 else whole)
+        storage._check()
+        return storage
 
     @classmethod
     def as_is(cls, layout: Layout) -> Storage:
@@ -183,7 +183,7 @@ class Storage:
         return " | ".join(layout.format(shape) for layout in self.layouts)
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        """Like `format`, but shorter where all states have one layout and nothing else is kept."""
+        """Returns `format`, or a shorter text if all states have one layout and none is kept."""
         if self.held == self.grads == self.updated == self.kept != Layout(self.used.dims):
             return f"{self.held.format(shape)}, gathered twice"
         return self.format(shape)
@@ -290,10 +290,10 @@ def _path(
 
 def runs(axes: Sequence[str], mesh: Mesh) -> list[tuple[str, ...]]:
     """Cuts a sequence of axes into runs that are in mesh order."""
-    found: list[tuple[str, ...]] = []
+    pieces: list[tuple[str, ...]] = []
     for axis in axes:
-        if found and mesh.names.index(found[-1][-1]) < mesh.names.index(axis):
-            found[-1] = (*found[-1], axis)
+        if pieces and mesh.names.index(pieces[-1][-1]) < mesh.names.index(axis):
+            pieces[-1] = (*pieces[-1], axis)
         else:
-            found.append((axis,))
-    return found
+            pieces.append((axis,))
+    return pieces

@@ -132,14 +132,14 @@ class Layout:
         self, shape: tuple[int, ...], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, int], ...]:
         """Returns (start, length) of the device's part, for each dimension."""
-        found = []
+        bounds = []
         for size, axes in zip(shape, self.dims, strict=True):
             start = 0
             for axis in axes:
                 offset, size = part_of(size, mesh.axis_size(axis), coordinate[axis])
                 start += offset
-            found.append((start, size))
-        return tuple(found)
+            bounds.append((start, size))
+        return tuple(bounds)
 
     def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
         """Returns whether all parts are equal in size."""

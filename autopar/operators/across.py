@@ -40,8 +40,8 @@ class Across(ABC):
         own, elsewhere, start = _local(self.group(axis), ids, size)
         padding = padding_idx - start
         padding = padding if 0 <= padding < weight.shape[0] else -1
-        found = torch.embedding(weight, own, padding)
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows = torch.embedding(weight, own, padding)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     def gather(self, x: Tensor, dim: int, index: Tensor, *, axis: Axes, size: int) -> Tensor:
         """torch.gather along a split dimension; zeros for elements of other devices."""
@@ -102,7 +102,7 @@ class Across(ABC):
         from autopar_kernels.linear_cross_entropy import parallel_linear_cross_entropy
 
         peers = self.group(axis)
-        found: Tensor = parallel_linear_cross_entropy(
+        loss: Tensor = parallel_linear_cross_entropy(
             x.reshape(-1, x.shape[-1]),
             weight,
             labels.reshape(-1),
@@ -112,7 +112,7 @@ class Across(ABC):
             ignored=ignored,
             chunk=CHUNK,
         )
-        return found
+        return loss
 
     def softmax(self, x: Tensor, dim: int, dtype: Any = None, *, axis: Axes) -> Tensor:
         """softmax over a split dimension; the result is split alike."""
@@ -187,8 +187,8 @@ class Across(ABC):
         odd = values.isnan()
         values = values.masked_fill(odd, torch.inf) if x.is_floating_point() else values
         # The maximum of negated indices is the first index; that of a NaN is above all others.
-        held = values == peers.maximum(values)
-        key = peers.maximum((odd * size - (at + start)).masked_fill(~held, -size))
+        is_best = values == peers.maximum(values)
+        key = peers.maximum((odd * size - (at + start)).masked_fill(~is_best, -size))
         first = torch.where(key > 0, size - key, -key)
         return first if keepdim else first.squeeze(dim)
 

@@ -86,9 +86,9 @@ class Annotation:
                 why=f"the value's shape is {list(shape)}",
                 todo="write one entry for each dimension",
             )
-        words = [re.fullmatch(r"(\?|\w+)\s*((?:@.*)?)", entry) for entry in entries]
+        parsed = [re.fullmatch(r"(\?|\w+)\s*((?:@.*)?)", entry) for entry in entries]
         sized = []
-        for word, size in zip(words, shape, strict=True):
+        for word, size in zip(parsed, shape, strict=True):
             if word is None:
                 raise _unreadable(text)
             if word[1].isdigit() and int(word[1]) != size:
@@ -108,7 +108,7 @@ class Annotation:
                     todo="leave one of them out",
                 ) from None
             raise _unreadable(text) from None
-        return cls(layout, tuple(i for i, word in enumerate(words) if word and word[1] == "?"))
+        return cls(layout, tuple(i for i, word in enumerate(parsed) if word and word[1] == "?"))
 
     def layouts(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Layout]:
         """Yields every layout on a mesh that agrees with the annotation, ignoring axes of size 1.

@@ -47,14 +47,14 @@ def assumed(name: str, args: tuple[Any, ...], frame: FrameType, where: str) -> b
     if name == "item" and condition.dtype is not torch.bool:
         return None
     # torch._assert is traced as a whole, and runs where nothing observes it.
-    found = Guard(True, True) if name == "_assert" else guard(frame)
-    if found is None:
+    branch = Guard(True, True) if name == "_assert" else guard(frame)
+    if branch is None:
         return None
-    if found.checked:
+    if branch.checked:
         condition = condition.detach().reshape(())
         truth = condition if condition.dtype is torch.bool else condition != 0
-        torch.ops.autopar.check(truth, found.value, where)
-    return found.value
+        torch.ops.autopar.check(truth, branch.value, where)
+    return branch.value
 
 
 def assume(x: Tensor, condition: Tensor, expected: bool, where: str) -> Tensor:

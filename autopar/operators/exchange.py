@@ -110,9 +110,9 @@ def exchanged(
 
 def _chunks(axes: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Collective, ...]:
     """Returns the collectives for three float32 numbers per row, a chunk of rows at a time."""
-    count, ways = math.prod(rows), 3 * DTYPE_BYTES["f32"]
+    count, nbytes = math.prod(rows), 3 * DTYPE_BYTES["f32"]
     sizes = (min(CHUNK, count - start) for start in range(0, count, CHUNK))
-    return tuple(Collective("all_gather", axes, size * ways) for size in sizes)
+    return tuple(Collective("all_gather", axes, size * nbytes) for size in sizes)
 
 
 def _one(axes: tuple[str, ...]) -> Arg:

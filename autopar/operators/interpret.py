@@ -167,8 +167,8 @@ def _execute_fake(node: Node, results: Mapping[str, Any]) -> Any:
             raise GraphError(
                 f"%{node.name} ({node.op}) cannot run", where=str(node.source), why=reason
             ) from error
-    made = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in node.types]
-    return made[0] if len(made) == 1 else made
+    fakes = [torch.empty(kind.shape, dtype=TORCH_DTYPES[kind.dtype]) for kind in node.types]
+    return fakes[0] if len(fakes) == 1 else fakes
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -251,11 +251,11 @@ def execute(
 
 
 def _operator(node: Node) -> Any:
-    found: Any = torch.ops
+    namespace: Any = torch.ops
     try:
         for part in node.op.split("."):
-            found = getattr(found, part)
-        return found if hasattr(found, "_schema") else found.default
+            namespace = getattr(namespace, part)
+        return namespace if hasattr(namespace, "_schema") else namespace.default
     except AttributeError:
         raise GraphError(f"torch has no operator {node.op}", where=str(node.source)) from None
 

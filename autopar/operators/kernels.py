@@ -61,13 +61,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_pack(x: Tensor, cos: Tensor, sin: Tensor, parts: int) -> Tensor:
-    """`rotary` in the order in which an all_to_all sends it: (part, row, batch, head, width)."""
+    """Rotates x to the order of an all_to_all's send buffer: (part, row, batch, head, width)."""
     packed: Tensor = _OPS.rotary_pack(x, None, None, cos, sin, parts)
     return packed
 
 
 def rotary_unpack(packed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotary_pack`, which is also its gradient."""
+    """Inverts `rotary_pack`; also its gradient."""
     x: Tensor = _OPS.rotary_unpack(packed, cos, sin, packed.shape[0] * packed.shape[3], 0)[0]
     return x
 

@@ -136,8 +136,8 @@ def with_kernels(graph: Graph) -> Graph:
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiplies rows [rows, n]: those up to ends[0] by the transpose of weight[0], and so on."""
-    found: Tensor = grouped_linear(x, weight, ends)
-    return found
+    product: Tensor = grouped_linear(x, weight, ends)
+    return product
 
 
 # Separate operators, because torch's grouped product supports neither float64 nor, for shapes

@@ -52,16 +52,16 @@ def find(called: str) -> Any:
     """
     module, _, name = called.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        attribute: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            attribute = getattr(attribute, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ProgramError(
             f"there is no torch.autograd.Function {module}:{name}",
             why=f"{type(error).__name__}: {error}",
             todo="a program calls it by its name: make it importable where the program runs",
         ) from None
-    return found
+    return attribute
 
 
 def find_all(*names: str) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def summed(
 
 def softmax(x: Tensor, dim: int, log: bool, peers: Peers) -> Tensor:
     """Returns softmax, or its logarithm, over a dimension of which each device has a part."""
-    found: Tensor = _Softmax.apply(x, dim, log, peers)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Softmax.apply(x, dim, log, peers)  # type: ignore[no-untyped-call]
+    return result
 
 
 def cross_entropy(
@@ -91,8 +91,8 @@ def cross_entropy(
 
 def halo(x: Tensor, dim: int, before: int, after: int, fill: float, peers: Peers) -> Tensor:
     """Returns x with elements of its neighbours before and after it, `fill` at the ends."""
-    found: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Halo.apply(x, dim, before, after, fill, peers)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Total(torch.autograd.Function):
@@ -117,16 +117,16 @@ class _Softmax(torch.autograd.Function):
         shifted = wide - peers.maximum(wide.amax(dim, keepdim=True))
         powers = shifted.exp()
         total = peers.reduce(powers.sum(dim, keepdim=True))
-        found = (shifted - total.log() if log else powers / total).to(x.dtype)
-        ctx.save_for_backward(found)
+        result = (shifted - total.log() if log else powers / total).to(x.dtype)
+        ctx.save_for_backward(result)
         ctx.dim, ctx.log, ctx.peers = dim, log, peers
-        return found
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (found,), gradient = ctx.saved_tensors, gradients[0]
-        y, g = widened(found), widened(gradient)
+        (result,), gradient = ctx.saved_tensors, gradients[0]
+        y, g = widened(result), widened(gradient)
         if ctx.log:
             into = g - y.exp() * ctx.peers.reduce(g.sum(ctx.dim, keepdim=True))
         else:

@@ -56,7 +56,7 @@ def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
     kernel, stride, padding, dilation = _window(node, types)
     if not padding or _refused(node, kind, padding):
         return {}
-    found = {}
+    halo_of = {}
     fill = -math.inf if kind == "max_pool" else 0.0
     for i in range(space):
         dim = len(types[0].shape) - space + i
@@ -65,8 +65,8 @@ def halos(node: Node, types: tuple[TensorType, ...]) -> dict[int, Halo]:
             padding[i], dilation[i] * (kernel[i] - 1) + 1 - stride[i] - padding[i], stride[i], fill
         )
         if length == steps * stride[i] and halo.after <= padding[i]:
-            found[dim] = halo
-    return found
+            halo_of[dim] = halo
+    return halo_of
 
 
 def without_padding(

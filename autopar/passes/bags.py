@@ -40,14 +40,14 @@ def _lowered(node: Node, bag: Node, editor: Editor) -> Node | None:
     count, width = indices.type.numel // length, table.type.shape[1]
     kind, bags = table.type, (count, length)
     grid = TensorType(indices.type.dtype, bags)
-    found = TensorType(kind.dtype, (*bags, width))
+    row_type = TensorType(kind.dtype, (*bags, width))
     at = editor.new("bags", "aten.reshape", (Ref(indices.name), bags), grid, bag)
     rest = (-1, True) if argument(bag, 3, "scale_grad_by_freq") is True else ()
-    rows = editor.new("rows", "aten.embedding", (Ref(table.name), at, *rest), found, bag)
+    rows = editor.new("rows", "aten.embedding", (Ref(table.name), at, *rest), row_type, bag)
     if isinstance(weights, Ref):
         each = TensorType(kind.dtype, (*bags, 1))
         scale = editor.new("scale", "aten.reshape", (weights, each.shape), each, bag)
-        rows = editor.new("rows", "aten.mul.Tensor", (rows, scale), found, bag)
+        rows = editor.new("rows", "aten.mul.Tensor", (rows, scale), row_type, bag)
     if mode == _MAX:
         types = (node.type, TensorType("i64", node.type.shape))
         largest = replace(

@@ -92,10 +92,10 @@ def _tagged(graph: Graph) -> Iterator[tuple[Home, str]]:
 
 
 def _lines(graph: Graph) -> dict[Home, list[str]]:
-    found: dict[Home, list[str]] = {}
+    lines: dict[Home, list[str]] = {}
     for home, line in _tagged(graph):
-        found.setdefault(home, []).append(line)
-    return found
+        lines.setdefault(home, []).append(line)
+    return lines
 
 
 def _at(lines: dict[Home, list[str]], home: Home, row: int) -> str:
@@ -117,14 +117,14 @@ def _growth(before: str, after: str) -> Numbers:
     if old[::2] != new[::2]:
         raise _uneven(after)
     spans = [match.span() for match in _NAMES.finditer(after)]
-    found, at = [], 0
+    growth, at = [], 0
     for index, piece in enumerate(new):
         if index % 2:
-            found.append(int(piece) - int(old[index]))
-            if found[-1] and not any(start <= at < stop for start, stop in spans):
+            growth.append(int(piece) - int(old[index]))
+            if growth[-1] and not any(start <= at < stop for start, stop in spans):
                 raise _uneven(after)
         at += len(piece)
-    return tuple(found)
+    return tuple(growth)
 
 
 def _moved(line: str, growth: Numbers, times: int) -> str:

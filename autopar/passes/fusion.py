@@ -26,7 +26,7 @@ def _matches(
 ) -> tuple[tuple[Pattern, Match], ...]:
     """Returns non-overlapping matches of the `chosen` patterns, in execution order."""
     wanted = [pattern for pattern in patterns() if pattern.name in chosen]
-    found: list[tuple[Pattern, Match]] = []
+    matches: list[tuple[Pattern, Match]] = []
     taken: set[str] = set()
     # From the end, so that parts of a longer match are not matched by themselves.
     for node in reversed(graph.nodes):
@@ -35,22 +35,22 @@ def _matches(
             if match is None or taken & match.inside:
                 continue
             if len({home.get(name) for name in match.inside}) == 1:
-                found.append((pattern, match))
+                matches.append((pattern, match))
                 taken |= match.inside
                 break
-    return tuple(reversed(found))
+    return tuple(reversed(matches))
 
 
 def fuse(graph: Graph, chosen: tuple[str, ...]) -> Graph:
     """Returns `graph` with kernels in place of the patterns called `chosen`."""
     home = _blocks(graph)
-    found = _matches(graph, chosen, home)
-    if not found:
+    matches = _matches(graph, chosen, home)
+    if not matches:
         return graph
     fresh = Names(node.name for node in graph.nodes)
     nodes = {node.name: node for node in graph.nodes}
     known = defaultdict[Home, Known](dict)
-    for pattern, match in found:
+    for pattern, match in matches:
         writer = Writer(match.found, fresh, known[home.get(match.found.name)])
         pattern.replace(match, writer)
         for node in writer.nodes:

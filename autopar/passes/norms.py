@@ -72,11 +72,13 @@ class _BatchNorm:
         args: tuple[Arg, ...] = (self.centred, scale)
         args = args if bias is None else (bias, *args)
         op = "aten.mul.Tensor" if bias is None else "aten.addcmul"
-        made = replace(node, types=node.types[:1])
+        normalised = replace(node, types=node.types[:1])
         if self.dtype == node.type.dtype:
-            return replace(made, op=op, args=args, kwargs=())
+            return replace(normalised, op=op, args=args, kwargs=())
         exact = self._new("normal", op, args, node.type.shape)
-        return replace(made, op="aten.to.dtype", args=(exact, Name(node.type.dtype)), kwargs=())
+        return replace(
+            normalised, op="aten.to.dtype", args=(exact, Name(node.type.dtype)), kwargs=()
+        )
 
     def running(self, place: int) -> Node:
         """Returns (1 - momentum) running + momentum new, for the mean (3) or the variance (4)."""
@@ -123,10 +125,10 @@ class _BatchNorm:
         dtype: str = "", *, grad: bool = True,
     ) -> Ref:  # fmt: skip
         kind = TensorType(dtype or self.dtype, shape)
-        made = self.editor.new(hint, op, args, kind, self.node)
+        result = self.editor.new(hint, op, args, kind, self.node)
         if not grad:
-            self.editor.put(replace(self.editor[made.name], requires_grad=False))
-        return made
+            self.editor.put(replace(self.editor[result.name], requires_grad=False))
+        return result
 
 
 _AFFINE = ((1, "weight"), (2, "bias"))

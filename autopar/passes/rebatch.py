@@ -35,16 +35,16 @@ def rebatch(few: Graph, many: Graph, samples: tuple[int, int], wanted: int) -> G
 
 def _between(few: Value, many: Value, samples: tuple[int, int], wanted: int) -> Value:
     """Returns a value for `wanted` samples, given its values on two batches."""
-    made: Any
+    value: Any
     if type(few) is not type(many):
         raise _unlike(f"{few!r} and {many!r}")
     if isinstance(few, tuple):
-        theirs = cast(tuple[Any, ...], many)
-        if len(few) != len(theirs):
+        others = cast(tuple[Any, ...], many)
+        if len(few) != len(others):
             raise _unlike(f"{few!r} and {many!r}")
-        made = tuple(_between(a, b, samples, wanted) for a, b in zip(few, theirs, strict=True))
+        value = tuple(_between(a, b, samples, wanted) for a, b in zip(few, others, strict=True))
     elif is_dataclass(few) and not isinstance(few, type):
-        made = type(few)(
+        value = type(few)(
             **{
                 one.name: _between(getattr(few, one.name), getattr(many, one.name), samples, wanted)
                 for one in fields(few)
@@ -52,16 +52,16 @@ def _between(few: Value, many: Value, samples: tuple[int, int], wanted: int) -> 
             }
         )
     elif few == many:
-        made = few
+        value = few
     elif (
         isinstance(few, int)
         and few * samples[1] == cast(int, many) * samples[0]
         and few * wanted % samples[0] == 0
     ):
-        made = few * wanted // samples[0]
+        value = few * wanted // samples[0]
     else:
         raise _unlike(f"{few!r} and {many!r}")
-    return cast(Value, made)
+    return cast(Value, value)
 
 
 def _unlike(why: str) -> GraphError:

@@ -147,9 +147,9 @@ def _best(row: _Row) -> Run | None:
     for covered, period, region, counts in sorted(candidates, key=lambda item: item[:2]):
         if best is not None and -covered <= best.covered:
             break
-        found = _of_region(row, period, region, counts[region])
-        if found is not None and (best is None or found.covered > best.covered):
-            best = found
+        run = _of_region(row, period, region, counts[region])
+        if run is not None and (best is None or run.covered > best.covered):
+            best = run
     return best
 
 

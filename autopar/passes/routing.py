@@ -80,9 +80,9 @@ def find_mixtures(graph: Graph) -> Graph:
     That parameter must be whole and have no other reader.
     """
     ends = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList"]
-    found = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
-    totals = {mixture.total: mixture for mixture in found}
-    fused = {mixture.gate_up for mixture in found}
+    mixtures = [mixture for node in ends if (mixture := _mixture(node, graph)) is not None]
+    totals = {mixture.total: mixture for mixture in mixtures}
+    fused = {mixture.gate_up for mixture in mixtures}
     halves: dict[str, tuple[Ref, Ref]] = {}
 
     def write(node: Node, editor: Editor) -> Node | Ref | None:
@@ -145,8 +145,8 @@ def _cast(node: Node, graph: Graph, dtype: str) -> Node | None:
     if node.type.dtype == dtype:
         return node
     readers = [graph[name] for name in graph.users[node.name]]
-    found = len(readers) == 1 and readers[0].op == "aten.to.dtype"
-    return readers[0] if found and readers[0].type.dtype == dtype else None
+    is_cast = len(readers) == 1 and readers[0].op == "aten.to.dtype"
+    return readers[0] if is_cast and readers[0].type.dtype == dtype else None
 
 
 def _activation(node: Node) -> str:

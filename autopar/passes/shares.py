@@ -112,14 +112,14 @@ class _Sharing:
                 if place == run.start:
                     nodes += self.ahead.get(home[0], [])
                 if (place - run.start) % run.period == 0:
-                    made = [self.entries[(*home, carried)] for carried in range(len(run.ends))]
-                    blocks[home] += [share.name for share in made]
-                    nodes += made
+                    inserted = [self.entries[(*home, carried)] for carried in range(len(run.ends))]
+                    blocks[home] += [share.name for share in inserted]
+                    nodes += inserted
             read = self._reading(place, node, shares)
-            made = [*self.before.get(node.name, []), read, *self.after.get(node.name, [])]
-            nodes += made
+            inserted = [*self.before.get(node.name, []), read, *self.after.get(node.name, [])]
+            nodes += inserted
             if home != _OUTSIDE:
-                blocks[home] += [item.name for item in made]
+                blocks[home] += [item.name for item in inserted]
                 if place == self.runs[home[0]].stop - 1:
                     nodes += self.behind.get(home[0], [])
         return replace(self.graph, nodes=tuple(nodes), repeats=tuple(self._repeats(blocks)))

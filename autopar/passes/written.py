@@ -30,19 +30,19 @@ def written(node: Node, operands: Sequence[Node], types: Sequence[TensorType]) -
     """
     kernel = node.op.removeprefix(PREFIX)
     pattern = next(item for item in patterns() if item.kernel == kernel)
-    made = _Written(_leaf_types(kernel, types))
+    spelled = _Written(_leaf_types(kernel, types))
     places = iter(zip(pattern.arguments, node.args, strict=False))
     given = iter(operands)
     for name, arg in places:
-        made.leaf(name, next(given)) if isinstance(arg, Ref) else made.number(name, arg)
-    width = made.types[0].shape[-1]
+        spelled.leaf(name, next(given)) if isinstance(arg, Ref) else spelled.number(name, arg)
+    width = spelled.types[0].shape[-1]
     for name, value in (
         ("width", width), ("half", width // 2), ("shape", (width,)), ("scale", _SCALE),
     ):  # fmt: skip
-        made.number(name, value)
-    result = made.value(parsed(pattern.spellings[0]))
+        spelled.number(name, value)
+    result = spelled.value(parsed(pattern.spellings[0]))
     assert isinstance(result, Ref)
-    return annotate(Graph(kernel, tuple(made.nodes), (("result", result.name),)))
+    return annotate(Graph(kernel, tuple(spelled.nodes), (("result", result.name),)))
 
 
 def _leaf_types(kernel: str, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
@@ -85,8 +85,8 @@ class _Written:
         if isinstance(text, ast.Name):
             return self.values[text.id]
         if isinstance(text, ast.NamedExpr):
-            self.values[text.target.id] = found = self.value(text.value)
-            return found
+            self.values[text.target.id] = value = self.value(text.value)
+            return value
         if isinstance(text, ast.Tuple):
             return tuple(self.value(item) for item in text.elts)
         if isinstance(text, ast.BinOp):
@@ -123,7 +123,7 @@ class _Written:
         return self._new(_OVERLOADS.get(name, name), tuple(args), kwargs)
 
     def _new(self, op: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...] = ()) -> Ref:
-        made = Node(f"v{len(self.nodes)}", f"aten.{op}", args, kwargs, self.types[:1])
-        grad = any(node.requires_grad for node in self.nodes if node.name in made.inputs)
-        self.nodes.append(Node(made.name, made.op, args, kwargs, made.types, requires_grad=grad))
-        return Ref(made.name)
+        new = Node(f"v{len(self.nodes)}", f"aten.{op}", args, kwargs, self.types[:1])
+        grad = any(node.requires_grad for node in self.nodes if node.name in new.inputs)
+        self.nodes.append(Node(new.name, new.op, args, kwargs, new.types, requires_grad=grad))
+        return Ref(new.name)

@@ -81,8 +81,8 @@ def example_inputs(
 
 def number_of_layers(spec: Spec, layers: int | None = None) -> int | None:
     """Returns the number of blocks that `build` makes, None if the configuration has none."""
-    found = getattr(_config(spec, _model_class(spec), layers), "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
+    count = getattr(_config(spec, _model_class(spec), layers), "num_hidden_layers", None)
+    return count if isinstance(count, int) else None
 
 
 def import_transformers() -> Any:
@@ -104,14 +104,14 @@ def import_transformers() -> Any:
 
 def _model_class(spec: Spec) -> Any:
     transformers = import_transformers()
-    found = getattr(transformers, spec.architecture, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    model_class = getattr(transformers, spec.architecture, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ModelFileError(
             f"transformers {transformers.__version__} has no model class {spec.architecture!r}",
             where=spec.name,
             todo="correct the architecture, or install a transformers that has it",
         )
-    return found
+    return model_class
 
 
 def _config(spec: Spec, model_class: Any, layers: int | None) -> Any:

@@ -71,8 +71,8 @@ def load(
         MissingDependencyError: transformers is needed but not installed.
     """
     if text.startswith("hf:"):
-        found = read_config(Path(text.removeprefix("hf:")))
-        return build(found, layers=layers), example_inputs(found, batch, seq)
+        config = read_config(Path(text.removeprefix("hf:")))
+        return build(config, layers=layers), example_inputs(config, batch, seq)
     path, _, function = text.rpartition(":")
     if path.endswith(".py") or text.endswith(".py"):
         if not path or not function.isidentifier():
@@ -93,10 +93,10 @@ def depth(text: str, layers: int | None = None) -> int | None:
         UnknownModelError, ModelFileError, MissingDependencyError: see `load`.
     """
     if text.startswith("hf:"):
-        found = read_config(Path(text.removeprefix("hf:")))
+        config = read_config(Path(text.removeprefix("hf:")))
     else:
-        found = spec(text)
-    return number_of_layers(found, layers)
+        config = spec(text)
+    return number_of_layers(config, layers)
 
 
 def read_config(path: Path) -> Spec:

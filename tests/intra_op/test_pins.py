@@ -283,7 +283,7 @@ def test_a_pin_prints_as_it_reads(text: str) -> None:
         ("labels", "not [8, 16]", "a batch is given whole"),
         ("%arange", "not [16]", "no other layout is left"),
         ("transformer.ln_f", "[8, 16, 32@gpu]", "aten.layer_norm needs dimension 2 whole"),
-        ("transformer.ln_f", "[8, 16, 32] +sum(gpu)", "leaves a sum over gpu owed"),
+        ("transformer.ln_f", "[8, 16, 32] +sum(gpu)", "has a result with a partial sum over gpu"),
     ],
 )
 def test_why_no_strategy_gives_a_layout(key: str, text: str, reason: str) -> None:

@@ -59,19 +59,19 @@ def amounts(
     if node.is_leaf:
         return {("leaf", -1): [float(o.results[0].local_bytes(node.type, mesh)) for o in options]}
     operands = tuple(graph[name] for name in node.inputs)
-    found: Rows = {}
+    rows: Rows = {}
     for option in options:
         into, out = option.operands, option.results
-        made = recipe(node, operands, into, out, mesh, accelerator)
+        memory = recipe(node, operands, into, out, mesh, accelerator)
         sizes: dict[tuple[Role, int], float] = {
-            ("value", -1): sum(made.results),
-            ("owed", -1): sum(made.results) if out[0].partial else 0.0,
-            ("waiting", -1): sum(made.results),
-            ("extra", -1): sum(made.extra),
-            ("scratch", -1): made.scratch,
-            ("backward", -1): made.backward_scratch,
+            ("value", -1): sum(memory.results),
+            ("owed", -1): sum(memory.results) if out[0].partial else 0.0,
+            ("waiting", -1): sum(memory.results),
+            ("extra", -1): sum(memory.extra),
+            ("scratch", -1): memory.scratch,
+            ("backward", -1): memory.backward_scratch,
         }
-        for place, nbytes in enumerate(made.gradients):
+        for place, nbytes in enumerate(memory.gradients):
             sizes["new", place] = max(nbytes, 0.0)
         for place, (layout, read) in enumerate(zip(into, operands, strict=False)):
             sizes["value", place] = float(layout.local_bytes(read.type, mesh))
@@ -80,13 +80,13 @@ def amounts(
             used = near.used[place]
             copied = used is not None and layout.dims not in used
             sizes["copy", place] = sizes["value", place] if copied else 0.0
-        for place in made.saved:
-            nbytes = made.results[0] if place < 0 else sizes["value", place]
+        for place in memory.saved:
+            nbytes = memory.results[0] if place < 0 else sizes["value", place]
             # An input or a buffer is always in memory, whole; saving it in that layout makes no
             # copy.
             there = place >= 0 and near.given[place] and not into[place].sharded_axes
             sizes["kept", place] = 0.0 if there else nbytes
         for key, nbytes in sizes.items():
             aside = node.name in graph.aside  # a training step does not compute it
-            found.setdefault(key, []).append(0.0 if aside else nbytes)
-    return found
+            rows.setdefault(key, []).append(0.0 if aside else nbytes)
+    return rows

@@ -242,16 +242,16 @@ class _Step:
                 value = node.name if place < 0 else node.inputs[place]
                 keepers.setdefault(self._storage(value), []).append((i, place))
         arguments = self._arguments(keepers)
-        for root, found in keepers.items():
+        for root, savers in keepers.items():
             if self.graph[root].op == "param":
                 continue
-            made = self.place.get(root, found[0][0])
-            freed = max(2 * self.end - found[0][0], arguments.get(root, 0.0))
-            block, away = self._only_block(root, found), self._only_away(root, found)
-            for i, place in found:
+            birth = self.place.get(root, savers[0][0])
+            freed = max(2 * self.end - savers[0][0], arguments.get(root, 0.0))
+            block, away = self._only_block(root, savers), self._only_away(root, savers)
+            for i, place in savers:
                 name = self.nodes[i].name
-                share = 1 / len(found)
-                begin = block.when if block else made
+                share = 1 / len(savers)
+                begin = block.when if block else birth
                 for span in spans(away, begin, freed):
                     self._alive(name, "kept", *span, place, share)
                 if block is None:
@@ -295,9 +295,9 @@ class _Step:
 
     def _only_away(self, root: str, keepers: list[tuple[int, int]]) -> Away | None:
         """Returns when a value is in host memory, if only offloaded blocks save it."""
-        found = [self.away.get(self.nodes[i].name) for i, _ in keepers]
-        aways = [away for away in found if away is not None]
-        if self.graph[root].is_leaf or len(aways) < len(found):
+        blocks = [self.away.get(self.nodes[i].name) for i, _ in keepers]
+        aways = [away for away in blocks if away is not None]
+        if self.graph[root].is_leaf or len(aways) < len(blocks):
             return None
         return Away(max(away.gone for away in aways), min(away.back for away in aways))
 

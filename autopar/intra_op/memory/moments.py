@@ -39,7 +39,7 @@ def recomputed(
         recompute: the choice for each run.
         place: position of each operator among all.
     """
-    found: dict[str, Block] = {}
+    blocks: dict[str, Block] = {}
     end = len(place)
     for repeat, how in zip(graph.repeats, recompute, strict=True):
         if how is None:
@@ -48,8 +48,8 @@ def recomputed(
         for names in repeat.iterations[: how.blocks]:
             places = [place[name] for name in names if name in place]
             begin, done = 2 * end - max(places), 2 * end - min(places)
-            found |= dict.fromkeys(names, Block(what, begin - 0.5, done))
-    return found
+            blocks |= dict.fromkeys(names, Block(what, begin - 0.5, done))
+    return blocks
 
 
 def offloaded(
@@ -64,7 +64,7 @@ def offloaded(
         beside: whether copies run beside kernels, as on accelerators: a block's tensors leave while
             the next block computes, and come back while the block after it runs its backward.
     """
-    found: dict[str, Away] = {}
+    blocks: dict[str, Away] = {}
     end = len(place)
     for repeat, (first, stop) in zip(graph.repeats, runs, strict=True):
         last = [max(place.get(name, -1) for name in names) for names in repeat.iterations]
@@ -73,8 +73,8 @@ def offloaded(
             gone = end if behind >= stop else last[behind]
             comes = last[min(behind, repeat.count - 1)]
             away = Away(gone, 2 * end - comes - 0.5)
-            found |= dict.fromkeys(repeat.iterations[number], away)
-    return found
+            blocks |= dict.fromkeys(repeat.iterations[number], away)
+    return blocks
 
 
 def spans(away: Away | None, begin: float, end: float) -> list[tuple[float, float]]:

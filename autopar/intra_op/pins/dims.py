@@ -108,8 +108,8 @@ class Dims:
             if signature is None and not node.is_leaf:
                 for cls in {c for name in node.inputs for c in self.outer(name) if c is not None}:
                     yield Apart(cls, node.name, node.op, "has no rule")
-            found = [cls for cls in self.outer(node.name) if cls is not None]
-            for cls in dict.fromkeys(cls for cls in found if found.count(cls) > 1):
+            classes = [cls for cls in self.outer(node.name) if cls is not None]
+            for cls in dict.fromkeys(cls for cls in classes if classes.count(cls) > 1):
                 yield Apart(cls, node.name, node.op, "stands in two dimensions")
 
 
@@ -228,11 +228,11 @@ def _numbered(
     def number(atoms: Iterable[Atom]) -> Classes:
         return tuple(numbers.setdefault(leaf, len(numbers)) for leaf in ties.leaves(atoms))
 
-    found = {name: tuple(map(number, dims)) for name, dims in values.items()}
+    numbered = {name: tuple(map(number, dims)) for name, dims in values.items()}
     factors = {
         (name, factor): number(_solid(name, (factor,), signature))
         for name, signature in signatures.items()
         for factor in signature.sizes
     }
     sizes = tuple(ties.size[root] for root in numbers)
-    return Dims(graph, signatures, found, factors, sizes)
+    return Dims(graph, signatures, numbered, factors, sizes)

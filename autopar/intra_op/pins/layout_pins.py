@@ -83,12 +83,12 @@ class Pin:
         if not word:
             return cls(shape, layout, stored)
         along = tuple(axis.strip() for axis in axes.split(","))
-        said = {axis for one in (layout, *stored) for axis in one.axes}
-        if not all(along) or not said.issubset(along):
+        named = {axis for one in (layout, *stored) for axis in one.axes}
+        if not all(along) or not named.issubset(along):
             raise PinError(
                 f"cannot read the pin {text!r}",
                 why=f"it is along {axes.strip() or 'nothing'}, "
-                f"and speaks of {', '.join(sorted(said - set(along))) or 'no axis'}",
+                f"and speaks of {', '.join(sorted(named - set(along))) or 'no axis'}",
                 todo='write e.g. "[8@node, 16] along node"',
             )
         return cls(shape, layout, stored, along)
@@ -129,7 +129,7 @@ class Pin:
             return not self.stored
         states = (storage.held, storage.grads, storage.updated, storage.kept)
         pairs = zip(states, self.stored, strict=False)
-        return all(self.spoken_of(state).dims == said.dims for state, said in pairs)
+        return all(self.spoken_of(state).dims == pinned.dims for state, pinned in pairs)
 
 
 class Pins:
@@ -149,9 +149,9 @@ class Pins:
             template = graph.template[node.name]
             self.names.setdefault(template, set()).update(self._names(node))
             if not node.is_leaf and node.op != "autopar.share" and node.source.module:
-                words = node.source.module.split(".")
-                for count in range(1, len(words) + 1):
-                    last[".".join(words[:count])] = template
+                path = node.source.module.split(".")
+                for count in range(1, len(path) + 1):
+                    last[".".join(path[:count])] = template
         for module, template in last.items():
             self.names[template].add(module)
 
@@ -191,13 +191,13 @@ class Pins:
         """Returns an error that names two contradictory pins, or all if it takes more than two."""
         pairs = itertools.combinations(fitting, 2)
         guilty = next(((a, b) for a, b in pairs if not a[2] & b[2]), tuple(fitting))
-        said = " and ".join(f"{key!r} = {str(pin)!r}" for key, pin, _ in guilty)
+        named = " and ".join(f"{key!r} = {str(pin)!r}" for key, pin, _ in guilty)
         leaves = (
             f"{str(pin)!r} leaves {_listed(node, [options[i] for i in sorted(agree)], 4)}"
             for _, pin, agree in guilty
         )
         return PinError(
-            f"the pins {said} contradict each other on %{node.name}",
+            f"the pins {named} contradict each other on %{node.name}",
             where=self._place(node),
             why="; ".join(leaves),
             todo="correct one of them, or leave it out",
@@ -249,11 +249,11 @@ def parts(text: str) -> list[str]:
 
 def joined(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Merges mappings of pins; several pins on one name are joined by ";", without repeats."""
-    found: dict[str, dict[str, None]] = {}
+    merged: dict[str, dict[str, None]] = {}
     for group in groups:
         for key, text in group.items():
-            found.setdefault(key, {}).update(dict.fromkeys(parts(text)))
-    return {key: "; ".join(texts) for key, texts in found.items()}
+            merged.setdefault(key, {}).update(dict.fromkeys(parts(text)))
+    return {key: "; ".join(texts) for key, texts in merged.items()}
 
 
 def _label(option: Option, node: Node) -> str:
@@ -262,9 +262,9 @@ def _label(option: Option, node: Node) -> str:
 
 
 def _listed(node: Node, options: Iterable[Option], limit: int = _SHOWN) -> str:
-    found = list(dict.fromkeys(_label(option, node) for option in options))
-    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
-    return "; ".join(found[:limit]) + more
+    labels = list(dict.fromkeys(_label(option, node) for option in options))
+    more = f"; and {len(labels) - limit} more" if len(labels) > limit else ""
+    return "; ".join(labels[:limit]) + more
 
 
 def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
@@ -280,14 +280,14 @@ def _reason(pin: Pin, node: Node, options: tuple[Option, ...]) -> str:
         if axes and not any(layout.dims[dim] for layout in layouts):
             return f"{node.op} needs dimension {dim} whole"
         if not any(layout.dims[dim] == axes for layout in layouts):
-            said = " and ".join(axes)
-            how = f"is not split over {said}" if axes else "is always split"
+            named = " and ".join(axes)
+            how = f"is not split over {named}" if axes else "is always split"
             return f"dimension {dim} of {node.type.shape[dim]} {how} by any strategy of {node.op}"
     if not any(set(layout.partial) == set(pin.layout.partial) for layout in layouts):
-        return f"no strategy of {node.op} leaves {_owed(pin)}"
+        return f"no strategy of {node.op} has a result {_owed(pin)}"
     return f"no strategy of {node.op} satisfies the whole pin"
 
 
 def _owed(pin: Pin) -> str:
     axes = ", ".join(pin.layout.partial)
-    return f"a sum over {axes} owed" if axes else "no sum owed"
+    return f"with a partial sum over {axes}" if axes else "without a partial sum"

@@ -209,8 +209,8 @@ class GShard:
             )
         for cls in experts:
             if not dims.divides(cls, subject.ways(axes)):
-                found = f"{subject.names[cls]!r} has {dims.sizes[cls]}"
-                wanted = f"experts that split {subject.ways(axes)} ways; {found}"
+                obstacle = f"{subject.names[cls]!r} has {dims.sizes[cls]}"
+                wanted = f"experts that split {subject.ways(axes)} ways; {obstacle}"
                 raise _unfit(subject, str(self), wanted)
         pins = DataParallel(axes)(subject)
         own = [item for item in subject.roles.linears if item.along]
@@ -242,8 +242,8 @@ class AlexNetSplit:
         if not axes:
             return {}
         if not roles.convolutions or not roles.linears:
-            found = f"{len(roles.convolutions)} convolutions, {len(roles.linears)} linears"
-            wanted = f"convolutions and fully connected layers; found {found}"
+            counts = f"{len(roles.convolutions)} convolutions, {len(roles.linears)} linears"
+            wanted = f"convolutions and fully connected layers; found {counts}"
             raise _unfit(subject, str(self), wanted)
         pins = DataParallel(axes)(subject)
         layers = [item.node for item in roles.linears]
@@ -279,9 +279,11 @@ def _batch(subject: Subject, axes: Axes, plan: str) -> dict[str, str]:
             if any(p is not None for p in places) and subject.allows(node, _owed(node, axes)):
                 owed[subject.key(node)] = _owed(node, axes)
     if not cut:
-        found = f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
+        instead = (
+            f"the batch of {dims.sizes[batch[0]]} splits nowhere" if batch else "no such input"
+        )
         wanted = f"inputs with a batch, and operators that split it {ways} ways"
-        raise _unfit(subject, plan, f"{wanted}; {found}")
+        raise _unfit(subject, plan, f"{wanted}; {instead}")
     return {**cut, **owed}
 
 
@@ -321,13 +323,13 @@ def _made_of(
     subject: Subject, starts: Iterable[str], through: Callable[[Node], bool]
 ) -> list[Node]:
     """Returns the operators `through` that read `starts`, directly or through one another."""
-    reached, found = set(starts), []
+    reached, readers = set(starts), []
     for node in subject.operators():
         inputs = {subject.graph.template[name] for name in node.inputs}
         if inputs & reached and through(node):
             reached.add(node.name)
-            found.append(node)
-    return found
+            readers.append(node)
+    return readers
 
 
 def _split_own(

@@ -52,8 +52,8 @@ class NamedLayout:
 
     def _classes(self, subject: Subject, name: str, axes: Axes) -> list[int]:
         """Returns the classes with a name that split that many ways."""
-        found = [cls for cls, own in enumerate(subject.names) if name in (own, own.split(".")[0])]
-        if not found:
+        classes = [cls for cls, own in enumerate(subject.names) if name in (own, own.split(".")[0])]
+        if not classes:
             known = dict.fromkeys(own.split(".")[0] for own in subject.names)
             raise PinError(
                 f"{subject.graph.name} has no dimension {name!r}",
@@ -62,10 +62,10 @@ class NamedLayout:
                 todo="`autopar explain plan.toml --dims` shows where they are",
             )
         ways = subject.ways(axes)
-        fitting = [cls for cls in found if subject.dims.sizes[cls] >= ways]
+        fitting = [cls for cls in classes if subject.dims.sizes[cls] >= ways]
         if not fitting:
             sizes = ", ".join(
-                f"{subject.names[cls]} has {subject.dims.sizes[cls]}" for cls in found
+                f"{subject.names[cls]} has {subject.dims.sizes[cls]}" for cls in classes
             )
             raise PinError(
                 f"{name!r} does not split {ways} ways over {', '.join(axes)}",
@@ -93,11 +93,11 @@ class NamedLayout:
     def _splits_nowhere(self, subject: Subject, name: str) -> PinError:
         classes = {c for c, own in enumerate(subject.names) if name in (own, own.split(".")[0])}
         kept = [apart for apart in subject.dims.apart if apart.cls in classes]
-        found = [f"{apart.op} (%{apart.node}) {apart.why}" for apart in kept[:3]]
+        reasons = [f"{apart.op} (%{apart.node}) {apart.why}" for apart in kept[:3]]
         return PinError(
             f"no operator splits {name!r}",
             where=str(self),
-            why="; ".join(found) + (f"; and {len(kept) - 3} more" if len(kept) > 3 else "")
+            why="; ".join(reasons) + (f"; and {len(kept) - 3} more" if len(kept) > 3 else "")
             or "no operator has it as the outermost part of a dimension",
             todo="name another dimension",
         )

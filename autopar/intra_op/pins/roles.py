@@ -50,12 +50,12 @@ class Roles:
     @cached_property
     def parametric(self) -> frozenset[str]:
         """Values computed from parameters alone: parameters, their shares, transposes and so on."""
-        found: set[str] = set()
+        values: set[str] = set()
         for node in self.graph.folded:
             inputs = {self.graph.template[name] for name in node.inputs}
-            if node.op == "param" or (inputs and inputs <= found):
-                found.add(node.name)
-        return frozenset(found)
+            if node.op == "param" or (inputs and inputs <= values):
+                values.add(node.name)
+        return frozenset(values)
 
     @cached_property
     def multiplications(self) -> tuple[Linear, ...]:
@@ -87,8 +87,8 @@ class Roles:
             )
 
     def _leading(self, node: Node, factors: Iterable[str]) -> frozenset[int]:
-        found = (self.dims.leading(node.name, factor) for factor in factors)
-        return frozenset(cls for cls in found if cls is not None)
+        classes = (self.dims.leading(node.name, factor) for factor in factors)
+        return frozenset(cls for cls in classes if cls is not None)
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
@@ -111,8 +111,8 @@ class Roles:
     @cached_property
     def residuals(self) -> dict[str, tuple[int, ...]]:
         """Additions of linears of a value to that value, with the classes that each carries on."""
-        found = {node.name: tuple(self._carried_on(node)) for node in self.graph.folded}
-        return {name: classes for name, classes in found.items() if classes}
+        carried = {node.name: tuple(self._carried_on(node)) for node in self.graph.folded}
+        return {name: classes for name, classes in carried.items() if classes}
 
     def _carried_on(self, node: Node) -> Iterator[int]:
         terms = node.inputs[:2] if node.op.startswith(f"{PREFIX}add_") else node.inputs
@@ -152,7 +152,7 @@ class Roles:
     @cached_property
     def streams(self) -> tuple[int, ...]:
         """Classes of the features of residual streams."""
-        return tuple(dict.fromkeys(cls for found in self.residuals.values() for cls in found))
+        return tuple(dict.fromkeys(cls for classes in self.residuals.values() for cls in classes))
 
     def _value(self, name: str) -> str:
         """Returns the value behind a share, or behind one of several results."""
@@ -177,8 +177,8 @@ class Roles:
             *(n.name for n in self.graph.leaves("input") if _is_tokens(n)),
         ]
         known = {None, *self.batch, *self.streams}
-        found = dict.fromkeys(cls for name in values for cls in self.dims.outer(name))
-        return tuple(cls for cls in found if cls is not None and cls not in known)
+        classes = dict.fromkeys(cls for name in values for cls in self.dims.outer(name))
+        return tuple(cls for cls in classes if cls is not None and cls not in known)
 
 
 def _is_tokens(node: Node) -> bool:

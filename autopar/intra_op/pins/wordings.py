@@ -132,10 +132,10 @@ def spell_out(
     """
     if pins is None:
         return {}
-    said = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
+    wordings = [pins] if isinstance(pins, Mapping) or callable(pins) else list(pins)
     subject = Subject(graph, mesh, rules, stored)
     groups = []
-    for word in said:
+    for word in wordings:
         if not isinstance(word, Mapping) and not callable(word):
             raise PinError(
                 f"{word!r} is no pin",

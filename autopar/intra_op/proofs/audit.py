@@ -71,12 +71,12 @@ def audit(rule: OpRule, mesh_sizes: tuple[int, ...] = (2, 3)) -> tuple[Finding, 
     """
     if rule.op in _UNCHECKED:
         return ()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for example in rule.examples:
         case = read_example(rule, example)
         if not case.random and any(result.any() for result in case.results):
-            found += (_try(rule, case, factor, mesh_sizes) for factor in _whole_factors(case))
-    return tuple(found)
+            findings += (_try(rule, case, factor, mesh_sizes) for factor in _whole_factors(case))
+    return tuple(findings)
 
 
 def _whole_factors(case: Case) -> Iterator[str]:

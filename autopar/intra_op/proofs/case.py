@@ -155,8 +155,8 @@ class Case:
             yield *worst, f"result {i}"
         for i, (gradient, layout) in enumerate(zip(self.gradients, layouts[0], strict=True)):
             if gradient is not None and not self.random:
-                found = [gradients[i] for _, gradients in runs]
-                worst = _worst(gradient, found, layout, layout.varying, mesh, False)
+                shards = [gradients[i] for _, gradients in runs]
+                worst = _worst(gradient, shards, layout, layout.varying, mesh, False)
                 yield *worst, f"gradient of operand {i}"
 
     def _deal(
@@ -318,9 +318,9 @@ def _run(
     In-place operators work on copies.
     """
     names = {name: None for step in steps for name in step.inputs}
-    made = {step.name for step in steps}
+    computed = {step.name for step in steps}
     copies = [value.detach().clone().requires_grad_(value.requires_grad) for value in operands]
-    read = [name for name in names if name not in made]
+    read = [name for name in names if name not in computed]
     values: dict[str, Any] = dict(zip(read, copies, strict=True))
     if steps[0].op == "getitem":
         values = {name: (value,) for name, value in values.items()}

@@ -63,8 +63,8 @@ def discover(op: str, examples: Sequence[str] = ()) -> OpRule:
     cases = _cases(op, examples)
     with warnings.catch_warnings():  # torch warns about shapes that do not fit
         warnings.simplefilter("ignore")
-        found = [_proved(case) for case in cases]
-    return _merge(cases, found)
+        proved = [_proved(case) for case in cases]
+    return _merge(cases, proved)
 
 
 def _cases(op: str, examples: Sequence[str]) -> list[Case]:
@@ -136,13 +136,13 @@ def _merge(cases: list[Case], found: list[tuple[Terms, Groups]]) -> OpRule:
     examples = tuple(case.example for case in cases)
     linear = _common(cases, [groups for _, groups in found])
     for short in (short for terms, _ in found for short in (*terms.shortened(), terms)):
-        made = OpRule(cases[0].rule.op, str(short), "", linear, examples)
+        merged = OpRule(cases[0].rule.op, str(short), "", linear, examples)
         same = all(
-            _ways(made, case) == _ways(replace(made, spec=str(terms)), case)
+            _ways(merged, case) == _ways(replace(merged, spec=str(terms)), case)
             for case, (terms, _) in zip(cases, found, strict=True)
         )
-        if same and prove(made).proved:
-            return made
+        if same and prove(merged).proved:
+            return merged
     raise RuleError(
         f"no one factor string fits every example of {cases[0].rule.op}",
         why="; ".join(
@@ -214,9 +214,9 @@ def _try(case: Case, choice: tuple[Position, ...], taken: set[Position]) -> Fact
         places = [None] if choice else []
     for place in places:
         halves = _run_halves(case, choice, place, ())
-        found = None if halves is None else _recombine(case, halves, taken)
-        if found is not None and _divides(case, Factor(choice, found)):
-            return Factor(choice, found)
+        dims = None if halves is None else _recombine(case, halves, taken)
+        if dims is not None and _divides(case, Factor(choice, dims)):
+            return Factor(choice, dims)
     return _contraction(case, choice) if choice else None
 
 
@@ -280,7 +280,7 @@ def _recombine(
     case: Case, halves: list[list[Tensor]], taken: set[Position]
 ) -> tuple[int | None, ...] | None:
     """Returns the dimension along which each result is split, None where the halves sum to it."""
-    found: list[int | None] = []
+    joined: list[int | None] = []
     for i, (whole, *parts) in enumerate(zip(case.results, *halves, strict=True)):
         dims = [
             dim
@@ -289,8 +289,8 @@ def _recombine(
         ]
         if not dims and not _sums(case, whole, parts):
             return None
-        found.append(dims[0] if dims else None)
-    return tuple(found)
+        joined.append(dims[0] if dims else None)
+    return tuple(joined)
 
 
 def _joins(case: Case, whole: Tensor, parts: list[Tensor], dim: int) -> bool:
@@ -321,15 +321,15 @@ def _linear(case: Case) -> Groups:
     floating = [i for i, t in enumerate(case.types) if t.floating and i not in case.written]
     if not all(kind.floating for kind in case.node.types):
         return ()
-    found: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     for count in range(len(floating), 0, -1):
         for group in itertools.combinations(floating, count):
-            if any(set(group) <= set(larger) for larger in found):
+            if any(set(group) <= set(larger) for larger in groups):
                 continue
             halves = _run_halves(case, (), None, group)
             if halves is not None and _all_sum(case, halves):
-                found.append(group)
-    return tuple(sorted(found))
+                groups.append(group)
+    return tuple(sorted(groups))
 
 
 def source(rule: OpRule) -> str:

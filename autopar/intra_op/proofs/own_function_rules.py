@@ -118,8 +118,8 @@ def _factors(both: Joint, dims: Dims) -> Iterator[Factor]:
             continue
 
         def place(value: str, root: int = root) -> list[int]:
-            found = dims.outer(value)
-            return [d for d, cls in enumerate(found) if cls is not None and classes[cls] == root]
+            outer = dims.outer(value)
+            return [d for d, cls in enumerate(outer) if cls is not None and classes[cls] == root]
 
         operands, results = [*map(place, both.operands)], [*map(place, both.results)]
         if max(map(len, (*operands, *results))) == 1 and all(results) and any(operands):

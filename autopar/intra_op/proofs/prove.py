@@ -144,5 +144,5 @@ def _report(rule: OpRule, cases: Sequence[Case], mesh_sizes: tuple[int, ...]) ->
         for mesh in meshes
         for strategy in strategies(case.signature, mesh)
     ]
-    found = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
-    return Report(rule.op, len(runs), tuple(failure for failure in found if failure is not None))
+    failures = [case.failure(strategy, mesh) for case, strategy, mesh in runs]
+    return Report(rule.op, len(runs), tuple(failure for failure in failures if failure is not None))

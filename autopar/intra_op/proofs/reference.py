@@ -54,7 +54,7 @@ class Entry:
 
 def entry(rule: OpRule) -> Entry:
     """Returns the entry of a rule; raises RuleError without an example that runs and fits."""
-    found = []
+    entries = []
     for example in rule.examples:
         case = read_example(rule, example)
         text = _given(written(rule, case.node, case.types), len(case.types), len(case.results))
@@ -62,10 +62,10 @@ def entry(rule: OpRule) -> Entry:
         factors = tuple(dict.fromkeys(map(_shown, signature.splittable)))
         varies = not isinstance(rule.spec, str)
         count = len(rule.examples)
-        found.append(Entry(rule.op, text, varies, factors, signature.linear, example, count))
-    if not found:
+        entries.append(Entry(rule.op, text, varies, factors, signature.linear, example, count))
+    if not entries:
         raise RuleError(f"the rule of {rule.op} has no example", todo="give it one")
-    return max(found, key=lambda item: len(item.splittable))
+    return max(entries, key=lambda item: len(item.splittable))
 
 
 def _given(spec: str, operands: int, results: int) -> str:

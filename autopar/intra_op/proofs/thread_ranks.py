@@ -30,9 +30,9 @@ class _Table:
         """Returns the values of all devices, once each has supplied one."""
         self.values[index] = value
         self.barrier.wait(_PATIENCE)
-        found = list(self.values)
+        values = list(self.values)
         self.barrier.wait(_PATIENCE)
-        return found
+        return values
 
 
 @dataclass(frozen=True)

@@ -67,13 +67,13 @@ class Flat:
 
     def table(self) -> Floats:
         """Returns the bytes of every choice at every time, shape (choices, times)."""
-        found = np.zeros((len(self.cost), len(self.base)))
+        table = np.zeros((len(self.cost), len(self.base)))
         for (node, low, high), begin, end in zip(
             self.span.tolist(), self.held[:-1].tolist(), self.held[1:].tolist(), strict=True
         ):
             rows = slice(self.start[node], self.start[node + 1])
-            found[rows, low:high] += self.nbytes[begin:end, None]
-        return found
+            table[rows, low:high] += self.nbytes[begin:end, None]
+        return table
 
     def at(self, times: Ints) -> Flat:
         """Returns the problem with memory limited only at these times: a relaxation."""

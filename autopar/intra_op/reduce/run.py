@@ -212,8 +212,8 @@ def _runs(pool: Floats | Ints, begins: Ints, lengths: Ints) -> Any:
 
 def _pieces(s: Store) -> Ints:
     """Returns (node, piece) of all pieces, shape (pieces, 2)."""
-    found = np.empty((len(s.piece), 2), dtype=np.int64)
-    return found[: _list_pieces(s, found)]
+    pieces = np.empty((len(s.piece), 2), dtype=np.int64)
+    return pieces[: _list_pieces(s, pieces)]
 
 
 @entry

@@ -16,11 +16,11 @@ from autopar.operators.window import halos
 
 def _sliding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[str, str]:
     """Returns the spatial dimensions of the input and the output of a sliding window."""
-    found = halos(node, types)
+    splittable = halos(node, types)
     first = len(types[0].shape) - space
     into, out = [], []
     for i in range(space):
-        halo = found.get(first + i)
+        halo = splittable.get(first + i)
         if halo is None:
             into.append(f"i{i}!")
             out.append(f"r{i}!")
@@ -58,10 +58,10 @@ def _unfolding(node: Node, types: tuple[TensorType, ...], space: int) -> tuple[s
     kernel = types[1].shape[-space:]
     into, out = [], []
     for i in range(space):
-        length, made = types[0].shape[i - space], node.type.shape[i - space]
+        length, result = types[0].shape[i - space], node.type.shape[i - space]
         given = argument(node, 3, "stride", 1)
         steps = given[i % len(given)] if isinstance(given, tuple) else given
-        alone = kernel[i] == steps and made == length * kernel[i]
+        alone = kernel[i] == steps and result == length * kernel[i]
         into.append(f"h{i}" if alone else f"i{i}!")
         out.append(f"(h{i} s{i})" if alone else f"r{i}!")
     return " ".join(into), " ".join(out)
@@ -175,8 +175,8 @@ def _nearest(space: int) -> Callable[[Node, tuple[TensorType, ...]], str]:
         scales = given if isinstance(given, tuple) else ()
         into, out = [], []
         for i in range(space):
-            length, made = types[0].shape[i - space], node.type.shape[i - space]
-            alike = made % length == 0 and made // length in scales[i : i + 1]
+            length, result = types[0].shape[i - space], node.type.shape[i - space]
+            alike = result % length == 0 and result // length in scales[i : i + 1]
             into.append(f"h{i}" if alike else f"i{i}!")
             out.append(f"(h{i} s{i})" if alike else f"r{i}!")
         return f"... {' '.join(into)} -> ... {' '.join(out)}"

@@ -23,12 +23,12 @@ def _index(node: Node, types: tuple[TensorType, ...]) -> str:
     names = letters(len(types[0].shape))
     at = [i for i, index in enumerate(indices) if isinstance(index, Ref)]
     rank = max(len(tensor.shape) for tensor in types[1:])
-    found = [f"i{k}" for k in range(rank)]
+    indexed = [f"i{k}" for k in range(rank)]
     terms = [" ".join(f"{n}!" if i in at else n for i, n in enumerate(names))]
-    terms += [broadcast(found, tensor) for tensor in types[1:]]
+    terms += [broadcast(indexed, tensor) for tensor in types[1:]]
     rest = [n for i, n in enumerate(names) if i not in at]
     place = at[0] if at[-1] - at[0] == len(at) - 1 else 0
-    return f"{', '.join(terms)} -> {' '.join([*rest[:place], *found, *rest[place:]])}"
+    return f"{', '.join(terms)} -> {' '.join([*rest[:place], *indexed, *rest[place:]])}"
 
 
 def _embedding(node: Node, types: tuple[TensorType, ...]) -> str:

@@ -73,12 +73,12 @@ def _index_put(node: Node, types: Types) -> str:
         return all_whole(node, types)
     names = letters(len(types[0].shape))
     at = [i for i, index in enumerate(indices) if isinstance(index, Ref)]
-    found = [f"i{k}!" for k in range(max(len(tensor.shape) for tensor in kinds))]
+    indexed = [f"i{k}!" for k in range(max(len(tensor.shape) for tensor in kinds))]
     into = " ".join(f"{n}!" if i in at else n for i, n in enumerate(names))
     rest = [n for i, n in enumerate(names) if i not in at]
     place = at[0] if at[-1] - at[0] == len(at) - 1 else 0
-    value = broadcast([*rest[:place], *found, *rest[place:]], types[-1])
-    return f"{', '.join([into, *(broadcast(found, t) for t in kinds), value])} -> {into}"
+    value = broadcast([*rest[:place], *indexed, *rest[place:]], types[-1])
+    return f"{', '.join([into, *(broadcast(indexed, t) for t in kinds), value])} -> {into}"
 
 
 def _select_scatter(node: Node, types: Types) -> str:

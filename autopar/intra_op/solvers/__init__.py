@@ -30,14 +30,14 @@ def solvers() -> dict[str, Solver]:
 
 def find(name: str) -> Solver:
     """Returns the solver of that name; otherwise raises a ProblemError that lists the solvers."""
-    found = solvers()
-    if name not in found:
+    known = solvers()
+    if name not in known:
         raise ProblemError(
             f"there is no solver {name!r}",
-            why="the solvers are " + ", ".join(found),
+            why="the solvers are " + ", ".join(known),
             todo="name one of these",
         )
-    return found[name]
+    return known[name]
 
 
 def solve(problem: Problem, solver: str = "ilp", **options: Any) -> Solution:

@@ -129,5 +129,5 @@ def _bound(
 ) -> float:
     """Returns a lower bound in seconds on every choice that fits, reduced to allow for rounding."""
     refund = float(dual.prices @ (flat.limit - flat.base)) if len(dual.prices) else 0.0
-    found = bound(graph, cost, dual.messages, excess, least) + flat.total
-    return found - refund - 1e-12 * (abs(found) + abs(refund))
+    seconds = bound(graph, cost, dual.messages, excess, least) + flat.total
+    return seconds - refund - 1e-12 * (abs(seconds) + abs(refund))

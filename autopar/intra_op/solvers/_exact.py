@@ -39,12 +39,12 @@ def close(search: Search, relaxation: Relaxation, idle: Callable[[], None] | Non
     """
     trial = FIRST_TRIAL
     while not search.done:
-        found = _below(search, relaxation, _target(search, relaxation, trial), idle)
-        if found is None:
+        choice = _below(search, relaxation, _target(search, relaxation, trial), idle)
+        if choice is None:
             trial *= 2
             continue
-        search.offer(found)
-        wider = search.peaks(found, relaxation.times)
+        search.offer(choice)
+        wider = search.peaks(choice, relaxation.times)
         if len(wider) == len(relaxation.times):
             return  # optimal up to the gap
         search.say(f"memory at {len(wider)} times")

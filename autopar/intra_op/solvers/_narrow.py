@@ -67,12 +67,12 @@ def narrow(
     """
     layers: tuple[Reduced, ...] = (run(dual.without(target), name),)
     for _ in range(ROUNDS):
-        found = Narrowed(layers, target, dual)
-        if not found.flat.nodes or expired():
-            return found
-        dual = ascend(found.flat, dual.prices, target, lambda *_: expired())
-        target = min(target, offer([found.expand(guess) for guess in dual.guesses]))
+        narrowed = Narrowed(layers, target, dual)
+        if not narrowed.flat.nodes or expired():
+            return narrowed
+        dual = ascend(narrowed.flat, dual.prices, target, lambda *_: expired())
+        target = min(target, offer([narrowed.expand(guess) for guess in dual.guesses]))
         layers = (*layers, run(dual.without(target), name))
-        if len(layers[-1].flat.cost) > WORTH * len(found.flat.cost):
+        if len(layers[-1].flat.cost) > WORTH * len(narrowed.flat.cost):
             break
     return Narrowed(layers, target, dual)

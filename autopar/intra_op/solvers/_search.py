@@ -227,15 +227,15 @@ class Search:
         """Returns `known` plus times, far from one another, at which a choice does not fit."""
         if not len(self.core.base):
             return known
-        held, found = self.core.holds(choice), list(known)
+        held, times = self.core.holds(choice), list(known)
         apart = len(held) // 40 + 1
         for _ in range(PEAKS):
             fullest = int(np.argmax(held))
             if held[fullest] <= self.core.limit:
                 break
-            found.append(fullest)
+            times.append(fullest)
             held[max(fullest - apart, 0) : fullest + apart] = 0.0
-        return np.unique(np.array(found, dtype=np.int64))
+        return np.unique(np.array(times, dtype=np.int64))
 
     def solution(self, solver: str) -> Solution:
         """Returns the best choice.
@@ -358,8 +358,8 @@ def relax(search: Search) -> Relaxation:
 def restricted(layer: Reduced, choice: Ints) -> Ints:
     """Restricts a choice for a problem to its reduction, as far as the choices remain."""
     start, wanted = layer.flat.start, np.asarray(choice)[layer.nodes]
-    found = np.zeros(layer.flat.nodes, dtype=np.int64)
+    remaining = np.zeros(layer.flat.nodes, dtype=np.int64)
     for v in range(layer.flat.nodes):
         same = np.flatnonzero(layer.ident[start[v] : start[v + 1]] == wanted[v])
-        found[v] = same[0] if len(same) else 0
-    return found
+        remaining[v] = same[0] if len(same) else 0
+    return remaining

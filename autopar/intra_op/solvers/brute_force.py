@@ -53,9 +53,9 @@ def solve(problem: Problem) -> Solution:
             else "every combination has something forbidden",
             todo="allow more layouts, or more memory",
         )
-    found = tuple(int(digits[0]) for digits in _digits(np.array([best]), sizes))
+    optimum = tuple(int(digits[0]) for digits in _digits(np.array([best]), sizes))
     seconds = time.perf_counter() - started
-    return Solution(found, best_cost, best_cost, "brute_force", seconds)
+    return Solution(optimum, best_cost, best_cost, "brute_force", seconds)
 
 
 def _digits(numbers: NDArray[np.int64], sizes: list[int]) -> list[NDArray[np.int64]]:

@@ -31,15 +31,15 @@ def solve(problem: Problem) -> Solution:
         [int(np.argmin(cost)) for cost in tables.cost],
         [int(np.argmin(tables.most(v))) for v in range(len(problem.nodes))],
     ]
-    found = [choice for choice in map(tables.descend, starts) if tables.fits(choice)]
-    if not found:
+    fitting = [choice for choice in map(tables.descend, starts) if tables.fits(choice)]
+    if not fitting:
         raise InfeasibleError(
             "the greedy solver found no choice that fits",
             where=f"problem {problem.name!r}",
             why="changing one node at a time reaches none; there may still be one",
             todo="use the ilp solver",
         )
-    best = min(found, key=tables.price)
+    best = min(fitting, key=tables.price)
     price, bound = tables.price(best), tables.bound()
     return Solution(best, price, min(price, bound), "greedy", time.perf_counter() - started)
 
@@ -93,11 +93,11 @@ class Tables:
 
     def above(self, held: NDArray[np.float64], node: int) -> NDArray[np.float64]:
         """Returns the worst excess of each choice over the limit, given what others hold."""
-        found = np.zeros(len(self.cost[node]))
+        excess = np.zeros(len(self.cost[node]))
         for low, high, nbytes in self.pieces[node]:
             if low < high:
-                np.maximum(found, nbytes + held[low:high].max() - self.limit, out=found)
-        return found
+                np.maximum(excess, nbytes + held[low:high].max() - self.limit, out=excess)
+        return excess
 
     def fits(self, choice: Sequence[int]) -> bool:
         """Returns whether nothing forbidden is taken and the peak is within the limit."""

@@ -62,9 +62,11 @@ def _suggested(search: Search, relaxation: Relaxation) -> None:
         last, end = target == search.price, search.elapsed() + NARROWING * search.left()
         expired = partial(_late, search, end)
         try:
-            found = narrow(relaxation.dual, target, search.problem.name, relaxation.offer, expired)
-            search.raise_bound(min(found.dual.bound, found.target))
-            search.say(f"below {found.target:.9g}: {found.flat.size()}")
+            narrowed = narrow(
+                relaxation.dual, target, search.problem.name, relaxation.offer, expired
+            )
+            search.raise_bound(min(narrowed.dual.bound, narrowed.target))
+            search.say(f"below {narrowed.target:.9g}: {narrowed.flat.size()}")
         except InfeasibleError:
             search.raise_bound(min(target, search.price))
         if last:

@@ -119,10 +119,10 @@ class _Spreading:
             for end in self.ends[other]:
                 if end.other == node:
                     end.now = end.cost[:, chosen]
-            said = self._said(other)
-            if np.ptp(said) > 0:
-                kept, free = self._follow(other, said)
-                rise = float((self.cost[other] + said)[kept].min() - self.cost[other].min())
+            costs = self._said(other)
+            if np.ptp(costs) > 0:
+                kept, free = self._follow(other, costs)
+                rise = float((self.cost[other] + costs)[kept].min() - self.cost[other].min())
                 self.waiting[other] = not free, rise, int(kept.sum())
 
     def _said(self, node: int) -> Array:

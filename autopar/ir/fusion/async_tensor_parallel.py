@@ -85,9 +85,9 @@ class Beside:
             carried = any(value.name == entry for r in graph.repeats for entry, _ in r.carried)
             if carried or value.is_leaf or reader.name in self._leaving:
                 return ()
-            found = tuple(graph[name] for name in graph.users[reader.name])
+            users = tuple(graph[name] for name in graph.users[reader.name])
         else:
-            found = (reader,) if len(graph.users[value.name]) == 1 else ()
+            users = (reader,) if len(graph.users[value.name]) == 1 else ()
         home = self._home.get(reader.name)
         fits = (
             self._fits(node)
@@ -95,18 +95,18 @@ class Beside:
             and graph.template[node.name] == node.name
             and self._home.get(node.name) == home
             and all(map(self._of_parameters, node.inputs[1:]))
-            for node in found
+            for node in users
         )
-        return found if found and all(fits) else ()
+        return users if users and all(fits) else ()
 
     def reader(self, linear: Node) -> Node | None:
         """Returns the only reader of a linear's result, if it reads once and in the same block."""
         users, home = self.graph.users[linear.name], self._home.get(linear.name)
         if not self._fits(linear) or len(users) != 1 or linear.name in self._leaving:
             return None
-        found = self.graph[users[0]]
-        same = self._home.get(found.name) == home and home not in self._alone
-        return found if same and found.inputs.count(linear.name) == 1 else None
+        user = self.graph[users[0]]
+        same = self._home.get(user.name) == home and home not in self._alone
+        return user if same and user.inputs.count(linear.name) == 1 else None
 
     def _fits(self, node: Node) -> bool:
         if node.op != LINEAR or node.name in self.graph.aside or not node.requires_grad:

@@ -24,8 +24,8 @@ def reader(graph: Graph, node: Node) -> Node | None:
     users = graph.users[node.name] if node.op == ROTARY else ()
     if len(users) != 1 or node.name in {name for _, name in graph.outputs}:
         return None
-    found = graph[users[0]]
-    return found if found.inputs.count(node.name) == 1 else None
+    user = graph[users[0]]
+    return user if user.inputs.count(node.name) == 1 else None
 
 
 def packing(node: Node, given: Layout, wanted: Layout, resharder: Resharder) -> Step | None:

@@ -121,17 +121,17 @@ def call(
     match: Match, writer: Writer, kernel: str, args: Sequence[Arg], gives: Sequence[str] = ()
 ) -> None:
     """Writes a call of a kernel whose results are the match's and those named in `gives`."""
-    found = match.found
-    nodes = [found, *(match.node(name) or found for name in gives)]
+    last = match.found
+    nodes = [last, *(match.node(name) or last for name in gives)]
     grad = any(node.requires_grad for node in nodes)
     op, types = PREFIX + kernel, tuple(node.type for node in nodes)
     if not gives:
-        writer.nodes.append(Node(found.name, op, tuple(args), (), types, found.source, grad))
+        writer.nodes.append(Node(last.name, op, tuple(args), (), types, last.source, grad))
         return
-    made = Node(writer.fresh(kernel), op, tuple(args), (), types, found.source, grad)
-    writer.nodes.append(made)
+    kernel_call = Node(writer.fresh(kernel), op, tuple(args), (), types, last.source, grad)
+    writer.nodes.append(kernel_call)
     for index, node in enumerate(nodes):
-        part = (Ref(made.name), index)
+        part = (Ref(kernel_call.name), index)
         writer.nodes.append(Node(node.name, "getitem", part, (), node.types, node.source, grad))
 
 

@@ -184,7 +184,7 @@ def optimizer_parts(
 
 
 def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
-    """A tensor of the optimizer's state: like the parameter, or one for all of it."""
+    """Returns a tensor of the optimizer's state, shaped like its parameter or one for all of it."""
     name, box, shape = f"optimizer.{h.name}.{key}", h.updated_box, tuple(value.shape)
     value = value if shape else value.clone()  # counts may be shared
     if shape == box.sizes:
@@ -202,10 +202,10 @@ def _state_part(h: Held, key: str, value: Tensor, where: str) -> Part:
 
 
 def check_optimizer(optimizer: Optimizer, held: Sequence[Held], record: Mapping[str, Any]) -> None:
-    """Compare an optimizer with that of a checkpoint, as far as this rank sees it.
+    """Compares an optimizer with that of a checkpoint, as far as this rank sees it.
 
     Raises:
-        CheckpointError: another kind, or parameters of one group that were in different ones.
+        CheckpointError: another kind, or parameters of one group that had different ones.
     """
     kind = type(optimizer).__name__
     if record["kind"] != kind:
@@ -223,18 +223,18 @@ def _options(
     """Yields every group that the checkpoint knows, with its saved options."""
     known = {name: group for group in record["groups"] for name in group["parameters"]}
     for group, members in groups_of(optimizer, held):
-        found = {
+        group_of = {
             json.dumps(known[h.name]["options"]): h.name for h, _ in members if h.name in known
         }
-        if len(found) > 1:
+        if len(group_of) > 1:
             raise CheckpointError(
                 "the optimizer's groups differ from those of the checkpoint",
-                why=f"{' and '.join(found.values())} had different options",
+                why=f"{' and '.join(group_of.values())} had different options",
                 todo="restore the groups, or load the weights only",
             )
         if not members and len(record["groups"]) == 1:
-            found = {json.dumps(record["groups"][0]["options"]): ""}
-        for text in found:
+            group_of = {json.dumps(record["groups"][0]["options"]): ""}
+        for text in group_of:
             options = decode(json.loads(text))
             if not isinstance(options, dict) or any(key in options for key in _MANNER):
                 raise CheckpointError("the checkpoint's options of the optimizer are not a mapping")

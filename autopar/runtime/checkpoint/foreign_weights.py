@@ -66,12 +66,12 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         if (path / name).exists():
             try:
                 listed = json.loads((path / name).read_text(encoding="utf-8"))["weight_map"]
-                found: dict[Path, list[str] | None] = {}
+                files: dict[Path, list[str] | None] = {}
                 for key, file in listed.items():
-                    names = found.setdefault(path / Path(file).name, [])
+                    names = files.setdefault(path / Path(file).name, [])
                     assert names is not None
                     names.append(key)
-                return found
+                return files
             except (
                 OSError,
                 ValueError,

@@ -78,11 +78,11 @@ class Index:
 
     def optimizer_state(self) -> dict[str, dict[str, Stored]]:
         """Returns for each parameter's name the tensors of its optimizer state, by their names."""
-        found: dict[str, dict[str, Stored]] = {}
+        state: dict[str, dict[str, Stored]] = {}
         for name, stored in self.under("optimizer").items():
             parameter, _, key = name.rpartition(".")
-            found.setdefault(parameter, {})[key] = stored
-        return found
+            state.setdefault(parameter, {})[key] = stored
+        return state
 
     @property
     def model(self) -> dict[str, tuple[int, ...]]:
@@ -92,11 +92,11 @@ class Index:
     @property
     def files(self) -> dict[str, int]:
         """Returns every file, with the total bytes of its tensors."""
-        found: dict[str, int] = {}
+        nbytes: dict[str, int] = {}
         for stored in self.tensors.values():
             for chunk in stored.chunks:
-                found[chunk.file] = found.get(chunk.file, 0) + stored.bytes_of(chunk)
-        return found
+                nbytes[chunk.file] = nbytes.get(chunk.file, 0) + stored.bytes_of(chunk)
+        return nbytes
 
 
 def model_of(

@@ -42,17 +42,17 @@ def _state_dict(folder: Path, index: Index, average: bool) -> dict[str, Tensor]:
             f"the checkpoint {folder} has no averages",
             todo="train with ema=0.999, or load it without",
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def wanted() -> list[Part]:
         for name, stored in index.under("model").items():
-            found[name] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            tensors[name] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         return [
             Part(f"{'ema' if name in means else 'model'}.{name}", value, Box.whole(shape), shape)
-            for name, value in found.items()
+            for name, value in tensors.items()
             for shape in [tuple(value.shape)]
         ]
 
     read_parts(Reader(folder, index), wanted, None)
     tied = index.details["tied"]
-    return {name: found[tied.get(name, name)] for name in index.details["names"]}
+    return {name: tensors[tied.get(name, name)] for name in index.details["names"]}

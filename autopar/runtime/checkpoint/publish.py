@@ -125,9 +125,11 @@ def _check_place(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if _content(path, len(HEAD)) != HEAD.encode():
         raise CheckpointError(what, why=f"its {MARKER} is not {FORMAT!r}", todo=todo)
     with suppress(ValueError):  # a damaged one may be replaced
-        found = _parsed(path).model
-        if found != dict(shapes):
-            odd = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+        present = _parsed(path).model
+        if present != dict(shapes):
+            odd = sorted(
+                name for name in {*present, *shapes} if present.get(name) != shapes.get(name)
+            )
             raise CheckpointError(
                 f"{path} is a checkpoint of another model",
                 why=f"it would be replaced; they differ in {', '.join(odd[:3])}",
@@ -185,15 +187,15 @@ def reading(read: Callable[[], Found], use: Callable[[Found], Value]) -> Value:
         CheckpointError: an error of either function, or a file that is missing though nothing was
             replaced.
     """
-    found = read()
+    contents = read()
     for _ in range(_READS):
         try:
-            return use(found)
+            return use(contents)
         except GoneError:
             again = read()
-            if again == found:
+            if again == contents:
                 raise
-            found = again
+            contents = again
     raise CheckpointError(
         "the checkpoint is replaced faster than it can be read", todo="wait until it is saved"
     )
@@ -227,7 +229,7 @@ def check_files(folder: Path, index: Index) -> None:
         if not os.path.realpath(folder / name).startswith(inside):
             raise damaged(folder, name, "it leads out of the folder")
         try:
-            found = _tensor_bytes(folder / name)
+            nbytes = _tensor_bytes(folder / name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise GoneError(
                 f"the checkpoint {folder} is damaged",
@@ -235,8 +237,8 @@ def check_files(folder: Path, index: Index) -> None:
                 why="it is missing, or the rank that wrote it has another file system",
                 todo="load an earlier one; save to a folder that all machines share",
             ) from error
-        if found != size:
-            why = f"it has {found} bytes of tensors, {MARKER} says {size}"
+        if nbytes != size:
+            why = f"it has {nbytes} bytes of tensors, {MARKER} says {size}"
             raise damaged(folder, name, why)
 
 

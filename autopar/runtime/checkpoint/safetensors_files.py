@@ -253,8 +253,10 @@ class Reader(StorageReader):
             part = opened.get_slice(chunk.key)
             alike = tuple(part.get_shape()) == chunk.box.sizes
             if not alike or part.get_dtype() != _DTYPES[stored.dtype]:
-                found = f"{part.get_dtype()}{list(part.get_shape())}"
-                why = f"it is {found} there, {stored.dtype} of {list(chunk.box.sizes)} by its index"
+                actual = f"{part.get_dtype()}{list(part.get_shape())}"
+                why = (
+                    f"it is {actual} there, {stored.dtype} of {list(chunk.box.sizes)} by its index"
+                )
                 raise publish.damaged(self.path, f"{chunk.key} in {chunk.file}", why)
             if chunk.checksum not in (None, checksum(opened.get_tensor(chunk.key))):
                 why = "its bytes differ from those that were saved"

@@ -62,19 +62,19 @@ class Names:
             CheckpointError: names what is missing, unexpected or of another shape.
         """
         own = [n for n in shapes if n not in self.tied and self.kind(n) == "model"]
-        found: dict[str, str] = {}
+        matches: dict[str, str] = {}
         for name in own:
             spellings = [s for n in self.all_of(name) for s in (rename(n), n) if s in stored]
             if spellings:
-                found[name] = spellings[0]
+                matches[name] = spellings[0]
         # The model may have tensors that the program does not use.
         aliases = {s for n in (*shapes, *self.persistent) for s in (rename(n), n)}
         faults = {
-            "missing": [name for name in own if name not in found],
+            "missing": [name for name in own if name not in matches],
             "unexpected": [n for n in stored if n not in aliases] if strict else [],
             "mis-shaped": [
                 f"{name} {list(stored[spelling].shape)} instead of {list(shapes[name])}"
-                for name, spelling in found.items()
+                for name, spelling in matches.items()
                 if stored[spelling].shape != shapes[name]
             ],
         }
@@ -85,7 +85,7 @@ class Names:
                 why="; ".join(f"{k}: {_some(v)}" for k, v in faults.items() if v),
                 todo="load a checkpoint of the model that was compiled",
             )
-        return found
+        return matches
 
 
 def _some(names: Collection[str], most: int = 8) -> str:

@@ -97,8 +97,8 @@ def _decode_tensor(content: list[Any]) -> Tensor:
         return torch.view_as_complex(pairs)
     # Small floats are cast from float64: torch cannot create all of them from Python numbers.
     wide = torch.tensor(numbers, dtype=torch.float64) if dtype.is_floating_point else None
-    made = torch.tensor(numbers, dtype=dtype) if wide is None else wide.to(dtype)
-    return made.reshape(shape)
+    tensor = torch.tensor(numbers, dtype=dtype) if wide is None else wide.to(dtype)
+    return tensor.reshape(shape)
 
 
 def decode(value: Any) -> Any:

@@ -54,18 +54,18 @@ class Around:
         if not self.direct:
             whole = self.group.gather(x, self.dim)
             return whole, [whole @ matrix for matrix in matrices]
-        whole, made = torch_private.all_gather_matmul(
+        whole, products = torch_private.all_gather_matmul(
             x.contiguous(), matrices, self.dim, self.group.calls.handle
         )
         # Rows are ordered by rank, whatever dimensions precede them.
-        return whole, [product.contiguous() for product in made]
+        return whole, [product.contiguous() for product in products]
 
     def scattered(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Returns this rank's rows of the sum of the products over ranks."""
         if not self.direct:
             return self.group.reduce_scatter(x @ matrix, self.dim)
-        made = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.calls.handle)
-        return made.contiguous()
+        rows = torch_private.matmul_reduce_scatter(x, matrix, self.dim, self.group.calls.handle)
+        return rows.contiguous()
 
 
 class _Gathered(torch.autograd.Function):
@@ -77,10 +77,10 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         half = len(operands) // 2
         weights = [weight for weight in operands[:half] if weight is not None]
-        whole, made = around.gathered(x, [weight.t() for weight in weights])
+        whole, products = around.gathered(x, [weight.t() for weight in weights])
         ctx.save_for_backward(whole, *weights)
         ctx.around = around
-        return tuple(_plus(*pair) for pair in zip(made, operands[half:], strict=True))
+        return tuple(_plus(*pair) for pair in zip(products, operands[half:], strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -141,8 +141,8 @@ def gathered_linears(
 
     The gradient of x is the sum over ranks.
     """
-    made: tuple[Tensor, ...] = _Gathered.apply(x, around, *weights, *biases)  # type: ignore[no-untyped-call]
-    return made
+    results: tuple[Tensor, ...] = _Gathered.apply(x, around, *weights, *biases)  # type: ignore[no-untyped-call]
+    return results
 
 
 def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
@@ -150,5 +150,5 @@ def scattered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Aro
 
     The gradient of the bias is that of the whole, on every rank.
     """
-    made: Tensor = _Scattered.apply(x, around, weight, bias)  # type: ignore[no-untyped-call]
-    return made
+    result: Tensor = _Scattered.apply(x, around, weight, bias)  # type: ignore[no-untyped-call]
+    return result

@@ -33,8 +33,8 @@ class Bench:
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Returns each value's maximum over the processes."""
-        found = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return [float(value) for value in self.group.maximum(found)]
+        times = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return [float(value) for value in self.group.maximum(times)]
 
     def __call__(self, call: Callable[[], Sequence[float]]) -> list[Timing]:
         """Returns the times of the parts of a problem.
@@ -102,9 +102,9 @@ class Bench:
 
         def call() -> tuple[float, ...]:
             marks = [self.clock()]
-            made = [run(*xs) for xs in inputs]
+            results = [run(*xs) for xs in inputs]
             marks.append(self.clock())
-            torch.autograd.grad(made, wanted, gradients)
+            torch.autograd.grad(results, wanted, gradients)
             return (*marks, self.clock())
 
         return [Timing(t.seconds / len(inputs), t.spread) for t in self(call)]

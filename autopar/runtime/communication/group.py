@@ -119,9 +119,9 @@ class Group:
 
     def stack(self, x: Tensor) -> Tensor:
         """Stacks the tensors of all ranks, of equal shapes, along a new first dimension."""
-        found = x.new_empty((self.size, *x.shape))
-        self.calls.all_gather(found.view(-1), x.contiguous().view(-1))
-        return found
+        stacked = x.new_empty((self.size, *x.shape))
+        self.calls.all_gather(stacked.view(-1), x.contiguous().view(-1))
+        return stacked
 
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns tensors from the ranks with the previous and the next block, None at the ends.

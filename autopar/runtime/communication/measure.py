@@ -180,8 +180,8 @@ def _copied(x: Tensor) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # Fused attention kernels need four dimensions.
-    made = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
-    return made[0]
+    result = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+    return result[0]
 
 
 def calibrate(
@@ -209,17 +209,19 @@ def calibrate(
         for name, measure in plan:
             progress(name, (len(rounds) - 1) * len(plan) + len(rounds[-1]) + 1, total)
             rounds[-1].append(measure())
-    found = [middle(each) for each in zip(*rounds, strict=True)]
+    medians = [middle(each) for each in zip(*rounds, strict=True)]
     # Other load on the machine only slows problems down, so a small problem that took longer than a
     # larger one is measured again.
     for _ in range(_AGAIN):
-        slow = {id(small) for small, _ in disorder(itertools.chain(*found))}
-        for number, points in enumerate(found):
+        slow = {id(small) for small, _ in disorder(itertools.chain(*medians))}
+        for number, points in enumerate(medians):
             if any(id(point) in slow for point in points):
                 progress(plan[number][0], total, total)
                 again = zip(points, plan[number][1](), strict=True)
-                found[number] = [min(pair, key=lambda point: point.time.seconds) for pair in again]
-    points = list(itertools.chain(*found))
+                medians[number] = [
+                    min(pair, key=lambda point: point.time.seconds) for pair in again
+                ]
+    points = list(itertools.chain(*medians))
     return Calibration(
         mesh,
         torch.__version__,

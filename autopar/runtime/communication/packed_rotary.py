@@ -45,5 +45,5 @@ def exchanged(x: Tensor, cos: Tensor, sin: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return kernels.rotary(x, cos, sin)
-    found: Tensor = _Exchanged.apply(x, cos, sin, group)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Exchanged.apply(x, cos, sin, group)  # type: ignore[no-untyped-call]
+    return result

@@ -48,12 +48,12 @@ class _Kept:
     def fetch(self) -> Tensor:
         """Returns the parameter as operators use it, gathering it unless it still is."""
         self._block.arrive()
-        found = self._again() if self.arrived is None else self.arrived
+        gathered = self._again() if self.arrived is None else self.arrived
         self.arrived = None
-        if found is None:
-            found = travel(self._comm, [self.weight], [self.part], "backward")[0]
-        self._again = weakref.ref(found)
-        return found
+        if gathered is None:
+            gathered = travel(self._comm, [self.weight], [self.part], "backward")[0]
+        self._again = weakref.ref(gathered)
+        return gathered
 
 
 class _Block:

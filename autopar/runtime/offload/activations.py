@@ -53,7 +53,7 @@ class _Block:
         self.stowed: dict[weakref.ref[_Stowed], None] = {}  # including earlier blocks' storages
 
     def _alive(self) -> Iterator[_Stowed]:
-        return (found for ref in self.stowed if (found := ref()) is not None)
+        return (stowed for ref in self.stowed if (stowed := ref()) is not None)
 
     def depart(self) -> None:
         """Starts copying back the storages that are still needed."""
@@ -147,8 +147,8 @@ class Stow:
         self._inside = True
 
         def pack(tensor: Tensor) -> Any:
-            found = packed(tensor)
-            return self._stowed(tensor) if found is tensor else found
+            replacement = packed(tensor)
+            return self._stowed(tensor) if replacement is tensor else replacement
 
         def bring(saved: Any) -> Tensor:
             return _viewed(saved) if isinstance(saved, _View) else unpack(saved)
@@ -182,5 +182,5 @@ def _viewed(saved: _View) -> Tensor:
     saved.block.come()
     assert saved.stowed.back is not None
     storage = saved.stowed.back.wait().untyped_storage()
-    made = torch.empty(0, dtype=saved.dtype, device=storage.device)
-    return made.set_(storage, saved.offset, saved.size, saved.stride)
+    view = torch.empty(0, dtype=saved.dtype, device=storage.device)
+    return view.set_(storage, saved.offset, saved.size, saved.stride)

@@ -85,14 +85,14 @@ class Host:
 
     def take(self, put: Put) -> Taken:
         """Starts copying back; its memory on the device is allocated at once."""
-        made = torch.empty(put.host.shape, dtype=put.host.dtype, device=self.device)
+        tensor = torch.empty(put.host.shape, dtype=put.host.dtype, device=self.device)
         if self._back is None:
-            return Taken(made.copy_(put.host))
+            return Taken(tensor.copy_(put.host))
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._back):
             if put.done is not None:
                 self._back.wait_event(put.done)
-            made.copy_(put.host, non_blocking=True)
+            tensor.copy_(put.host, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._back)
-        return Taken(made, done)
+        return Taken(tensor, done)

@@ -128,7 +128,7 @@ class HostState:
 
     def _go(self, row: Sequence[nn.Parameter]) -> list[Put]:
         """Starts copying a bucket back into its host memory."""
-        found = []
+        puts = []
         for kept, key in self._slots(row):
             value, before = kept[key], self._puts.get((id(kept), key))
             if before is not None and before.host is value:
@@ -137,8 +137,8 @@ class HostState:
             fits = before is not None and like and before.host.shape == value.shape
             put = self._host.put(value, before.host if before is not None and fits else None)
             self._puts[id(kept), key], kept[key] = put, put.host
-            found.append(put)
-        return found
+            puts.append(put)
+        return puts
 
 
 def _give(row: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

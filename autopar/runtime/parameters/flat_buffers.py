@@ -36,8 +36,8 @@ Launch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 def neighbours(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns the same elements in as few flat tensors as possible, as views if contiguous."""
     rows: list[list[Tensor]] = []
-    found = [tensor.contiguous() for tensor in tensors]
-    for tensor in (found[place] for place in _in_memory(found)):
+    pieces = [tensor.contiguous() for tensor in tensors]
+    for tensor in (pieces[place] for place in _in_memory(pieces)):
         last = rows[-1][-1] if rows else tensor
         if rows and last.dtype == tensor.dtype and _apart(last, tensor) == last.numel():
             rows[-1].append(tensor)
@@ -50,8 +50,8 @@ def side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns copies of tensors in a dtype, of their shapes, in one buffer padded with zeros."""
     starts, total = _starts(tensors)
     gaps = total > sum(tensor.numel() for tensor in tensors)
-    made = torch.zeros if gaps else torch.empty
-    views = _views(made(total, dtype=dtype, device=tensors[0].device), starts, tensors)
+    allocate = torch.zeros if gaps else torch.empty
+    views = _views(allocate(total, dtype=dtype, device=tensors[0].device), starts, tensors)
     torch_private.copy_all(views, list(tensors))
     return views
 
@@ -82,11 +82,11 @@ class Flat:
             state: state of each; missing moments are zero.
             held: lower-precision copies by the parameter's id; of all parameters, or of none.
         """
-        found = list(parameters)
-        gradients = [p if p.grad is None else p.grad for p in found]
+        members = list(parameters)
+        gradients = [p if p.grad is None else p.grad for p in members]
         # Parameters whose gradients are copied come last.
         places = sorted(_in_memory(gradients), key=lambda place: _small(gradients[place]))
-        row = [found[place] for place in places]
+        row = [members[place] for place in places]
         starts, total = _starts(row)
 
         def moved(tensors: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -130,8 +130,8 @@ class Gradients:
                 rows.setdefault((number, own), []).append(place)
         for places in rows.values():
             dtype = done[places[0]][0].updated.dtype
-            made = side_by_side([done[place][1] for place in places], dtype)
-            for place, gradient in zip(places, made, strict=True):
+            casts = side_by_side([done[place][1] for place in places], dtype)
+            for place, gradient in zip(places, casts, strict=True):
                 done[place] = done[place][0], gradient
         return done
 

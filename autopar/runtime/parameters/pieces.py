@@ -137,18 +137,18 @@ class State:
         if first.piece is None and len(numbers) == 1:
             return first.shape
         pieces = [self.parameters[n].piece for n in numbers]
-        found = [piece for piece in pieces if piece is not None]
-        found.sort(key=lambda piece: piece.start)
+        present = [piece for piece in pieces if piece is not None]
+        present.sort(key=lambda piece: piece.start)
         end = 0
-        for piece in found:
-            if len(found) != len(pieces) or piece.dim != found[0].dim or piece.start != end:
+        for piece in present:
+            if len(present) != len(pieces) or piece.dim != present[0].dim or piece.start != end:
                 raise StateError(
                     f"the pieces of parameter {name!r} do not join",
                     why=", ".join(str(piece) for piece in pieces),
                 )
             end += piece.length
         numbers.sort(key=lambda n: getattr(self.parameters[n].piece, "start", 0))
-        dim = found[0].dim
+        dim = present[0].dim
         return (*first.shape[:dim], end, *first.shape[dim + 1 :])
 
     def load(

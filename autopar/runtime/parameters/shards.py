@@ -77,8 +77,8 @@ class Weight:
 
     def way(self, when: str) -> Way:
         """Returns the key of the parameters that it can be sent together with."""
-        ways = tuple(hop.way for hop in self.path(when))
-        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, ways)
+        hops = tuple(hop.way for hop in self.path(when))
+        return (self.sent if when in ("accumulate", "reduce") else self.held.dtype, hops)
 
 
 Room = Callable[[Sequence[Weight]], Tensor | None]
@@ -332,11 +332,11 @@ def travel(
         when: see `Hop`.
         into: destination of gradient shards, if they fit.
     """
-    found = tensors
+    moved = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     for place, hops in enumerate(paths):
-        found = _moved(comm, weights, found, hops, into if place == len(paths) - 1 else None)
-    return found
+        moved = _moved(comm, weights, moved, hops, into if place == len(paths) - 1 else None)
+    return moved
 
 
 def depart(
@@ -346,13 +346,13 @@ def depart(
 
     If they are gathered `ahead`, computation of this device in between does not wait.
     """
-    found = tensors
+    moved = tensors
     paths = list(zip(*(weight.path(when) for weight in weights), strict=True))
     gathers = [hops[0].call.kind == "all_gather" for hops in paths]
     if not ahead or not all(gathers):
-        found = travel(comm, weights, found, when)
-        return lambda: found
-    arrive = _gather(comm, weights, found, paths[0], True)
+        moved = travel(comm, weights, moved, when)
+        return lambda: moved
+    arrive = _gather(comm, weights, moved, paths[0], True)
 
     def rest() -> list[Tensor]:
         arrived = arrive()

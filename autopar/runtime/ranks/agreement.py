@@ -82,9 +82,9 @@ class _Board:
             self._store.set_timeout(self._wait + _GRACE)
             return self._get(place, 0)
         self._store.set_timeout(self._wait)
-        found = answer([self._get(f"{self._key}/{name}/{r}", r) for r in range(self._world)])
-        self._store.set(place, found)
-        return found
+        reply = answer([self._get(f"{self._key}/{name}/{r}", r) for r in range(self._world)])
+        self._store.set(place, reply)
+        return reply
 
     def _get(self, place: str, rank: int) -> str:
         try:
@@ -104,11 +104,11 @@ def _difference(found: Sequence[str]) -> str:
     """Returns what, where and why of the first difference, as JSON."""
     ranks: list[dict[str, str]] = [json.loads(text) for text in found]
     for name in dict.fromkeys(name for items in ranks for name in items):
-        mine = ranks[0].get(name, "nothing")
+        first = ranks[0].get(name, "nothing")
         for rank, items in enumerate(ranks):
             other = items.get(name, "nothing")
-            if other != mine:
-                here, there = shortened(mine, other)
+            if other != first:
+                here, there = shortened(first, other)
                 why = f"rank 0 has {here}, rank {rank} has {there}"
                 return json.dumps([f"the ranks differ in {name}", f"rank {rank}", why])
     return json.dumps(["the ranks differ in the order of their arguments", "", ""])
@@ -117,12 +117,12 @@ def _difference(found: Sequence[str]) -> str:
 def shortened(one: str, other: str) -> tuple[str, str]:
     """Returns two texts, cut to the first lines that differ, from shortly before the difference."""
     if "\n" in one or "\n" in other:
-        mine, its = one.splitlines(), other.splitlines()
+        ours, its = one.splitlines(), other.splitlines()
         at = next(
-            (n for n, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
-            min(len(mine), len(its)),
+            (n for n, (a, b) in enumerate(zip(ours, its, strict=False)) if a != b),
+            min(len(ours), len(its)),
         )
-        one, other = (" ".join(lines[at : at + 1]) or "no such line" for lines in (mine, its))
+        one, other = (" ".join(lines[at : at + 1]) or "no such line" for lines in (ours, its))
     if max(len(one), len(other)) > _SHOWN:
         pairs = enumerate(zip(one, other, strict=False))
         at = next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -136,9 +136,9 @@ def gathered(value: Any) -> list[Any]:
     """Returns the values of all ranks of torch's process group, by rank."""
     if _alone():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 # Texts of what users pass, alike in every process ------------------------------------------------
@@ -213,5 +213,5 @@ def _tensor(tensor: Tensor) -> str:
     kind = f"{tensor.dtype}{list(tensor.shape)}"
     if tensor.is_meta:
         return kind
-    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{kind}#{zlib.crc32(held.numpy().tobytes()):08x}"
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{kind}#{zlib.crc32(content.numpy().tobytes()):08x}"

@@ -110,15 +110,15 @@ class Channel:
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Returns the values of all ranks."""
-        found: list[Any] = [None] * len(self.ranks)
-        self._run("all_gather of objects", 0, dist.all_gather_object, found, value)
-        return found
+        values: list[Any] = [None] * len(self.ranks)
+        self._run("all_gather of objects", 0, dist.all_gather_object, values, value)
+        return values
 
     def gather_object(self, value: object, target: int) -> list[Any]:
         """Returns the values of all ranks on a global rank, [] on the others."""
-        found: list[Any] | None = [None] * len(self.ranks) if dist.get_rank() == target else None
-        self._run("gather of objects", 0, dist.gather_object, value, found, target)
-        return found or []
+        values: list[Any] | None = [None] * len(self.ranks) if dist.get_rank() == target else None
+        self._run("gather of objects", 0, dist.gather_object, value, values, target)
+        return values or []
 
     def send(self, x: Tensor, receiver: int, tag: int) -> Waiting:
         """Starts sending x to a global rank."""

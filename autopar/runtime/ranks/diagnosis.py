@@ -86,10 +86,12 @@ def _disagreement(records: Mapping[int, Record]) -> Disagreement | None:
     for rank, record in sorted(records.items()):
         for entry in record.events:
             events.setdefault((entry.channel, entry.number), {})[rank] = entry
-    found = [key for key, entries in events.items() if len(set(map(_call, entries.values()))) > 1]
-    if not found:
+    differing = [
+        key for key, entries in events.items() if len(set(map(_call, entries.values()))) > 1
+    ]
+    if not differing:
         return None
-    first = min(found, key=lambda key: min(entry.began for entry in events[key].values()))
+    first = min(differing, key=lambda key: min(entry.began for entry in events[key].values()))
     return Disagreement(*first, events[first])
 
 

@@ -38,11 +38,11 @@ class Dump:
         Raises:
             DumpError: there is no such signal, or the folder is a file.
         """
-        found = given if isinstance(given, Dump) else cls(given)
-        found.number  # noqa: B018  # refuses an unknown signal
-        if found.folder is not None and Path(found.folder).is_file():
-            raise DumpError(f"{found.folder} is a file", todo="name a folder for dumps")
-        return found
+        dump = given if isinstance(given, Dump) else cls(given)
+        dump.number  # noqa: B018  # refuses an unknown signal
+        if dump.folder is not None and Path(dump.folder).is_file():
+            raise DumpError(f"{dump.folder} is a file", todo="name a folder for dumps")
+        return dump
 
     @property
     def number(self) -> int | None:

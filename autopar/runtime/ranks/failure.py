@@ -174,8 +174,8 @@ class Watch:
         if self._board is None or self._thread is not None:
             return
         # The thread must not keep an otherwise unreferenced watch alive.
-        closed, mine = threading.Event(), weakref.ref(self)
-        run = functools.partial(_look_again, mine, closed, self.interval)
+        closed, reference = threading.Event(), weakref.ref(self)
+        run = functools.partial(_look_again, reference, closed, self.interval)
         self._closed, self._thread = closed, threading.Thread(target=run, daemon=True)
         self._thread.name = "autopar-watch"
         self._thread.start()
@@ -201,21 +201,21 @@ class Watch:
     def _publish(self, board: Board, error: BaseException) -> Failure | None:
         """Publishes this rank's error; returns another rank's if that one was first."""
         failure = Failure.of(self.rank, self._survivals, error)
-        mine = failure.write()
+        text = failure.write()
         try:
             board.set(self._place(failure, self.rank), self._record())
-            value = board.first(self.key, mine, self._survived)
-            if value != mine:
+            value = board.first(self.key, text, self._survived)
+            if value != text:
                 self._answer(board, value)
             elif self.rank == 0:
                 self._wait_for_answers(board, value)
         except RuntimeError:
             # The process that served the store is gone; the thread may have read its error.
             with self._lock:
-                value = mine if self._failure is None else self._failure.write()
+                value = text if self._failure is None else self._failure.write()
         with self._lock:
             self._survive(value)
-        return None if value == mine else Failure.read(value)
+        return None if value == text else Failure.read(value)
 
     def _record(self) -> str:
         recorder = self._peers.recorder
@@ -376,7 +376,7 @@ class Watch:
 
 
 def _look_again(watch: ReferenceType[Watch], closed: threading.Event, interval: float) -> None:
-    """Body of the thread: checks until the watch is closed or gone."""
+    """Checks, in the thread, until the watch is closed or gone."""
     while not closed.wait(interval):
         there = watch()
         if there is None or not there._run():

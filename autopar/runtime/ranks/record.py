@@ -165,8 +165,8 @@ def stack_of(thread: int | None) -> tuple[str, ...]:
     frame = sys._current_frames().get(-1 if thread is None else thread)
     if frame is None:
         return ()
-    found = traceback.extract_stack(frame, None)[-_FRAMES:]
-    return tuple(f"{line.filename}:{line.lineno} in {line.name}" for line in found)
+    frames = traceback.extract_stack(frame, None)[-_FRAMES:]
+    return tuple(f"{line.filename}:{line.lineno} in {line.name}" for line in frames)
 
 
 def _refused(where: str, why: str) -> DumpError:
@@ -210,8 +210,8 @@ def _plain_fields(kind: type, value: Any) -> dict[str, Any]:
 
 
 def _record(value: dict[str, Any]) -> Record:
-    found = _plain_fields(Record, value)
-    rank, world = found["rank"], found["world"]
+    entries = _plain_fields(Record, value)
+    rank, world = entries["rank"], entries["world"]
     if not 0 <= rank < world <= MOST_RANKS:
         raise ValueError(f"rank {rank} of {world}")
     begun = {plain(k): _value("int", v) for k, v in _mapping(value["begun"]).items()}
@@ -222,7 +222,7 @@ def _record(value: dict[str, Any]) -> Record:
     if any(not 0 <= rank < world for ranks in members.values() for rank in ranks):
         raise ValueError("a member of a channel is not a rank")
     return Record(
-        **found,
+        **entries,
         begun=begun,
         members=members,
         events=tuple(Entry(**_plain_fields(Entry, one)) for one in _list(value["events"])),

@@ -93,8 +93,8 @@ class Roll:
             )
         if self.absent:
             return self._lost()
-        found = diagnose(self.records)
-        return self._behind(found) if found.behind else None
+        diagnosis = diagnose(self.records)
+        return self._behind(diagnosis) if diagnosis.behind else None
 
     @property
     def _noticed(self) -> str:
@@ -115,13 +115,15 @@ class Roll:
             todo="look into that machine's system log, and start again from a checkpoint",
         )
 
-    def _behind(self, found: Diagnosis) -> RankFailedError:
-        said = "; ".join(f"rank {r} is {self.records[r].describe()}" for r in found.behind[:4])
-        waiting = next(wait for wait in found.waits if set(wait.absent) & set(found.behind))
+    def _behind(self, diagnosis: Diagnosis) -> RankFailedError:
+        described = "; ".join(
+            f"rank {r} is {self.records[r].describe()}" for r in diagnosis.behind[:4]
+        )
+        waiting = next(wait for wait in diagnosis.waits if set(wait.absent) & set(diagnosis.behind))
         return RankFailedError(
-            f"{_names(found.behind)} did not come in time",
-            where=_names(found.behind),
-            why=f"{said}. Rank {waiting.rank} is {self.records[waiting.rank].describe()}. "
+            f"{_names(diagnosis.behind)} did not come in time",
+            where=_names(diagnosis.behind),
+            why=f"{described}. Rank {waiting.rank} is {self.records[waiting.rank].describe()}. "
             f"{self._noticed}",
             todo="look at that line, or give init_process_group a longer timeout",
         )
@@ -129,5 +131,5 @@ class Roll:
 
 def _names(ranks: Sequence[int] | Mapping[int, str]) -> str:
     """Lists ranks as text."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else "ranks " + ", ".join(map(str, found))
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else "ranks " + ", ".join(map(str, numbers))

@@ -106,14 +106,14 @@ class Peers:
             if one is not None:
                 one.users += 1  # from here on it is not ended
         agreed = self._agreed([-1 if one is None or one.ended else one.number for one in present])
-        held: list[_Shared] = []
+        channels: list[_Shared] = []
         for key, one, alike in zip(keys, present, agreed, strict=True):
             if one is None or not alike:
                 if one is not None:
                     self._give_back([one], collected=False)
                 one = self._shared[key] = self._make(*key)
-            held.append(one)
-        return Lease(self, held)
+            channels.append(one)
+        return Lease(self, channels)
 
     def own(self, purpose: str, backend: str) -> Lease:
         """Returns an unshared channel of all processes, for use in a thread."""

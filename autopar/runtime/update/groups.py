@@ -30,11 +30,11 @@ class Patterns:
 
     def __call__(self, name: str, parameter: nn.Parameter) -> Options:
         """Returns the options of one parameter."""
-        found: Options = {}
+        matched: Options = {}
         for pattern, options in self.options.items():
             if fnmatchcase(name, pattern):
-                found |= options
-        return found
+                matched |= options
+        return matched
 
 
 def groups(options: Mapping[str, Mapping[str, Any]]) -> Patterns:
@@ -68,7 +68,7 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
                 why=f"no trained parameter has such a name; there are {', '.join(trained)[:300]}",
                 todo="correct the pattern; * stands for any part of a name",
             )
-    found: dict[str, Options] = {}
+    by_name: dict[str, Options] = {}
     for name, parameter in trained.items():
         try:
             options = given(name, parameter)
@@ -83,8 +83,8 @@ def options_of(model: nn.Module, given: GroupsLike | None) -> dict[str, Options]
                 f"the groups give {options!r} for {name}",
                 why="a group is a mapping of options, {} for none",
             )
-        found[name] = dict(options)
-    return found
+        by_name[name] = dict(options)
+    return by_name
 
 
 def grouped(
@@ -98,9 +98,9 @@ def grouped(
     """
     if not any(options.values()):
         return [parameter for _, parameter in trained]
-    found: dict[str, Options] = {}
+    by_options: dict[str, Options] = {}
     for name, given in options.items():
         key = json.dumps(given, sort_keys=True, default=repr)
-        group = found.setdefault(key, {"params": [], **given})
+        group = by_options.setdefault(key, {"params": [], **given})
         group["params"] += [parameter for other, parameter in trained if other == name]
-    return list(found.values())
+    return list(by_options.values())

@@ -42,11 +42,11 @@ def refuse_what_steps_break(optimizer: OptimizerFactory) -> None:
     updated = []
     for rows in (((0, 1),), ((0,), (1,))):
         parameters = [nn.Parameter(weight.clone()) for weight in weights]
-        made = optimizer(parameters)
+        instance = optimizer(parameters)
         for _, row in itertools.product(range(2), rows):
             for number, parameter in enumerate(parameters):
                 parameter.grad = torch.cos(7 * weights[number]) if number in row else None
-            made.step()
+            instance.step()
         updated.append(parameters)
     if not all(torch.allclose(one, other) for one, other in zip(*updated, strict=True)):
         raise ProgramError(
@@ -90,8 +90,8 @@ def fusable(optimizer: OptimizerFactory, chosen: tuple[str, ...]) -> tuple[str, 
         return chosen
     from autopar.runtime.update import adamw  # imports Triton, if installed
 
-    made = _made(optimizer, nn.Parameter(torch.zeros(_SIDE)))
-    return chosen if adamw.takes(made) else tuple(name for name in chosen if name != UPDATE)
+    instance = _made(optimizer, nn.Parameter(torch.zeros(_SIDE)))
+    return chosen if adamw.takes(instance) else tuple(name for name in chosen if name != UPDATE)
 
 
 def sample(optimizer: OptimizerFactory) -> Optimizer:
@@ -128,10 +128,10 @@ def _stepped(
     """Returns a parameter after a step with each gradient, and its state without single numbers."""
     parameter = nn.Parameter(weight.clone())
     try:
-        made = optimizer([parameter])
+        instance = optimizer([parameter])
         for grad in grads:
             parameter.grad = grad.clone()
-            made.step()
+            instance.step()
     except Exception as error:  # a factory is user code and may raise anything
         raise ProgramError(
             f"cannot make a step with the optimizer {_name(optimizer)}",
@@ -139,10 +139,10 @@ def _stepped(
             todo="pass a function of parameters that returns a torch optimizer whose step needs no "
             "closure, functools.partial(torch.optim.AdamW, lr=3e-4)",
         ) from error
-    state = [t for t in made.state[parameter].values() if isinstance(t, Tensor) and t.ndim]
+    state = [t for t in instance.state[parameter].values() if isinstance(t, Tensor) and t.ndim]
     return parameter.detach(), state
 
 
 def _name(optimizer: OptimizerFactory) -> str:
-    made = getattr(optimizer, "func", optimizer)  # for a functools.partial
-    return str(getattr(made, "__name__", "") or shown(made))
+    factory = getattr(optimizer, "func", optimizer)  # for a functools.partial
+    return str(getattr(factory, "__name__", "") or shown(factory))

@@ -152,8 +152,8 @@ class StepCheck:
         if not alike:
             raise seen.differences()
         if not fine and self.policy == "raise":
-            found = [_first(pairs) for pairs in (list(seen.inputs.items()), *named())]
-            raise _error(self.steps, loss, norm, gathered(found))
+            faults = [_first(pairs) for pairs in (list(seen.inputs.items()), *named())]
+            raise _error(self.steps, loss, norm, gathered(faults))
 
     def end(self, differences: Callable[[], AutoparError]) -> None:
         """Ends a step; if the host reads late, raises the error of the previous step.
@@ -211,8 +211,8 @@ class _Pending:
         """Returns its numbers, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 def check_policy(policy: str) -> None:

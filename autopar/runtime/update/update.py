@@ -179,8 +179,8 @@ class Update:
     def room(self, weights: Sequence[Weight]) -> Tensor | None:
         """Returns a buffer for gradient shards that arrive together, if placement matters."""
         fits = all(w.scattered and w.sent == w.updated.dtype for w in weights)
-        found = [w.updated for w in weights if isinstance(w.updated, nn.Parameter)]
-        return self.kernel.room(found) if self.kernel is not None and fits else None
+        parameters = [w.updated for w in weights if isinstance(w.updated, nn.Parameter)]
+        return self.kernel.room(parameters) if self.kernel is not None and fits else None
 
     @property
     def squares(self) -> Squares:
@@ -201,8 +201,8 @@ class Update:
 
     def compare(self) -> None:
         """Checks whether all ranks have the same groups; all of them call it."""
-        found = gathered(list(self.options()))
-        self.compared = all(names == found[0] for names in found)
+        options = gathered(list(self.options()))
+        self.compared = all(names == options[0] for names in options)
 
     def begin(self, options: Mapping[str, str]) -> None:
         """Counts a step.
@@ -273,7 +273,7 @@ class Update:
         away = {} if self.away is None else self.away.masters
         values = [away.get(id(parameter), parameter) for parameter in self._trained]
         gradients = [parameter.grad for parameter in self._trained]
-        pairs = (zip(self._names, found, strict=True) for found in (values, gradients))
+        pairs = (zip(self._names, tensors, strict=True) for tensors in (values, gradients))
         parameters, given = (list(each) for each in pairs)
         return parameters, given
 
@@ -293,8 +293,8 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns state that is alike on all ranks and is not an option of the optimizer."""
-        found = {"check": self.check.state_dict()}
-        return found if self.scaler is None else {**found, "scaler": self.scaler.state_dict()}
+        state = {"check": self.check.state_dict()}
+        return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, as far as it has the entries."""

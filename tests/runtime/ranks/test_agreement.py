@@ -257,7 +257,7 @@ def one_stays_away() -> str:
 
 def test_a_rank_that_does_not_come_is_named_within_the_time_out() -> None:
     message = run_ranks(one_stays_away, count=2)[0]
-    assert "rank 1 has not come" in message
+    assert "rank 1 has not reached the point" in message
     assert "1 s" in message
 
 

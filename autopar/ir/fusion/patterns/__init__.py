@@ -16,8 +16,8 @@ def patterns() -> tuple[Pattern, ...]:
     The order is that of the file names, then that within each file.
     """
     modules = sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name)
-    found = (importlib.import_module(f"{__name__}.{m.name}").PATTERNS for m in modules)
-    return tuple(pattern for group in found for pattern in group)
+    by_file = (importlib.import_module(f"{__name__}.{m.name}").PATTERNS for m in modules)
+    return tuple(pattern for group in by_file for pattern in group)
 
 
 @functools.cache

@@ -15,18 +15,18 @@ _SUM = 2  # at::Reduction
 
 
 def _fits(match: Match) -> bool:
-    found = match.found
+    loss = match.found
     return (
-        argument(found, 3, "reduction") == _SUM
-        and argument(found, 2, "weight") is None
-        and argument(found, 5, "label_smoothing", 0.0) == 0.0
+        argument(loss, 3, "reduction") == _SUM
+        and argument(loss, 2, "weight") is None
+        and argument(loss, 5, "label_smoothing", 0.0) == 0.0
         and not match.type("labels").floating
         and match.type("labels").numel * match.type("x").shape[-1] == _rows(match).numel
         and match.values.get("dim", 0) in range(len(match.type("x").shape) - 1)
-        and len(match.graph[found.inputs[0]].type.shape) == 2  # rows of classes
+        and len(match.graph[loss.inputs[0]].type.shape) == 2  # rows of classes
         and computes(match, "x", "weight")
-        and found.type.dtype == ("f64" if match.type("x").dtype == "f64" else "f32")
-        and found.requires_grad
+        and loss.type.dtype == ("f64" if match.type("x").dtype == "f64" else "f32")
+        and loss.requires_grad
     )
 
 

@@ -59,10 +59,10 @@ def _halves_are_alike(graph: Graph, node: Node) -> bool:
 
 def _write(match: Match, writer: Writer) -> None:
     """Writes the kernel on (batch, row, head, width), with transposes around it if needed."""
-    x, found = match.node("x"), match.found
+    x, last = match.node("x"), match.found
     assert x is not None
     first = _heads_first(match)
-    source, kind, grad = Ref(x.name), x.type, found.requires_grad
+    source, kind, grad = Ref(x.name), x.type, last.requires_grad
     if first:
         b, h, s, d = kind.shape
         kind = TensorType(kind.dtype, (b, s, h, d))
@@ -78,11 +78,11 @@ def _write(match: Match, writer: Writer) -> None:
         angles.append(writer.new(name, "aten.reshape", (match.values[name], rows), table, False))
     op, args = f"{PREFIX}rotary", (source, *angles)
     if not first:
-        writer.nodes.append(Node(found.name, op, args, (), (kind,), found.source, grad))
+        writer.nodes.append(Node(last.name, op, args, (), (kind,), last.source, grad))
         return
     turned = writer.new("rotated", op, args, kind, grad)
     writer.nodes.append(
-        Node(found.name, "aten.transpose.int", (turned, 1, 2), (), found.types, found.source, grad)
+        Node(last.name, "aten.transpose.int", (turned, 1, 2), (), last.types, last.source, grad)
     )
 
 
