@@ -16,6 +16,6 @@ and safetensors instead.
 | the folder: published whole or not at all | publish.py, `autopar/files/atomic.py` |
 | what a checkpoint says that it holds, and what is believed of it | index.py |
 | values as JSON | values.py |
-| torch.distributed.checkpoint's plans and files, and its errors | plans.py, safetensors_files.py, dcp.py |
+| torch.distributed.checkpoint's plans, files and errors | plans.py, safetensors_files.py, dcp.py |
 | saving and loading | checkpoints.py, saving.py; without processes plain.py |
 """
