@@ -270,10 +270,7 @@ def speed_rows() -> Iterator[Row]:
     graph = capture_graph(model, (), inputs, options, Trace(None)).graph
     mesh = Mesh.parse("H100: node=64, gpu=8")
     began = time.process_time()
-    build(
-        graph, mesh, AnalyticModel(mesh), options.table,
-        memory_limit=1e16, state_bytes=2.0, unknown_ops="replicate", pins={},
-    )  # fmt: skip
+    build(graph, mesh, AnalyticModel(mesh), options.table, memory_limit=1e16)
     seconds = time.process_time() - began
     head = (
         "speed",

@@ -27,6 +27,7 @@ from autopar.explain import (
     render_fused,
     view,
 )
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.builder import Builder
 from autopar.intra_op.node_choices import Option
 from autopar.intra_op.pins.layout_pins import Pins
@@ -168,11 +169,16 @@ def explained(
     """
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
-    builder = Builder(
-        graph, Prices(chosen.mesh, price), known or table(), 0.0, "replicate", pins, slowdown,
-        recompute=chosen.recompute, microbatches=chosen.microbatches, bucket=chosen.bucket,
-        precision=chosen.precision, offload=chosen.offload,
-    )  # fmt: skip
+    given = Assumptions(
+        state_bytes=0.0,
+        slowdown=slowdown,
+        recompute=chosen.recompute,
+        microbatches=chosen.microbatches,
+        bucket=chosen.bucket,
+        precision=chosen.precision,
+        offload=chosen.offload,
+    )
+    builder = Builder(graph, Prices(chosen.mesh, price), known or table(), pins, given)
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:

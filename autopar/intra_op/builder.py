@@ -9,8 +9,6 @@ moments of a step at which memory can peak; `lifetimes` says which tensors are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from autopar.cost.device import device
@@ -20,10 +18,11 @@ from autopar.cost.network import near
 from autopar.cost.operator_memory import kept
 from autopar.cost.overlap import TAKE_TURNS
 from autopar.errors import UnknownOperatorError
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.async_linears import Hidden
 from autopar.intra_op.memory.allocations import Rows
 from autopar.intra_op.memory.lifetimes import lifetimes, pieces_of
-from autopar.intra_op.node_choices import Lies, Option, accumulating, storages
+from autopar.intra_op.node_choices import Option, accumulating, storages
 from autopar.intra_op.pins.layout_pins import Pins
 from autopar.intra_op.price_cache import Prices
 from autopar.intra_op.problem import FORBIDDEN, Choices, Edge, Matrix
@@ -37,9 +36,8 @@ from autopar.intra_op.storage_choices import (
 )
 from autopar.ir.fusion.async_tensor_parallel import Beside
 from autopar.ir.graph import Graph, Node
-from autopar.ir.offload import NOTHING, Offload, offloaded_runs
-from autopar.ir.precision import AS_IS, Precision
-from autopar.ir.recompute import Recompute, repetitions, selective_runs
+from autopar.ir.offload import offloaded_runs
+from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
 from autopar.stage_plan import StagePlan
 
@@ -48,34 +46,30 @@ Stored = tuple[tuple[Option, ...], tuple[StoredCost, ...]]  # choices and their 
 
 
 class Builder:
-    """Collects the nodes and edges of one Problem, on behalf of `build`."""
+    """Collects the nodes and edges of one Problem, on behalf of `build`.
+
+    Args:
+        graph: normalised, annotated, with its repeats.
+        prices: on its mesh.
+        table: rules by operator.
+        pins: layouts that are fixed.
+        given: how the model is trained.
+        limited: whether memory is.
+    """
 
     def __init__(
         self,
         graph: Graph,
         prices: Prices,
         table: dict[str, OpRule],
-        state_bytes: float,
-        unknown_ops: str,
         pins: Pins,
-        slowdown: float,
+        given: Assumptions,
         limited: bool = False,
-        recompute: Mapping[str, Recompute] | None = None,
-        microbatches: int = 1,
-        lies: Lies | None = None,
-        bucket: int = 1,
-        precision: Precision = AS_IS,
-        offload: Offload = NOTHING,
-        fused_update: bool = False,
-        overlapped: bool = False,
     ) -> None:
-        self.precision, self.chip = precision, device(prices.mesh)
-        self.slowdown, self.limited = slowdown, limited
-        self.microbatches, self.lies, self.bucket = microbatches, lies, bucket
-        self.graph, self.table = graph, table
+        self.given, self.limited, self.chip = given, limited, device(prices.mesh)
+        self.graph, self.table, self.pins = graph, table, pins
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
-        self.state_bytes, self.unknown_ops, self.pins = state_bytes, unknown_ops, pins
-        self.resharder = prices.resharder(precision)
+        self.resharder = prices.resharder(given.precision)
         self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
@@ -89,11 +83,12 @@ class Builder:
         self.refetched: dict[str, tuple[float, ...]] = {}
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
-        self.alive = lifetimes(graph, self.accelerator, recompute, offload)
-        self.waits = slowdown >= TAKE_TURNS
-        self.fused_update = fused_update and self.accelerator and not offload.optimizer
-        self.away = away_of(graph, self.chip, bucket, self.waits) if offload.optimizer else None
-        runs = offloaded_runs(graph, offload, recompute or {})
+        self.alive = lifetimes(graph, self.accelerator, given.recompute, given.offload)
+        self.waits = given.slowdown >= TAKE_TURNS
+        away = given.offload.optimizer
+        self.fused_update = given.fused_update and self.accelerator and not away
+        self.away = away_of(graph, self.chip, given.bucket, self.waits) if away else None
+        runs = offloaded_runs(graph, given.offload, given.recompute)
         self.stows = {  # node -> number of its offloaded blocks
             name: end - first
             for repeat, (first, end) in zip(graph.repeats, runs, strict=True)
@@ -101,14 +96,18 @@ class Builder:
         }
         self.stowed: dict[str, tuple[float, ...]] = {}
         self.host: dict[str, tuple[float, ...]] = {}
-        self.again, self.reached = repetitions(graph, recompute or {})
+        self.again, self.reached = repetitions(graph, given.recompute)
         self.sums: dict[str, tuple[float, ...]] = {}
         self.last_blocks = {name for r in graph.repeats for name in r.iterations[-1]}
         self.hidden = Hidden(
-            Beside(graph, selective_runs(graph, recompute or {})),
-            near(self.mesh, self.chip) if overlapped else (),
-            prices, self.resharder, table, slowdown, lambda name: self.options[self.position[name]],
-        )  # fmt: skip
+            Beside(graph, selective_runs(graph, given.recompute)),
+            near(self.mesh, self.chip) if given.overlapped else (),
+            prices,
+            self.resharder,
+            table,
+            given.slowdown,
+            lambda name: self.options[self.position[name]],
+        )
         self.left_by: dict[str, list[str]] = {}  # share -> values that leave a run in its layout
         self.held_as = self._held_after_blocks()
         for value, share in self.held_as.items():
@@ -118,7 +117,7 @@ class Builder:
         """Adds one operator, input or buffer."""
         every, signature, *prices = self.prices.operator(self.graph, node, self.table)
         if signature is None and not node.is_leaf:
-            if self.unknown_ops == "error":
+            if self.given.unknown_ops == "error":
                 raise UnknownOperatorError(
                     f"{node.op} has no sharding rule",
                     where=str(node.source),
@@ -180,9 +179,9 @@ class Builder:
 
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
-        lies = self.lies or (accumulating if self.microbatches > 1 else storages)
+        lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lies, self.bucket, self.precision
+            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision
         )
         left = self.pins.keep(share, every)
         pinned = len(left) < len(every)
@@ -202,8 +201,8 @@ class Builder:
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         return traffic.cost(
-            self.state_bytes,
-            self.microbatches,
+            self.given.state_bytes,
+            self.given.microbatches,
             self.waits,
             self._again(share),
             self.away,
@@ -236,8 +235,8 @@ class Builder:
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         traffic = stored_traffic(
-            leaf.type, leaf.requires_grad, storage, self.mesh, self.model, self.bucket,
-            self.precision,
+            leaf.type, leaf.requires_grad, storage, self.mesh, self.model, self.given.bucket,
+            self.given.precision,
         )  # fmt: skip
         cost = self._stored_cost(share, traffic)
         count = self.graph.multiplicity[share.name]
@@ -376,7 +375,7 @@ class Builder:
         root = self.graph[source]
         while root.op in TRANSPOSES:
             root = self.graph[self._source(root.inputs[0])]
-        has_gradient = self.lies is not None and root.requires_grad
+        has_gradient = self.given.lies is not None and root.requires_grad
         if has_gradient and self.options[self.position[root.name]][0].storage is not None:
             # The plan states where a gradient is reduced, so it is not reduced after the share.
             given = [set(option.results[0].varying) for option in self.options[a]]

@@ -12,6 +12,7 @@ from functools import partial
 
 from autopar.cost.device import device
 from autopar.errors import PinError
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
 from autopar.intra_op.contest import format_problem
@@ -123,27 +124,24 @@ class Planner:
 
     def _build(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Built:
         options = self.options
+        given = Assumptions(
+            state_bytes=options.state_bytes,
+            unknown_ops=options.unknown_ops,
+            slowdown=device(self.mesh).slowdown,
+            recompute=recompute,
+            microbatches=self._microbatches,
+            lies=self.lies,
+            bucket=self._bucket,
+            precision=options.precision,
+            offload=offload,
+            fused_update=UPDATE in self.fuse,
+            overlapped=ASYNC in self.fuse,
+        )
         try:
             return build(
-                self.graph,
-                self.mesh,
-                self.prices,
-                options.table,
-                memory_limit=math.inf,
-                state_bytes=options.state_bytes,
-                unknown_ops=options.unknown_ops,
-                pins=self.pins,
-                slowdown=device(self.mesh).slowdown,
-                recompute=recompute,
-                microbatches=self._microbatches,
-                lies=self.lies,
-                bucket=self._bucket,
-                precision=options.precision,
-                offload=offload,
-                fused_update=UPDATE in self.fuse,
-                overlapped=ASYNC in self.fuse,
-                prices=self.known,
-            )
+                self.graph, self.mesh, self.known, options.table, given,
+                memory_limit=math.inf, pins=self.pins,
+            )  # fmt: skip
         except PinError as error:
             if options.elementwise:
                 raise

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError, UnknownOperatorError
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.problem import evaluate
 from autopar.intra_op.rules import rules
@@ -99,4 +100,4 @@ def test_an_operator_without_a_rule_runs_whole_or_is_refused() -> None:
     assert built.replicated == ("a",)
     assert plan["a"] == "[1024, 256] -> [1024, 256]"
     with pytest.raises(UnknownOperatorError, match="mystery"):
-        build(graph, MESH, AnalyticModel(MESH), rules(), unknown_ops="error")
+        build(graph, MESH, AnalyticModel(MESH), rules(), Assumptions(unknown_ops="error"))

@@ -17,6 +17,7 @@ from autopar.capture.capture import capture
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel, Work
 from autopar.cost.overlap import TAKE_TURNS, side_by_side
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import Built, build, layouts
 from autopar.intra_op.kernel_work import works
 from autopar.intra_op.node_choices import Option
@@ -129,7 +130,7 @@ def test_the_plan_chosen_is_the_one_that_the_simulator_ranks_first(width: int, b
         capture(Two(width).to("meta"), (), {"x": randn(batch, width, device="meta")}).graph
     )
     model, slowdown = AnalyticModel(mesh), device(mesh).slowdown
-    built = build(graph, mesh, model, rules(), slowdown=slowdown)
+    built = build(graph, mesh, model, rules(), Assumptions(slowdown=slowdown))
     settings = Settings(at_once=True, overlap=frozenset(OVERLAPS))
 
     def simulated(choice: tuple[int, ...]) -> float:

@@ -13,6 +13,7 @@ import pytest
 from autopar.cost.device import device
 from autopar.cost.model import AnalyticModel
 from autopar.errors import InfeasibleError
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.node_choices import in_one_piece
 from autopar.intra_op.pins.wordings import PinsLike, spell_out
@@ -66,9 +67,8 @@ def ratio(name: str, layers: int, batch: int, chip: str, plan: str) -> float:
     prices, slowdown = AnalyticModel(mesh), device(mesh).slowdown
     said = spell_out(pins, graph, mesh, known)
     lies = in_one_piece if plan == "whole states" else None
-    built = build(
-        graph, mesh, prices, known, memory_limit=1e15, pins=said, slowdown=slowdown, lies=lies
-    )  # fmt: skip
+    given = Assumptions(slowdown=slowdown, lies=lies)
+    built = build(graph, mesh, prices, known, given, memory_limit=1e15, pins=said)
     choice = solve(built.problem).choice
     made = StagePlan(fingerprint(graph), mesh, layouts(built, graph, choice))
     counted = evaluate(built.problem, choice).peak

@@ -28,6 +28,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, StageError
 from autopar.inter_op.stage_values import Candidate
 from autopar.inter_op.submeshes import SubMesh
+from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build
 from autopar.intra_op.node_choices import Lies, Option
 from autopar.intra_op.price_cache import Prices
@@ -338,11 +339,9 @@ class StageCosts:
         fused = UPDATE in applicable(self.options.fuse, graph, self.options.precision)
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
-        built = build(
-            graph, mesh, model, self.options.table,
+        given = Assumptions(
             state_bytes=self.options.state_bytes,
             unknown_ops=self.options.unknown_ops,
-            pins=pins_of(whole, graph, mesh, self.options),
             slowdown=device(mesh).slowdown,
             recompute=told(graph, recompute),
             microbatches=microbatches,
@@ -352,8 +351,9 @@ class StageCosts:
             offload=offload,
             fused_update=fused,
             overlapped=ASYNC in self.options.fuse,
-            prices=prices,
-        )  # fmt: skip
+        )
+        pins = pins_of(whole, graph, mesh, self.options)
+        built = build(graph, mesh, prices, self.options.table, given, pins=pins)
         run = {n: r for r, repeat in enumerate(graph.repeats) for n in repeat.iterations[0]}
         entries = {
             (entry, node)

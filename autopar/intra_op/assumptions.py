@@ -1,0 +1,48 @@
+"""Assumptions: how a model is trained, which the problem of its layouts takes as given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost.overlap import TAKE_TURNS
+from autopar.intra_op.node_choices import Lies
+from autopar.ir.offload import NOTHING, Offload
+from autopar.ir.precision import AS_IS, Precision
+from autopar.ir.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """How a model is trained.
+
+    Attributes:
+        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
+        unknown_ops: "replicate" or "error", for operators without a rule.
+        slowdown: how many times as long kernels and collectives take side by side; 2, as if they
+            took turns, leaves nothing to gain from not waiting for gradients.
+        recompute: runs of blocks that compute their activations again in the backward; their
+            layouts change again as cheaply as can be without a gradient.
+        microbatches: in a step; costs are those of one, with its part of what a step does once.
+        lies: where the states of a parameter may lie, by default everywhere that makes sense.
+        bucket: bytes of gradients, or of parameters, that go together; 1 if each goes by itself.
+        precision: in which dtypes parameters are updated and gradients sent.
+        offload: what lies in host memory.
+        fused_update: whether the optimizer's step is AdamW's kernel.
+        overlapped: whether collectives run beside the linears around them.
+    """
+
+    state_bytes: float = 2.0
+    unknown_ops: str = "replicate"
+    slowdown: float = TAKE_TURNS
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    microbatches: int = 1
+    lies: Lies | None = None
+    bucket: int = 1
+    precision: Precision = AS_IS
+    offload: Offload = NOTHING
+    fused_update: bool = False
+    overlapped: bool = False
+
+
+DEFAULT = Assumptions()
