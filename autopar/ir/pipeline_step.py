@@ -88,7 +88,7 @@ class Adjustment:
         """By what a stage's learning rate is multiplied in an update, counted from 0."""
         if update >= self.annealed:
             return 1.0
-        return max(self.delays[stage], 1.0) ** (update / self.annealed - 1.0)
+        return math.pow(max(self.delays[stage], 1.0), update / self.annealed - 1.0)
 
     def kept(self, stage: int) -> float:
         """Which part of its velocity a stage keeps in an update."""

@@ -19,6 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.mesh import Mesh
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.pipelines.stages import equal_parts, plan_stages
+from autopar.planning.trace import Trace
 from tests.support.ranks import run_ranks
 
 WIDTH, BATCH, STEPS = 6, 8, 10
@@ -206,11 +211,21 @@ def mesh(ranks: int) -> str:
 def program_of(method: Method, stages: int, optimizer: str, ranks: int, **how: Any) -> Any:
     """The compiled model, and its batches."""
     model, batches = made(stages)
-    program = autopar.compile(
-        model, mesh(ranks), example_inputs=batches[0], stages=stages,
-        microbatches=method.microbatches, schedule=method.schedule, allow="stale gradients",
-        optimizer=OPTIMIZERS[optimizer], **how,
+    planned = {name: how.pop(name) for name in ("pins", "state") if name in how}
+    options = Options(
+        microbatches=method.microbatches, schedule=method.schedule, stages=stages,
+        allow="stale gradients", **planned,
     )  # fmt: skip
+    call, trace = Call(model, (), batches[0]), Trace(None)
+    graph = capture_call(call, options, trace, method.microbatches).graph
+    ends = ["tanh", *(f"tanh_{number}" for number in range(1, stages - 1))]
+    whole = Mesh.parse(mesh(ranks))
+    plan = plan_stages(
+        graph, ends, equal_parts(whole, stages), whole, method.microbatches, method.schedule,
+        options, trace,
+    )  # fmt: skip
+    how |= {"plan": plan, "optimizer": OPTIMIZERS[optimizer], "example_inputs": batches[0]}
+    program = autopar.compile(model, str(whole), **how)
     return program, batches
 
 
