@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 
 from autopar.errors import ScheduleError
 from autopar.ir.action import Action, Row, format_row
+from autopar.ir.pipeline_step import NO_ADJUSTMENT, Adjustment
 
 __all__ = ["Row", "Rows", "Schedule", "Times", "check_sizes", "fraction", "line", "loop", "vee"]
 
@@ -88,6 +89,8 @@ class Schedule:
         staleness: by how many updates at most the weights behind a gradient are older than those
             that it updates, by stage; () for 0 everywhere.
         stashes: whether a backward runs on the weights that its forward saw.
+        adjustment: what makes up for stale weights where they are updated.
+        first: periods at the beginning that run by another schedule, and which; None for none.
     """
 
     name: str
@@ -103,6 +106,8 @@ class Schedule:
     versions: tuple[int, ...] = ()
     staleness: tuple[int, ...] = ()
     stashes: bool = True
+    adjustment: Adjustment = NO_ADJUSTMENT
+    first: tuple[int, Schedule] | None = None
 
     @property
     def ranks(self) -> int:

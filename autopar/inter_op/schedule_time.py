@@ -31,6 +31,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _SEND_F, _SEND_B, _UPDATE = (CODE[kind] for kind in ("SEND_F", "SEND_B", UPDATE))
 _STEADY = 3  # periods that are played behind the warm-up
+_MORE = 4  # further ones, by which the steady state is measured
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -74,6 +75,33 @@ def simulate(
         DeadlockError: actions of the schedule wait for one another.
     """
     return prepare(step).run(costs, transfers, returns)
+
+
+def steady(
+    schedule: Schedule,
+    step: Step,
+    costs: Sequence[StageCost],
+    transfers: Sequence[float] = (),
+    returns: Sequence[float] | None = None,
+) -> tuple[float, float]:
+    """Returns seconds of a period in the steady state, and the part of them that ranks are idle.
+
+    Args:
+        schedule: that does not flush.
+        step: its complete rows, of one period.
+        costs, transfers, returns: as of `Prepared.run`.
+
+    Raises:
+        ScheduleError, DeadlockError: as `simulate`.
+    """
+    few = schedule.warm_up + _STEADY
+    before, after = (
+        simulate(step.unrolled(periods), costs, transfers, returns)
+        for periods in (few, few + _MORE)
+    )
+    seconds = (after.seconds - before.seconds) / _MORE
+    busy = (sum(after.busy) - sum(before.busy)) / _MORE / len(step.rows)
+    return seconds, 1 - busy / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ without new microbatches (the drain). `unrolled` writes both out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,35 @@ class Wiring:
     def __str__(self) -> str:
         """E.g. "0>1 1>2 0>2(no gradient)"."""
         return " ".join(f"{m}>{r}{'' if back else '(no gradient)'}" for m, r, back in self.edges)
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """What makes up for stale weights (arXiv:1910.05124, section 3).
+
+    Attributes:
+        delays: by how many updates the weights of each stage's forwards are behind, on average.
+        annealed: updates in which the learning rate of a stage, divided by its delay at first, gets
+            to what it is without; 0 leaves it alone.
+        decay: of the velocity by which backwards correct the weights, over a delay; 0 for none.
+    """
+
+    delays: tuple[float, ...] = ()
+    annealed: int = 0
+    decay: float = 0.0
+
+    def rate(self, stage: int, update: int) -> float:
+        """By what a stage's learning rate is multiplied in an update, counted from 0."""
+        if update >= self.annealed:
+            return 1.0
+        return math.pow(max(self.delays[stage], 1.0), update / self.annealed - 1.0)
+
+    def kept(self, stage: int) -> float:
+        """Which part of its velocity a stage keeps in an update."""
+        return math.pow(self.decay, 1 / self.delays[stage])
+
+
+NO_ADJUSTMENT = Adjustment()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import OptionError
+from autopar.inter_op.schedules import check_allowed
 from autopar.intra_op.node_choices import Lies
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
@@ -42,6 +43,7 @@ class Options:
         stages: into how many the model is cut, or "auto" for a search for the fastest pipeline.
         microbatches: of a step; "auto" chooses them.
         global_batch: samples of a step for such a search; None takes those of the example.
+        allow: what schedules may change that one device would not compute so.
 
     Raises:
         OptionError: options that contradict one another.
@@ -69,8 +71,10 @@ class Options:
     stages: int | str = 1
     schedule: str = SCHEDULE
     global_batch: int | None = None
+    allow: str = ""
 
     def __post_init__(self) -> None:
+        check_allowed(self.schedule, self.allow)
         find(self.solver)  # refuses an unknown name before anything is captured
         offloading.check(self.offload)
         if isinstance(self.stages, str) and self.stages != AUTO:

@@ -288,7 +288,12 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     ranks = tuple(
         tuple(stage.ranks(copy) for stage in plan.stages) for copy in range(schedule.copies)
     )
-    return Placement(ranks, complete(schedule, wiring).rows, plan.microbatches)
+    first = None
+    if schedule.first is not None:
+        periods, flushed = schedule.first
+        first = periods, complete(flushed, wiring).rows
+    rows = complete(schedule, wiring).rows
+    return Placement(ranks, rows, plan.microbatches, schedule.adjustment, first)
 
 
 def refuse_for_stages(schedule: str, placement: Placement, running: Running) -> None:

@@ -70,6 +70,9 @@ class PlanKeywords(AverageKeywords, total=False):
         schedule: in which order stages and microbatches run, with its options if it takes any:
             "1f1b", "gpipe", "interleaved_1f1b chunks=2"; see `autopar/inter_op/schedules/`.
         global_batch: samples of a step, for `stages="auto"`; by default those of the example.
+        allow: "stale gradients" lets a schedule, or the search for one, update weights while
+            microbatches are under way: "2bw", "pipedream", "pipemare", "ampnet". That changes what
+            is computed.
         state: how far parameters, gradients and optimizer state are split where devices hold
             replicas: "ddp", "zero1", "zero2", "zero3", "mics", "paro-iig over node", "NIG"; by
             default that is chosen for each parameter. See `autopar/intra_op/states.py`.
@@ -105,6 +108,7 @@ class PlanKeywords(AverageKeywords, total=False):
     microbatches: int
     schedule: str
     global_batch: int | None
+    allow: str
     state: str | StateSharding | None
     precision: str | Precision | None
     fuse: Fuse
@@ -164,6 +168,7 @@ _CHECKS: dict[str, Check] = {
     "microbatches": Whole(1, 2**20),
     "schedule": _WORD,
     "global_batch": Or((NOTHING, Whole(1, 2**31))),
+    "allow": _WORD,
     "state": Or((NOTHING, _WORD, Of((StateSharding,), "an autopar.StateSharding"))),
     "precision": Or((NOTHING, _WORD, Of((Precision,), "an autopar.Precision"))),
     "groups": Or((NOTHING, _CALLED)),
@@ -178,7 +183,8 @@ _CHECKS: dict[str, Check] = {
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
-    "microbatches": 1, "schedule": "1f1b", "global_batch": None, "state": None, "precision": None,
+    "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
+    "precision": None,
     "fuse": False, "offload": None, "ema": None, "clip_norm": None, "groups": None,
     "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False,
 }  # fmt: skip
@@ -229,7 +235,7 @@ def planning_options(
     state_bytes = state_bytes_of(Training(optimizer, ema=said["ema"]))
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
-        "stages", "microbatches", "schedule", "global_batch", "state",
+        "stages", "microbatches", "schedule", "global_batch", "allow", "state",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},

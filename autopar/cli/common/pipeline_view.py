@@ -35,7 +35,7 @@ def render(opened: Opened) -> list[RenderableType]:
     head = (
         f"{plan.graph.partition(' ')[0]} on {plan.mesh}\n"
         f"{plan.schedule}, {plan.microbatches} microbatches, {len(plan.stages)} stages: "
-        f"{format_seconds(step.seconds)} a step, {step.timeline.bubble:.1%} bubble; simulated"
+        f"{format_seconds(step.seconds)} a step, {step.bubble:.1%} bubble; simulated"
     )
     head += f"\n{plan.precision.caution}" if plan.precision.caution else ""
     return [
@@ -121,7 +121,7 @@ def to_json(opened: Opened) -> dict[str, Any]:
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "step_seconds": step.seconds,
-        "bubble": step.timeline.bubble,
+        "bubble": step.bubble,
         "predicted": plan.predicted.table(),
         "stages": [
             {

@@ -74,6 +74,14 @@ def in_flight(schedule: Schedule, stage: int) -> float:
     return max(schedule.in_flight[rank] / len(schedule.holds[rank]) for rank in ranks)
 
 
+def further_copies(schedule: Schedule, stage: int) -> int:
+    """How many tensors like its weights a stage holds beside them: older versions, and where its
+    backward is corrected their velocity and what they were before the update.
+    """
+    older = schedule.versions[stage] - 1 if schedule.versions else 0
+    return older + (2 if schedule.adjustment.decay else 0)
+
+
 def held_beside(schedule: Schedule, stage: int) -> float:
     """How many stages there are on the rank of a stage that has the most."""
     ranks = {placed[stage] for placed in schedule.placement}

@@ -19,7 +19,7 @@ from autopar.cost.overlap import side_by_side
 from autopar.errors import PlanError
 from autopar.inter_op.complete import complete
 from autopar.inter_op.pipeline_timeline import Timeline
-from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.intra_op.kernel_work import works
 from autopar.ir.collective import Collective
 from autopar.ir.crossing import Side, crossing
@@ -30,7 +30,7 @@ from autopar.ir.tensor import DTYPE_BYTES
 from autopar.plan import Plan
 from autopar.plan_entries import Prediction
 from autopar.planning.options import Options
-from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.planning.pipelines.schedule_names import further_copies, schedule_of
 from autopar.planning.pipelines.wiring import wiring_of
 from autopar.planning.prices import cost_model
 from autopar.simulate import after_forward, fixed_bytes, kept_bytes, run, settings_on, tasks
@@ -47,6 +47,7 @@ class StageFigures:
         forward, backward: seconds of one microbatch.
         once: seconds of gradients and the update, once for every update.
         fixed: bytes a device of parameters, gradients and optimizer state.
+        weights: of these, bytes of the parameters that are trained, as they are held.
         kept: bytes that a microbatch leaves until its backward.
         transient: further bytes, while it computes.
         arriving: seconds of what one microbatch is sent from earlier stages.
@@ -57,6 +58,7 @@ class StageFigures:
     backward: float
     once: float
     fixed: float
+    weights: float
     kept: float
     transient: float
     arriving: float = 0.0
@@ -69,7 +71,10 @@ class Simulated:
 
     Attributes:
         stages: in execution order.
-        timeline: the actions of each group of ranks.
+        timeline: the actions of each group of ranks; where the schedule does not flush, of a few
+            periods from the first microbatch on.
+        seconds: of the whole step, or of a period in the steady state.
+        bubble: the part of it that ranks are idle, the update that ends a step left out.
         ranks: the global ranks of each group.
         held: the stages of each group.
         memory: bytes at the peak on a device of each group.
@@ -77,14 +82,11 @@ class Simulated:
 
     stages: tuple[StageFigures, ...]
     timeline: Timeline
+    seconds: float
+    bubble: float
     ranks: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
     memory: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return self.timeline.seconds
 
 
 def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulated:
@@ -123,17 +125,22 @@ def simulated(graphs: Sequence[Graph], plan: Plan, options: Options) -> Simulate
         StageCost(s.forward, s.backward / 2, s.backward / 2, s.kept, update=s.once) for s in figures
     ]
     step = complete(schedule, wiring_of(graphs))
-    timeline = simulate(
-        step, costs, [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
-    )
+    hops = [s.arriving for s in figures[1:]], [s.returning for s in figures[1:]]
+    if schedule.flushes:
+        timeline = simulate(step, costs, *hops)
+        seconds, bubble = timeline.seconds, timeline.bubble
+    else:
+        timeline = simulate(step.unrolled(schedule.warm_up + 1), costs, *hops)
+        seconds, bubble = steady(schedule, step, costs, *hops)
     ranks, memory = [], []
     for stages, kept in zip(schedule.holds, timeline.peak_bytes, strict=True):
         number, copy = stages[0]
         ranks.append(plan.stages[number].ranks(copy))
         own = [figures[number] for number, _ in stages]
-        memory.append(sum(s.fixed for s in own) + kept + max(s.transient for s in own))
+        older = sum(figures[n].weights * further_copies(schedule, n) for n, _ in stages)
+        memory.append(sum(s.fixed for s in own) + older + kept + max(s.transient for s in own))
     held = tuple(tuple(number for number, _ in one) for one in schedule.holds)
-    return Simulated(tuple(figures), timeline, tuple(ranks), held, tuple(memory))
+    return Simulated(tuple(figures), timeline, seconds, bubble, tuple(ranks), held, tuple(memory))
 
 
 def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Prediction:
@@ -142,7 +149,7 @@ def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Predicti
     Arguments and errors are those of `simulated`.
     """
     found = simulated(graphs, plan, options)
-    return Prediction(found.seconds, max(found.memory), found.timeline.bubble)
+    return Prediction(found.seconds, max(found.memory), found.bubble)
 
 
 def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
@@ -166,6 +173,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
         seconds["backward"],
         after + seconds["optimizer"],
         fixed,
+        sum(left.get(f"parameter {name}", 0.0) for name in trained),
         kept,
         max(found.memory.peak - fixed - kept, 0.0),
     )

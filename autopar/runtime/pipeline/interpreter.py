@@ -57,7 +57,8 @@ class Interpreter:
         Args:
             batch: the inputs of each.
             first: the number of the first of them.
-            enter: is told before each forward, for its random numbers.
+            enter: is told before each forward, for its random numbers, with the number of its
+                microbatch among these.
             share: gives the gradient of a microbatch's loss.
         """
         self._batch, self._first, self._enter, self._share = batch, first, enter, share
@@ -80,7 +81,7 @@ class Interpreter:
                 (name, self.post.receive(letter, stage.runtime))
                 for name, letter in self.routes.needed(action)
             ]
-        with recorder.part(ACTION, action):
+        with recorder.part(ACTION, action), stage.weights_for(action):
             made = self._forward(stage, action, arrived) if action.kind == "F" else {}
             if action.kind == "W":
                 stage.backward_weight(action.microbatch)
@@ -96,7 +97,7 @@ class Interpreter:
     def _forward(
         self, stage: Stage, action: Action, arrived: Sequence[tuple[str, Tensor]]
     ) -> Tensors:
-        self._enter(action)
+        self._enter(action._replace(microbatch=action.microbatch - self._first))
         given = self._batch[action.microbatch - self._first]
         made = stage.forward(action.microbatch, given, dict(arrived))
         self.results(stage, action, made)

@@ -8,8 +8,8 @@ time, as they would without stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 
 import torch
@@ -24,8 +24,10 @@ from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
+from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.messages import Post, Wires
+from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
@@ -129,7 +131,6 @@ class Pipeline(PipelineState):
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(peers.world))
         self.watch.start()
-        self._random = any(module.random for module in modules)
         self._sizes = {name: TensorType.parse(text) for name, text in inputs.items()}
         batch = {
             name: str(TensorType(t.dtype, (t.shape[0] * placement.microbatches, *t.shape[1:])))
@@ -138,6 +139,14 @@ class Pipeline(PipelineState):
             for name, t in self._sizes.items()
         }
         self._intake = Intake(batch, device, self.everyone)
+        self.continuous: Continuous | None = None
+        if not placement.flushes:
+            self._intake.overlaps = True
+            self._interpreter = self._played(self._post(), [])
+            self.continuous = Continuous(
+                self.stages, placement, self.row, self._interpreter, self.update, self.everyone,
+                self._intake.differences,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Give back threads, descriptors and process groups; no call works from then on."""
@@ -172,48 +181,67 @@ class Pipeline(PipelineState):
                 options = self.update.options()
                 inputs = self._prepare(batch, "step", options if self.update.compared else {})
                 self.update.begin(options)
-                self.update.check.keep(self._written)
                 parts = self._parts(inputs)
-                self.optimizer.zero_grad(set_to_none=True)
-                for stage in self.stages.values():
-                    stage.forget()
-                    if stage.runtime.gradients is not None:
-                        stage.runtime.gradients.drop()
-            losses: list[Tensor] = []
-            with self._states(self.row) as enter:
-                played = self._played(self._post(), parts, enter, losses)
-                for phase, actions in groupby(self.row, key=_phase):
-                    with part(PHASE, phase):
-                        if phase == "microbatches":
-                            for action in actions:
-                                played.do(action)
-                        elif phase == "gradients":
-                            self._synchronise(tuple(actions))
-                        else:
-                            seen = self._seen(losses, inputs)
-                            total, self.grad_norm = self.update.step(self._squares, seen)
-                played.post.finish()
-            self.update.check.end(self._intake.differences)
-            return total.to(seen.loss.dtype)
+            if self.continuous is None:
+                return self._flushed(self.row, inputs, parts)
+            if self.placement.first and self.update.check.steps <= self.placement.first[0]:
+                return self._flushed(self._rows_of(self.placement.first[1]), inputs, parts)
+            return self._continued(self.continuous, inputs, parts)
 
-    def _played(
-        self,
-        post: Post,
-        parts: Sequence[Tensors],
-        enter: Callable[[Action], None],
-        losses: list[Tensor],
-    ) -> Interpreter:
-        """What does the row on these microbatches, and keeps the losses that are made here."""
+    def _flushed(self, row: Row, inputs: Tensors, parts: Sequence[Tensors]) -> Tensor:
+        """A step of a row that ends with an update of all stages."""
+        part, losses = self.peers.recorder.part, list[Tensor]()
+        self.update.check.keep(self._written)
+        self.optimizer.zero_grad(set_to_none=True)
+        for stage in self.stages.values():
+            stage.forget()
+            if stage.runtime.gradients is not None:
+                stage.runtime.gradients.drop()
+        with self._states(row) as enter:
+            played = self._played(self._post(), losses)
+            share = self.update.scale / self.placement.microbatches
+            played.begin(parts, 0, enter, lambda stage: share)
+            for phase, actions in groupby(row, key=_phase):
+                with part(PHASE, phase):
+                    if phase == "microbatches":
+                        for action in actions:
+                            played.do(action)
+                    elif phase == "gradients":
+                        self._synchronise(tuple(actions))
+                    else:
+                        seen = self._seen(losses, inputs)
+                        total, self.grad_norm = self.update.step(self._squares, seen)
+            played.post.finish()
+        self.update.check.end(self._intake.differences)
+        return total.to(seen.loss.dtype)
 
-        def result(stage: Stage, action: Action, made: Tensors) -> None:
-            if stage.module.loss is not None:
-                losses.append(made[stage.module.loss])
+    def _continued(
+        self, continuous: Continuous, inputs: Tensors, parts: Sequence[Tensors]
+    ) -> Tensor:
+        """A period of rows that do not flush."""
+        losses: list[Tensor] = []
+        self._interpreter.results = _losses_to(losses)
+        with self._states(self.row) as enter, self.peers.recorder.part(PHASE, "microbatches"):
+            loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
+        self.grad_norm = continuous.grad_norm
+        self._settle()
+        return torch.tensor(loss, dtype=self._share([]).dtype, device=self.device)
 
+    def _rows_of(self, rows: Sequence[Row]) -> Row:
+        """This rank's row among others than the placement's."""
+        return rows[self.placement.row_of(self.rank)]
+
+    def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
+        """What does rows, and keeps the losses that are made here."""
         played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
-        share = self.update.scale / self.placement.microbatches
-        played.begin(parts, 0, enter, lambda stage: share)
-        played.results = result
+        played.results = _losses_to(losses)
         return played
+
+    def _states(self, row: Row) -> AbstractContextManager[Callable[[Action], None]]:
+        """See `random_states`."""
+        runtime = next(iter(self.stages.values())).runtime
+        count = self.placement.microbatches
+        return random_states(row, self.modules, count, runtime, self.everyone)
 
     def _synchronise(self, actions: Row) -> None:
         """Do sums of gradients that stand side by side: those of replicas, then those of copies."""
@@ -293,36 +321,6 @@ class Pipeline(PipelineState):
         shape = self._sizes[name].shape
         return value.narrow(0, number * shape[0], shape[0]) if shape else value
 
-    # Random numbers ------------------------------------------------------------------------------
-
-    @contextmanager
-    def _states(self, row: Row) -> Iterator[Callable[[Action], None]]:
-        """Gives what puts the CPU's generator where a forward of the unsharded run would find it.
-
-        That run does one microbatch after the other, each through all stages. So every rank draws
-        and forgets what the other stages draw. Afterwards the generators are where it would leave
-        them, alike on all ranks.
-        """
-        if not self._random:
-            yield lambda action: None
-            return
-        state = [torch.get_rng_state()]
-        if self.everyone is not None:
-            self.everyone.broadcast_objects(state, 0)
-        torch.set_rng_state(state[0])
-        own = {(a.microbatch, a.stage) for a in row if a.kind == "F"}
-        runtime = next(iter(self.stages.values())).runtime
-        found: dict[tuple[int, int], Tensor] = {}
-        for microbatch in range(self.placement.microbatches):
-            for number, module in enumerate(self.modules):
-                if (microbatch, number) in own:
-                    found[microbatch, number] = torch.get_rng_state()
-                if module.random:
-                    module.draw(runtime)
-        end = torch.get_rng_state()
-        yield lambda action: torch.set_rng_state(found[action.microbatch, action.stage])
-        torch.set_rng_state(end)
-
     # Without gradients ---------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -334,6 +332,7 @@ class Pipeline(PipelineState):
         """
         with self.watch, self.peers.recorder.within("evaluation"):
             parts = self._parts(self._prepare(batch, "forward"))
+            self._drain()
             self.update.check.settle(self._intake.differences)
             row, found = forwards(self.row), {}
 
@@ -389,3 +388,13 @@ def _phase(action: Action) -> str:
     if action.kind in PLAYED:
         return "microbatches"
     return "optimizer" if action.kind == UPDATE else "gradients"
+
+
+def _losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
+    """What keeps the losses of forwards, of stages that have one."""
+
+    def result(stage: Stage, action: Action, made: Tensors) -> None:
+        if stage.module.loss is not None:
+            losses.append(made[stage.module.loss])
+
+    return result

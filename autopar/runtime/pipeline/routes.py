@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autopar.ir.action import Action
+from autopar.ir.action import Action, Row
 from autopar.ir.crossing import Side, crossing
-from autopar.ir.pipeline_step import flushes
+from autopar.ir.pipeline_step import NO_ADJUSTMENT, Adjustment, flushes
 from autopar.ir.tensor import TensorType
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.messages import Letter, Way
@@ -28,11 +28,15 @@ class Placement:
         rows: the complete rows of each group of ranks, in any order of groups; see
             `ir/pipeline_step.py`.
         microbatches: in a step, or in a period of what does not flush.
+        adjustment: what makes up for stale weights.
+        first: how many periods run flushed rows at first, and these; None for none.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     rows: tuple[tuple[Action, ...], ...]
     microbatches: int
+    adjustment: Adjustment = NO_ADJUSTMENT
+    first: tuple[int, tuple[Row, ...]] | None = None
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from autopar.ir.action import Action
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
@@ -17,6 +19,11 @@ from autopar.runtime.runtime import Runtime
 
 Tensors = dict[str, Tensor]
 Share = float | Tensor
+
+
+def _newest(action: Action) -> AbstractContextManager[None]:
+    """An action on the weights as they are."""
+    return nullcontext()
 
 
 @dataclass
@@ -48,6 +55,8 @@ class Stage:
         self.updated: Tensors = {}
         self.named: Tensors = {}
         self.writes = Writes({})
+        # Which weights an action runs on, where there are several versions.
+        self.weights_for: Callable[[Action], AbstractContextManager[None]] = _newest
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, Later] = {}
 

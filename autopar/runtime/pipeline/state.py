@@ -12,6 +12,7 @@ from autopar.operators.interpret import TORCH_DTYPES
 from autopar.runtime.batches import Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.parameters.pieces import check_state_dict, whole
+from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
@@ -26,6 +27,7 @@ class PipelineState:
         shapes: whole shapes by name.
         tied: further names of parameters.
         loaded: whether there are values.
+        continuous: runs the steps of a schedule that does not flush.
     """
 
     everywhere: dict[tuple[int, int], Stage]
@@ -38,12 +40,19 @@ class PipelineState:
     device: torch.device
     everyone: Channel | None
     loaded: bool
+    continuous: Continuous | None
 
     def meet(self, call: str) -> None:
         """As `Executor.meet`."""
         with self.watch:
             self._intake.meet(call)
+            self._drain()
             self.update.check.settle(self._intake.differences)
+
+    def _drain(self) -> None:
+        """Run what is under way to its end, where a schedule does not flush."""
+        if self.continuous is not None:
+            self.continuous.drain()
 
     def _from(self, rank: int, value: Tensor) -> Tensor:
         """What `rank` holds, on every rank."""
@@ -109,12 +118,16 @@ class PipelineState:
             stage.weights.cut()
             stage.weights.gather()
         self.update.settle()
+        if self.continuous is not None:
+            self.continuous.restart()
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Take the parameters from a full or DTensor state_dict; StateError if it does not fit."""
         self._load(values)
         self.update.restart()
+        if self.continuous is not None:
+            self.continuous.restart()
         self.loaded = True
 
     def _load(self, values: Mapping[str, Tensor], *, from_first: bool = False) -> None:

@@ -70,6 +70,12 @@ class Channel:
         """Reduces x over the ranks, in place."""
         self._run("all_reduce", x.nbytes, dist.all_reduce, x, op)
 
+    def all_reduce_beside(self, x: Tensor) -> Waiting:
+        """Begin to add x up over the ranks, in its place."""
+        handle = self.handle
+        event = self.recorder.begin(self.name, self.ranks, "all_reduce", x.nbytes, False)
+        return Waiting(dist.all_reduce(x, group=handle, async_op=True), event)
+
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Reduces x over the ranks, and writes this rank's part to `out`; both are flat."""
         self._run("reduce_scatter", x.nbytes, torch_private.reduce_scatter_single, out, x)

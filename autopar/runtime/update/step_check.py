@@ -16,6 +16,7 @@ Buffers that the forward writes (running statistics) are restored when a step is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -168,6 +169,32 @@ class StepCheck:
             pending, self._pending = self._pending, _Pending(self.steps, self._report)
             self._raise(pending, differences)
 
+    def heard(
+        self,
+        loss: float,
+        norm: float,
+        fine: bool,
+        alike: bool,
+        differences: Callable[[], AutoparError],
+    ) -> None:
+        """Take what all ranks have added up of a step that has been made already.
+
+        Args:
+            loss, norm: of that step.
+            fine: whether all gradients were finite.
+            alike: whether ranks were given alike.
+            differences: as of `Seen`.
+
+        Raises:
+            NonFiniteError, BatchError, RanksDifferError: as `read`.
+        """
+        fine = fine and math.isfinite(loss)
+        self._nonfinite += not fine
+        if not alike:
+            raise differences()
+        if not fine and self.policy == "raise":
+            raise _made_error(self.steps, loss, norm)
+
     def settle(self, differences: Callable[[], AutoparError]) -> None:
         """Waits for the last step, and raises its error, if any; see `end`."""
         pending, self._pending = self._pending, None
@@ -231,6 +258,16 @@ def _first(pairs: Named) -> str:
         if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all():
             return name
     return ""
+
+
+def _made_error(step: int, loss: float, norm: float) -> NonFiniteError:
+    """The error of a step that was made before the ranks knew."""
+    return NonFiniteError(
+        f"step {step} or the one before it is not finite: its loss is {loss:g}, the norm of its"
+        f" gradients {norm:g}",
+        why="stages that do not wait for one another have updated their weights since",
+        todo="load a checkpoint from before it, and lower the rate or clip",
+    )
 
 
 def _error(

@@ -268,6 +268,22 @@ class Update:
             each.gather(self.written)
         return outcome.loss, norm if wanted else None
 
+    @torch.no_grad()
+    def step_alone(self, weights: Weights, norm: Tensor | None) -> None:
+        """Update the parameters of one stage, whatever becomes of the others', and gather them.
+
+        Args:
+            weights: of the stage; their gradients are given up.
+            norm: of its gradients; None where nobody needs it.
+        """
+        if norm is not None and self.training.clip_norm is not None:
+            clip(weights.gradients, norm, self.training.clip_norm)
+        self.optimizer.step()
+        self._averaged(weights.trained)
+        weights.gather(self.written)
+        for parameter in weights.trained:
+            parameter.grad = None
+
     def _named(self) -> tuple[Named, Named]:
         """Returns parameters and gradients, by name."""
         away = {} if self.away is None else self.away.masters

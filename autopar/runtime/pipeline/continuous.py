@@ -1,0 +1,202 @@
+"""Steps of a pipeline that does not flush: each runs one period of the steady state.
+
+A step takes a new batch, does its row of the period and ends, while backwards of its last
+microbatches are still to come: they are in the row of the next step. Every stage updates its
+weights where its row says, whatever the others do. So no rank waits for all at the end of a step.
+What all have to know of it (the loss, whether all was finite, whether they were given alike) is
+added up beside the next step, and read at its end.
+
+`drain` runs what is under way to its end. Whoever asks for the weights gets them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.ir.action import ALL, SYNC, UPDATE, Action, Row
+from autopar.ir.pipeline_step import at_period, in_update, versions
+from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.pipeline.stage import Stage, Tensors
+from autopar.runtime.pipeline.versions import Versions
+from autopar.runtime.ranks.channel import Channel, Waiting
+from autopar.runtime.update.update import Update
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What is added up of a step: loss, token, its square, if it broke, squares of gradients."""
+
+    numbers: Tensor
+    waiting: Waiting | None
+
+    def read(self) -> list[float]:
+        """The sums over all ranks, once they are there."""
+        if self.waiting is not None:
+            self.waiting.wait()
+        found: list[float] = self.numbers.tolist()
+        return found
+
+
+class Continuous:
+    """The steps of one rank.
+
+    Args:
+        stages: that it holds.
+        placement: of all stages, and their rows.
+        row: which is this rank's.
+        interpreter: does what computes and sends.
+        update: of this rank's parameters.
+        everyone: all ranks; None for one alone.
+        differences: says how ranks differ.
+
+    Attributes:
+        grad_norm: of the gradients that the stages took last, before clipping.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[tuple[int, int], Stage],
+        placement: Placement,
+        row: Row,
+        interpreter: Interpreter,
+        update: Update,
+        everyone: Channel | None,
+        differences: Callable[[], AutoparError],
+    ) -> None:
+        self._stages, self._row, self._size = stages, row, placement.microbatches
+        self._interpreter, self._update = interpreter, update
+        self._everyone, self._differences = everyone, differences
+        self._taken = in_update([row])
+        self._updates = sum(action.kind == UPDATE for action in row) // len(stages)
+        self._flushed = placement.first[0] if placement.first else 0
+        held = versions([row])
+        self.versions = {
+            key: Versions(stage.weights, held[key], stage.number, placement.adjustment)
+            for key, stage in stages.items()
+        }
+        for key, stage in stages.items():
+            stage.weights_for = self._weights_for(self.versions[key])
+        self._period = 0
+        self._squares: dict[tuple[int, int], Tensor] = {}
+        self._broken = False
+        self._before: _Report | None = None
+        self.grad_norm: Tensor | None = None
+
+    def _weights_for(self, own: Versions) -> Callable[[Action], AbstractContextManager[None]]:
+        def weights(action: Action) -> AbstractContextManager[None]:
+            if action.kind == "F":
+                return own.forward(action.age)
+            return own.backward(action.age, self._update.optimizer)
+
+        return weights
+
+    def step(
+        self,
+        parts: Sequence[Tensors],
+        enter: Callable[[Action], None],
+        report: Callable[[], tuple[Tensor, Tensor]],
+    ) -> float:
+        """Run a period.
+
+        Args:
+            parts: the microbatches.
+            enter: is told before each forward, for its random numbers.
+            report: gives, at the end, this rank's part of the loss and its token.
+
+        Returns:
+            The loss of the step before; of the first one after a drain its own.
+
+        Raises:
+            NonFiniteError, BatchError, RanksDifferError: of the step before.
+        """
+        if not self._period:
+            self._update.optimizer.zero_grad(set_to_none=True)  # of a flushed step
+        scale = self._update.scale
+        share = {key: scale / count for key, count in self._taken.items()}
+        self._interpreter.begin(
+            parts, self._period * self._size, enter, lambda s: share[s.number, s.copy]
+        )
+        for action in at_period(self._row, self._size, self._period):
+            self._do(action)
+        self._period += 1
+        before, self._before = self._before, self._begin(*report())
+        return self._read(before or self._before)
+
+    def _do(self, action: Action) -> None:
+        """Do one action of the row."""
+        stage = self._stages[action.stage, action.copy]
+        gradients = stage.runtime.gradients
+        if action.kind in PLAYED:
+            if action.kind == "B" and gradients is not None:
+                for weight in gradients.weights.values():
+                    gradients.leave(weight)
+            self._interpreter.do(action)
+        elif action.kind == SYNC and gradients is not None:
+            gradients.collect()
+        elif action.kind == UPDATE:
+            self._updated(stage)
+
+    def _updated(self, stage: Stage) -> None:
+        """Update a stage."""
+        key, update = (stage.number, stage.copy), self._update
+        norm = None
+        if update.check.wanted or update.training.clip_norm is not None:
+            own = stage.state.squares(stage.weights.gradients, add=update.squares)
+            self._squares[key] = own
+            norm = stage.runtime.group(stage.runtime.mesh.names).reduce(own.clone()).sqrt()
+            self._broken |= not bool(norm.isfinite())
+        with self.versions[key].updating(update.optimizer):
+            update.step_alone(stage.weights, norm)
+
+    def _begin(self, loss: Tensor, token: Tensor) -> _Report:
+        """Begin to add up what the ranks have seen of this step."""
+        squares = sum(self._squares.values(), torch.zeros_like(token))
+        broken = torch.full_like(token, float(self._broken))
+        self._broken = False
+        numbers = [loss.detach().double(), token, token.square(), broken, squares.to(token)]
+        report = torch.stack(numbers)
+        if self._everyone is None:
+            return _Report(report, None)
+        return _Report(report, self._everyone.all_reduce_beside(report))
+
+    def _read(self, report: _Report) -> float:
+        """The loss of a report."""
+        loss, token, square, broken, squares = report.read()
+        world = 1 if self._everyone is None else len(self._everyone.ranks)
+        alike = square == world * (token / world) ** 2
+        self.grad_norm = (
+            torch.tensor(squares, dtype=torch.float64).sqrt() if self._squares else None
+        )
+        self._update.check.heard(loss, squares**0.5, not broken, alike, self._differences)
+        return loss
+
+    def drain(self) -> None:
+        """Run what is under way to its end; all ranks call it."""
+        if not self._period:
+            return
+        last, period = self._period * self._size, self._period
+        behind = -min(action.microbatch for action in self._row if action.microbatch != ALL)
+        for later in range(-(-max(behind, 0) // self._size)):
+            for action in at_period(self._row, self._size, period + later):
+                if action.microbatch < last:
+                    self._do(action)
+        self._interpreter.post.finish()
+        self.restart()
+        report, self._before = self._before, None
+        if report is not None:
+            self._read(report)
+
+    def restart(self) -> None:
+        """Begin with an empty pipeline."""
+        self._period = 0
+        done = max(self._update.check.steps - self._flushed, 0)
+        for own in self.versions.values():
+            own.restart()
+            own.total = done * self._updates
