@@ -58,12 +58,6 @@ class WritesUnseen(Bad):
         return x
 
 
-class Autocasts(Bad):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return x @ x  # the line
-
-
 class WritesOut(Bad):
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros(4)
@@ -87,7 +81,6 @@ class Diagonal(Bad):
         (WrongShape, "runs"),
         (WritesWeight, "clone"),
         (WritesUnseen, "clone"),
-        (Autocasts, "cast the model"),
         (WritesOut, "out="),
         (Diagonal, "new tensor"),
     ],
