@@ -261,6 +261,8 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
         return "aten.slice_scatter", (old, new, *rest)
     if op == "aten.select.int":
         return "aten.select_scatter", (old, new, *rest)
+    if op == "aten.diagonal.default":
+        return "aten.diagonal_scatter", (old, new, *rest)
     if _TRANSPOSES.match(op):
         return functional_name(op.removesuffix(".default")), (new, *rest)
     if op == "aten.permute.default":
