@@ -26,6 +26,8 @@ def is_composite(node: fx.Node, known: Container[str]) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or str(target).removesuffix(".default") in known:
         return False
+    if torch.Tag.inplace_view in target.tags:
+        return False  # it is the view that it takes
     return has_kernel(target, _IMPLICIT)
 
 

@@ -213,11 +213,8 @@ class Lowering(Draft):
             self._same[node] = first
         else:
             call = writes.functional(node)
-            if (
-                grad
-                and any(map(self._flows, node.all_input_nodes))
-                and not writes.has_gradient(call, self._flows)
-            ):
+            flowing = grad and any(map(self._flows, node.all_input_nodes))
+            if flowing and writes.loses_gradients(node, call, self._flows):
                 raise _ungraded(node)
             made = self._functional(node, call, grad)
         for written, value in made.items():
