@@ -11,6 +11,8 @@ mesh has 8 devices
 
 from __future__ import annotations
 
+_LONGEST = 4000  # characters of a part of an error
+
 
 class AutoparError(Exception):
     """Base of all errors raised on purpose; `str()` gives the whole message.
@@ -27,16 +29,24 @@ class AutoparError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [self.what]
+        lines = [_short(_plain(self.what))]
         for label, text in (("where", self.where), ("why", self.why), ("todo", self.todo)):
             if text:
-                lines.append(f"  {label + ':':<5} {text}")
-        return _plain("\n".join(lines))
+                lines.append(f"  {label + ':':<5} {_short(_plain(text))}")
+        return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders (multiprocessing), keywords included."""
         keywords = {"where": self.where, "why": self.why, "todo": self.todo}
         return (_rebuild, (type(self), self.what, keywords))
+
+
+def _short(text: str) -> str:
+    """A text whose middle is left out where it quotes too much of what came from outside."""
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} ... {len(text) - 2 * half} more characters ... {text[-half:]}"
 
 
 def _plain(text: str) -> str:

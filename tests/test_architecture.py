@@ -39,8 +39,6 @@ MANY_PARAMETERS = {
     "autopar.inter_op.dynamic_program:trace": _COMPILED,
     "autopar.inter_op.partition:partition": _PLANNING,
     "autopar.inter_op.straight:_Program.__init__": _PLANNING,
-    "autopar.intra_op.build:build": _PLANNING,
-    "autopar.intra_op.builder:Builder.__init__": _PLANNING,
     "autopar.operators.across:Across.mixture": _OPERATOR,
     "autopar.operators.mixture:mixture": _OPERATOR,
     "autopar.planning.pipelines.search:search": _PLANNING,
@@ -61,6 +59,7 @@ SAME_NAMES = {
 }
 _TRACES = "traces models and operators without values"
 PRIVATE_TORCH = {
+    "autopar.capture.autocast": "asks autocast what it casts",
     "autopar.capture.carried": _TRACES,
     "autopar.capture.composite": _TRACES,
     "autopar.capture.decompose": _TRACES,

@@ -25,7 +25,14 @@ def is_composite(node: fx.Node, known: Container[str]) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or str(target).removesuffix(".default") in known:
         return False
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IMPLICIT))
+    if torch.Tag.inplace_view in target.tags:
+        return False  # it is the view that it takes
+    return has_kernel(target, _IMPLICIT)
+
+
+def has_kernel(operator: OpOverload, key: str) -> bool:
+    """Whether torch has a kernel of an operator for one of its dispatcher's keys."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
 
 
 def parts(node: fx.Node, flows: Sequence[bool]) -> fx.Graph:

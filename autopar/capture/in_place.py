@@ -188,13 +188,18 @@ def _arguments(
     return tuple(args), kwargs
 
 
-def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
-    """Returns whether torch can differentiate a twin; a few have no derivative.
+def loses_gradients(node: fx.Node, call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
+    """Returns whether torch's gradients of a write differ from those of its twin.
 
     Args:
-        call: the twin.
+        node: the traced operator.
+        call: the twin; a few have no derivative.
         flows: returns whether a gradient flows through an operand.
     """
+    return not _has_gradient(call, flows) or _is_unseen(node, flows)
+
+
+def _has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
 
     def flowing(item: fx.Node) -> Any:
         value = item.meta["val"]
@@ -204,6 +209,28 @@ def has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), flowing)
         results = tensors_of(call.target(*args, **kwargs))
     return not any("NotImplemented" in str(result.grad_fn) for result in results)
+
+
+def _is_unseen(node: fx.Node, flows: Callable[[fx.Node], bool]) -> bool:
+    """Whether autograd does not notice a write: what is written keeps the gradient that it had."""
+
+    def flowing(item: fx.Node) -> Any:
+        value = item.meta["val"]
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(flows(item)).clone()
+
+    target: Any = node.target
+    with torch.enable_grad():
+        values = {item: flowing(item) for item in node.all_input_nodes}
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        before = [(tensor, tensor.grad_fn, tensor._version) for tensor in tensors]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        target(*args, **kwargs)
+    return any(
+        tensor.grad_fn is not None and tensor.grad_fn is made_by and tensor._version != version
+        for tensor, made_by, version in before
+    )
 
 
 def is_idle(node: fx.Node | None) -> bool:
@@ -261,6 +288,14 @@ def put_back(view: fx.Node, parent: Tensor, old: Ref, new: Ref) -> tuple[str, tu
         return "aten.slice_scatter", (old, new, *rest)
     if op == "aten.select.int":
         return "aten.select_scatter", (old, new, *rest)
+    if op == "aten.narrow.default":
+        dim, start, length = rest
+        start = start + sizes[dim] if start < 0 else start
+        return "aten.slice_scatter", (old, new, dim, start, start + length)
+    if op in ("aten.movedim.int", "aten.movedim.intlist"):
+        return op, (new, rest[1], rest[0])
+    if op == "aten.diagonal.default":
+        return "aten.diagonal_scatter", (old, new, *rest)
     if _TRANSPOSES.match(op):
         return functional_name(op.removesuffix(".default")), (new, *rest)
     if op == "aten.permute.default":

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from autopar.capture import composite
 from autopar.capture import in_place as writes
 from autopar.capture.advice import unsupported
+from autopar.capture.autocast import Autocast
 from autopar.capture.carried import call_of, is_carried
 from autopar.capture.node_writer import Call, Draft
 from autopar.capture.traced import dtype_of, source_of, tensors_of
@@ -56,6 +57,7 @@ class Lowering(Draft):
         self._values: dict[fx.Node, Ref] = {}
         self._with_grad: dict[fx.Node, bool] = {}
         # A traced node that is the very same tensor as another; the results of a region.
+        self._autocast: Autocast | None = None  # of the region that is being inlined
         self._same: dict[fx.Node, fx.Node] = {}
         self._regions: dict[fx.Node, Sequence[fx.Node | Ref]] = {}
         # Written leaves, each with its traced tensor and the last operator that wrote it.
@@ -141,24 +143,21 @@ class Lowering(Draft):
             self._compute(node, grad)
 
     def _region(self, node: fx.Node, op: str, grad: bool) -> None:
-        """Inlines a region that runs with gradients on or off, or with autocast off."""
+        """Inlines a region that runs with gradients or autocast on or off."""
         args: Any = node.args
-        autocast = False
+        before = self._autocast
         if "wrap_with_set_grad_enabled" in op:
             grad, body, *operands = args
         elif "wrap_with_autocast" in op:
-            _, _, autocast, _, body, *operands = args
+            device, dtype, on, _, body, *operands = args
+            self._autocast = Autocast(device, dtype) if on else None
         else:
             raise unsupported(op)
         inner = getattr(node.graph.owning_module, body.target).graph
-        if autocast:
-            inside = next(item for item in inner.nodes if item.op == "call_function")
-            raise CaptureError(
-                "the model switches autocast on",
-                where=str(source_of(inside)),
-                todo="cast the model and its inputs instead, e.g. model.to(torch.bfloat16)",
-            )
+        if self._autocast is not None:
+            self._autocast.write_out(inner)
         self._inline(node, inner, operands, grad)
+        self._autocast = before
 
     def _inline(
         self, node: fx.Node, inner: fx.Graph, operands: Iterable[fx.Node], grad: bool
@@ -214,11 +213,8 @@ class Lowering(Draft):
             self._same[node] = first
         else:
             call = writes.functional(node)
-            if (
-                grad
-                and any(map(self._flows, node.all_input_nodes))
-                and not writes.has_gradient(call, self._flows)
-            ):
+            flowing = grad and any(map(self._flows, node.all_input_nodes))
+            if flowing and writes.loses_gradients(node, call, self._flows):
                 raise _ungraded(node)
             written_values = self._functional(node, call, grad)
         for written, value in written_values.items():

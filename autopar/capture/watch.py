@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.autocast_gradients import GradientsInAutocast
 from autopar.errors import CaptureError
 from autopar.operators.assume import assumed
 
@@ -112,9 +113,9 @@ _INFERENCE = _Lost(
     "write `with torch.no_grad():`",
 )
 _SWITCHED = _Lost(
-    "gradients are switched off or on inside an autocast block",
+    "gradients are switched on inside an autocast block, and off around it",
     "torch.export does not record it",
-    "put the autocast block inside torch.no_grad(), or write .detach()",
+    "put the autocast block inside torch.enable_grad()",
 )
 _HIDDEN = _Lost(
     "an operator switches gradients off by itself",
@@ -153,6 +154,7 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.failed = self.opaque = ""
+        self._gradients = GradientsInAutocast()
 
     def __torch_function__(
         self,
@@ -165,6 +167,8 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", func))
         lost = _lost(func, name, args, kwargs)
+        if name == "_set_grad_enabled" and not self._gradients.switch(args[0]):
+            lost = _SWITCHED
         if lost is not None:
             raise CaptureError(lost.what, where=current(), why=lost.why, todo=lost.todo)
         if name == "__get__" and _accessed(func) == "data":
@@ -175,7 +179,7 @@ class Watch(TorchFunctionMode):
         if truth is not None:
             return truth
         try:
-            result = func(*args, **kwargs)
+            result = self._gradients.call(func, name, args, kwargs)
         except Exception:
             self.failed = name
             raise
@@ -205,8 +209,6 @@ def _accessed(func: Any) -> str:
 def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Lost | None:
     if torch.is_inference_mode_enabled():
         return _INFERENCE
-    if name == "_set_grad_enabled" and _in_autocast() and args[0] != torch.is_grad_enabled():
-        return _SWITCHED
     if name.startswith("_no_grad_"):
         return _HIDDEN
     if isinstance(kwargs.get("generator"), torch.Generator):
@@ -220,13 +222,6 @@ def _lost(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return _FROZEN
     reason = _LOST.get(name)
     return None if reason is _PRINTED and _within_torch() else reason
-
-
-def _in_autocast() -> bool:
-    """Returns whether an autocast block is open, even one that switches autocast off."""
-    depth = torch.autocast_increment_nesting() - 1  # there is no query without counting
-    torch.autocast_decrement_nesting()
-    return depth > 0
 
 
 def _within_torch() -> bool:

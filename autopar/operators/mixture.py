@@ -27,7 +27,7 @@ from torch import Tensor
 from autopar.ir.graph import Graph, Node
 from autopar.ir.tensor import Layout, TensorType
 
-MIXTURE = "autopar.mixture"
+MIXTURE, GROUPED = "autopar.mixture", "autopar.grouped_linear"
 # By the operator's argument.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -15,7 +15,7 @@ from autopar.passes.losses import lower_means
 from autopar.passes.norms import lower_batch_norms
 from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
-from autopar.passes.routing import find_mixtures
+from autopar.passes.routing import find_mixtures, lower_grouped
 from autopar.passes.simplify import drop_identities, lower_splits
 
 Pass = Callable[[Graph], Graph]
@@ -27,6 +27,7 @@ NORMALISING: tuple[Pass, ...] = (
     lower_linears,
     split_fused,
     find_mixtures,
+    lower_grouped,
     lower_means,
     lower_batch_norms,
     lower_bags,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Arg, Graph, Node, Ref
 from autopar.ir.rewrite import Editor, rewrite
 from autopar.ir.tensor import TensorType
-from autopar.operators.mixture import MIXTURE
+from autopar.operators.mixture import GROUPED, MIXTURE
 from autopar.passes.template import Pattern
 
 _TEXT = """
@@ -44,10 +44,11 @@ _TEXT = """
 %each = aten.reshape(%back, SHAPE) : ()
 %total = aten.sum.dim_IntList(%each, (1,)) : ()
 """
+_LOOP = "transformers.grouped_mm_fallback"
 _PATTERN = Pattern(
     _TEXT,
     {
-        "grouped": ("aten._grouped_mm", "transformers.grouped_mm_fallback"),
+        "grouped": ("aten._grouped_mm", _LOOP),
         "activation": ("aten.silu", "aten.relu", "aten.gelu"),
     },
 )
@@ -96,6 +97,23 @@ def find_mixtures(graph: Graph) -> Graph:
         reads = [Ref(editor.resolve(name)) for name in names]
         args: tuple[Arg, ...] = (*halves[mixture.gate_up], *reads, mixture.act)
         return replace(node, op=MIXTURE, args=args, kwargs=())
+
+    return rewrite(graph, write)
+
+
+def lower_grouped(graph: Graph) -> Graph:
+    """`graph` with grouped products that transformers loops over in Python as autopar's own."""
+
+    def write(node: Node, editor: Editor) -> Node | Ref | None:
+        if node.op != _LOOP:
+            return None
+        x, weight, ends = node.args
+        assert isinstance(weight, Ref)
+        kind = editor[weight.name].type
+        experts, width, out = kind.shape
+        turned = TensorType(kind.dtype, (experts, out, width))
+        rows = editor.new(f"{node.name}_rows", "aten.transpose.int", (weight, 1, 2), turned, node)
+        return replace(node, op=GROUPED, args=(x, rows, ends), kwargs=())
 
     return rewrite(graph, write)
 

@@ -1,7 +1,8 @@
-"""What a program was compiled for: which modules train, and which parameters learn.
+"""What a program was compiled for: the modules, which of them train, which parameters learn.
 
-A model is captured once. Whoever calls `model.eval()` or freezes a parameter afterwards would see
-nothing of it, so every step looks whether the model is still in the state that was captured.
+A model is captured once. Whoever calls `model.eval()`, freezes a parameter, sets the rate of a
+dropout or puts another module in the place of one afterwards would see nothing of it, so every step
+looks whether the model is still in the state that was captured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from autopar.errors import ProgramError
+
+_PLAIN = (bool, int, float, str, tuple)
 
 
 class Modes:
@@ -22,13 +25,22 @@ class Modes:
         self._parameters = tuple(model.named_parameters())
         self._training = [module.training for _, module in self._modules]
         self._learning = [parameter.requires_grad for _, parameter in self._parameters]
+        self._members = [list(module._modules.values()) for _, module in self._modules]
+        # Numbers of torch's own modules; what users' modules hold may count or name something.
+        self._numbers = [
+            (name, vars(module), key, value)
+            for name, module in self._modules
+            if type(module).__module__.startswith("torch.nn.")
+            for key, value in vars(module).items()
+            if key not in ("training", "call_super_init") and type(value) in _PLAIN
+        ]
 
     def check(self) -> None:
         """Compare with what the flags are by now.
 
         Raises:
-            ProgramError: a module was switched by train() or eval(), or a parameter by
-                requires_grad_.
+            ProgramError: a module was switched by train() or eval(), a parameter by
+                requires_grad_; a number of one of torch's modules was set, or a module replaced.
         """
         if [module.training for _, module in self._modules] != self._training:
             name, module = next(
@@ -58,3 +70,23 @@ class Modes:
                 why="the plan, the gradients and the optimizer are for what learned then",
                 todo="set it back, or compile the model as it is now and load_state_dict into it",
             )
+        self._check_modules()
+
+    def _check_modules(self) -> None:
+        for name, held, key, before in self._numbers:
+            now = held.get(key)
+            if now is not before and now != before:
+                raise ProgramError(
+                    f"{key} was set to {now!r} after the model was compiled",
+                    where=name,
+                    why=f"the program was made with {before!r}",
+                    todo="set it back, or compile the model as it is now",
+                )
+        for (name, module), before in zip(self._modules, self._members, strict=True):
+            if list(module._modules.values()) != before:
+                raise ProgramError(
+                    "a module was replaced, added or taken away after the model was compiled",
+                    where=name or type(module).__name__,
+                    why="the program is of those that were there then",
+                    todo="put it back, or compile the model as it is now",
+                )

@@ -40,6 +40,14 @@ def a_view_after(y: Tensor, x: Tensor, model: Writes) -> Outcome:
     return flat * 2
 
 
+def through_other_views(y: Tensor, x: Tensor, model: Writes) -> Outcome:
+    y.diagonal().mul_(2)
+    y.t().diagonal(1).copy_(x[0, 1:])
+    y.narrow(1, -3, 2).add_(1)
+    y.movedim(0, 1)[2].mul_(3)
+    return y, y.diagonal(-1)
+
+
 def through_a_view(y: Tensor, x: Tensor, model: Writes) -> Outcome:
     y.view(2, 8).unsqueeze(1).add_(1)
     return y
@@ -131,7 +139,8 @@ def part_of_a_buffer(y: Tensor, x: Tensor, model: Writes) -> Outcome:
 
 
 BODIES = (
-    whole, a_view_after, through_a_view, through_slices, shifted, transposed, masked, another_shape,
+    whole, a_view_after, through_a_view, through_other_views, through_slices, shifted, transposed,
+    masked, another_shape,
     narrow_dtype, no_copy, a_copy, one_of_several_results, constant, the_batch, buffer,
     part_of_a_buffer,
 )  # fmt: skip

@@ -250,12 +250,6 @@ def communicates(self: Any, x: Tensor) -> Any:
     return y
 
 
-@mistake("cast the model")
-def casts_by_itself(self: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        return x @ self.layer.weight  # the line
-
-
 @mistake("with operators of torch")
 def has_wrong_sizes(self: Any, x: Tensor) -> Any:
     return self.layer(x) @ torch.zeros(3, 3)  # the line

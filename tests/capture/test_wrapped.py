@@ -82,7 +82,7 @@ def inside(model: Small, x: Tensor) -> Tensor:
 
 
 def outside(model: Small, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False), torch.no_grad():  # the line
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
         scale: Tensor = model.layer(x)
     return scale
 
@@ -96,16 +96,16 @@ class Scaled(Small):
         return (self.layer(x) * self.scale(self, x)).square().mean()
 
 
-def test_gradients_switched_off_around_autocast_stay_off() -> None:
-    model, x = Scaled(inside), torch.randn(4, 4)
+@pytest.mark.parametrize("scale", [inside, outside])
+def test_gradients_switched_off_beside_autocast_stay_off(
+    scale: Callable[[Small, Tensor], Tensor],
+) -> None:
+    model, x = Scaled(scale), torch.randn(4, 4)
     values = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
     loss = run(capture(model, (x,)).graph, {"x": x, **values})["loss"]
     found = torch.autograd.grad(loss, list(values.values()))
     expected = torch.autograd.grad(model(x), list(model.parameters()))
     torch.testing.assert_close(found, expected)
-    with pytest.raises(CaptureError, match="autocast block") as raised:
-        capture(Scaled(outside), (x,))
-    assert "# the line" in raised.value.where
 
 
 class Turned(nn.Module):

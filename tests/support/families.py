@@ -15,42 +15,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from tests.support import models
+from tests.support import models, outside
+from tests.support.exact import Exact
 
 Batch = dict[str, Any]
 Made = tuple[nn.Module, Batch]
 BATCH, SEQ, WORDS = 8, 16, 96
-
-
-class _InDouble(TorchFunctionMode):
-    """Whoever asks for float32 gets float64."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "float":
-            return args[0].double()
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-class Exact(nn.Module):
-    """A model that computes in float64 what it would convert to float32 on the way.
-
-    Norms, rotary embeddings, routers and losses of transformers do so; two runs that add in another
-    order would agree to 1e-7 only. The model's code is the library's own.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.double()
-
-    def forward(self, **batch: Any) -> Any:
-        with _InDouble():
-            return self.model(**batch)
 
 
 # Models of transformers ---------------------------------------------------------------------------
@@ -458,6 +429,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "dlrm": dlrm,
     "tied_and_frozen": tied_and_frozen,
     "two_towers": two_towers,
+    **outside.MODELS,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 import autopar.pins
@@ -115,3 +115,25 @@ def test_before_the_first_batch_it_is_obeyed() -> None:
     counts = model.state_dict()["counts"].clone()
     program.step(**batches[0])
     assert torch.equal(program.state_dict()["counts"], counts)
+
+
+def test_a_model_that_is_another_one_after_compile_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model.register_module("inner", nn.Sequential(nn.LayerNorm(1)))
+    x = torch.ones(4, 4)
+    program = autopar.compile(
+        model, "cpu: x=1", example_inputs=(x,), loss_fn=lambda y: y.square().mean()
+    )
+    program.step(x)
+    model[1].p = 0.1  # type: ignore[assignment]
+    with pytest.raises(ProgramError, match=r"p was set to 0\.1") as raised:
+        program.step(x)
+    assert raised.value.where == "1"
+    model[1].p = 0.5  # type: ignore[assignment]
+    program.step(x)
+    norm, model.inner[0] = model.inner[0], nn.Identity()  # type: ignore[index, union-attr]
+    with pytest.raises(ProgramError, match="a module was replaced") as raised:
+        program.step(x)
+    assert raised.value.where == "inner"
+    model.inner[0] = norm  # type: ignore[operator]
+    program.step(x)

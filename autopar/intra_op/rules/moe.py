@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.intra_op.rule import rule
+from autopar.operators.mixture import GROUPED
 
 _EXPERTS = "f64[4, 6, 3], f64[4, 6, 3], f64[4, 3, 6]"
 RULES = (
@@ -23,5 +24,11 @@ RULES = (
         "s! k, e! k n, e! -> s! n",
         flops="2 out k",
         examples=("f32[5, 48], f32[2, 48, 48], i32[2]<6",),
+    ),
+    rule(
+        GROUPED,
+        "s! k, e! n k, e! -> s! n",
+        flops="2 out k",
+        examples=("f64[5, 4], f64[2, 6, 4], i32[2]<6",),
     ),
 )

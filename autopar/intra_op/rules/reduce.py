@@ -152,6 +152,7 @@ RULES = (
         for op, (position, examples) in _LAST.items()
     ),
     *(rule(f"aten.{op}", all_whole, examples=_ALL) for op in _TOTAL),
+    *(rule(f"aten._is_{op}_true", all_whole, examples=("bool[4, 6]",)) for op in ("all", "any")),
     rule("aten.nansum", _over(1, ""), examples=(*_DIMS, _X)),
     rule("aten.count_nonzero.dim_IntList", _over(1, ""), examples=("i64[4, 6], (1,)",)),
     rule("aten.count_nonzero", _over(1, ""), examples=("i64[4, 6], 1", "i64[4, 6]")),
