@@ -32,6 +32,8 @@ import tomlkit
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.files.checked_values import Fields, Number, Row, Text, Whole
 from autopar.files.kinds import Kind
+from autopar.ir.graph import Graph
+from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.plan_entries import (
@@ -129,15 +131,25 @@ class Plan:
             return replace(self, mesh=mesh)
         return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=mesh),))
 
-    def check(self, graph: str, mesh: Mesh) -> None:
-        """PlanMismatchError, saying what differs, unless the plan is for this graph and mesh."""
+    def check(self, graph: Graph, mesh: Mesh) -> None:
+        """Compare the plan with what it is to be used for.
+
+        Args:
+            graph: the model; of a pipeline normalised, on one microbatch.
+            mesh: the devices.
+
+        Raises:
+            PlanMismatchError: it is for another graph or mesh; says what differs.
+        """
         check_mesh(self.mesh, mesh)
-        if self.graph != graph:
-            batch = ", with this size of microbatch" if self.is_pipeline else ""
+        here = fingerprint(graph)
+        if not self.is_pipeline:
+            self.stage.check(here, {node.name for node in graph.folded}, mesh)
+        elif self.graph != here:
             raise PlanMismatchError(
                 "the plan is for another model",
-                why=f"plan: {self.graph}; here: {graph}",
-                todo=f"plan this model{batch} again",
+                why=f"plan: {self.graph}; here: {here}",
+                todo="plan this model, with this size of microbatch, again",
             )
 
     def to_toml(self) -> str:

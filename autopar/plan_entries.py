@@ -98,6 +98,10 @@ class Prediction:
     host_seconds: float = 0.0
     host_bytes: float = 0.0
 
+    def figures(self) -> dict[str, float]:
+        """Returns all figures by name."""
+        return dict(vars(self))
+
     def table(self) -> dict[str, float]:
         """The figures by name, without those that are 0."""
         return {name: value for name, value in vars(self).items() if value}

@@ -62,7 +62,7 @@ def to_json(found: Searched, made: Plan) -> dict[str, object]:
         "model": made.model.table(),
         "schedule": best.schedule,
         "microbatches": best.microbatches,
-        "predicted": made.predicted.table(),
+        "predicted": made.predicted.figures(),
         "searched_seconds": found.seconds,
         "stages": [
             {

@@ -267,7 +267,7 @@ def _plan_json(plan: Plan) -> dict[str, object]:
         "graph": plan.graph,
         "mesh": str(plan.mesh),
         "model": plan.model.table(),
-        "predicted": plan.predicted.table(),
+        "predicted": plan.predicted.figures(),
         "pins": made.pins,
         "precision": str(made.precision),
         "recompute": {run: str(how) for run, how in made.recompute.items()},

@@ -58,11 +58,18 @@ def render_figures(figures: Sequence[Figure], titles: tuple[str, str]) -> Table:
     for figure in sorted(figures, key=lambda figure: order.get(figure.name, len(order))):
         if not figure.before and not figure.after:
             continue
-        write = format_bytes if figure.name.endswith("bytes") else format_seconds
-        sides = ("" if side is None else write(side) for side in (figure.before, figure.after))
+        write = _format_of(figure.name)
+        sides = (write(side) for side in (figure.before, figure.after))
         name = _NAMES.get(figure.name, f"  {figure.name.replace('_', ' ')}")
         table.add_row(name, *sides, *_change(figure, write))
     return table
+
+
+def _format_of(name: str) -> Callable[[float], str]:
+    """Returns what writes a figure of this name."""
+    if name == "bubble":
+        return lambda fraction: f"{fraction:.1%}"
+    return format_bytes if name.endswith("bytes") else format_seconds
 
 
 def render_changes(

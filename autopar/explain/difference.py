@@ -22,19 +22,19 @@ Place = tuple[str, str, str, bool]  # whose, kind, axes, backward
 
 @dataclass(frozen=True)
 class Figure:
-    """A predicted figure of both plans, None where a plan does not have it.
+    """A predicted figure of both plans.
 
-    Its name ends in "seconds" or "bytes", which is its unit.
+    Its name ends in "seconds" or "bytes", which is its unit; a "bubble" is a fraction.
     """
 
     name: str
-    before: float | None
-    after: float | None
+    before: float
+    after: float
 
     @property
     def change(self) -> float:
         """How much more it is in the second plan; 0 where only rounding tells them apart."""
-        before, after = self.before or 0.0, self.after or 0.0
+        before, after = self.before, self.after
         return 0.0 if math.isclose(before, after, rel_tol=ROUNDING) else after - before
 
 
@@ -105,7 +105,7 @@ def difference(
     found = Difference(
         _head(a, b),
         pairs(a.pins, b.pins),
-        figures(a.predicted.table(), b.predicted.table()),
+        figures(a.predicted, b.predicted),
         changes(decisions(a, first), decisions(b, second)),
     )
     if graphs is None or prices is None:
@@ -119,9 +119,10 @@ def difference(
     return replace(found, totals=totals, traffic=detail)
 
 
-def figures(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Figure, ...]:
-    """The figures of two plans by name, in the order of the first."""
-    return tuple(Figure(name, a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b)))
+def figures(a: Prediction, b: Prediction) -> tuple[Figure, ...]:
+    """Returns all figures of two predictions, side by side."""
+    after = b.figures()
+    return tuple(Figure(name, before, after[name]) for name, before in a.figures().items())
 
 
 def repriced(explanation: Explanation, graph: Graph) -> Prediction:

@@ -61,7 +61,7 @@ def explain(
     states = sum(parameter.host for parameter in table)
     copies = stowed[1] + states * coming / plan.microbatches
     return Explanation(
-        plan.graph, str(plan.mesh), plan.predicted.table(), sections, table, memory, limit,
+        plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory, limit,
         tuple(whole), hidden, peak, copies, states + stowed[0], plan.precision.caution,
     )  # fmt: skip
 

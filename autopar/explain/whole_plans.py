@@ -62,7 +62,7 @@ def plan_difference(a: Plan, b: Plan) -> PlanDifference:
                 stages.append(StageDifference((*before.stages, number), found))
             else:
                 stages.append(StageDifference((number,), found))
-    predicted = figures(a.predicted.table(), b.predicted.table())
+    predicted = figures(a.predicted, b.predicted)
     return PlanDifference(heads(a, b), predicted, tuple(stages))
 
 

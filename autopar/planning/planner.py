@@ -26,6 +26,7 @@ from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload, left_of
 from autopar.ir.recompute import Recompute
+from autopar.plan import Plan
 from autopar.plan_entries import SolverReport
 from autopar.planning import offloading
 from autopar.planning.fitting import ALIKE, EXACT, Fitted, fitting, solved
@@ -70,7 +71,7 @@ def make_plan(
         return planner.plan(limit_of(mesh, options))
 
     plan = planned(options, mesh) if repeated else with_remedies(planned, options, mesh)
-    trace("plan.toml", lambda: str(plan))
+    trace("plan.toml", lambda: str(Plan.of(plan)))
     return plan
 
 

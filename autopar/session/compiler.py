@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError
-from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
@@ -70,5 +69,5 @@ class Compiler:
         if plan is None:
             plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
         else:
-            plan.check(fingerprint(captured.graph), mesh)
+            plan.check(captured.graph, mesh)
         return captured, plan

@@ -122,8 +122,9 @@ def _reach(function: types.FunctionType, seen: dict[str, str]) -> None:
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, types.FunctionType):
         return
-    name = f"{function.__module__}.{function.__qualname__}"
-    if name in seen or function.__module__.partition(".")[0] == "torch":
+    module = str(function.__module__)  # None for what was made by `exec`
+    name = f"{module}.{function.__qualname__}"
+    if name in seen or module.partition(".")[0] == "torch":
         return
     seen[name] = text_of(function)
     for used in function.__code__.co_names:
@@ -131,4 +132,4 @@ def _reach(function: types.FunctionType, seen: dict[str, str]) -> None:
         if isinstance(value, types.FunctionType):
             _reach(value, seen)
         elif isinstance(value, _PLAIN) and used.isupper():
-            seen[f"{function.__module__}.{used}"] = text_of(value)
+            seen[f"{module}.{used}"] = text_of(value)

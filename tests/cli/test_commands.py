@@ -266,8 +266,8 @@ def test_bad_arguments_of_plan_are_named_and_write_nothing(
 @pytest.mark.parametrize(
     ("command", "old", "new", "says"),
     [
-        ("explain", "version = 1", "version = ", "not readable TOML"),
-        ("emit", "[layouts]", "[elsewhere]", "no usable entry 'layouts'"),
+        ("explain", "version = 2", "version = ", "not readable TOML"),
+        ("emit", "[stages.layouts]", "[stages.elsewhere]", "no usable entry 'layouts'"),
         ("explain", "batch = 8", 'batch = "8"', "model.batch"),
         ("emit", "gpu=2 @50GB/s", "tpu=2 @50GB/s", "are not possible"),
         ("explain", "gpu=2 @50GB/s", "gpu=3 @50GB/s", "are not possible"),

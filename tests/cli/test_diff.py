@@ -84,7 +84,7 @@ def captured(**sizes: int) -> Graph:
 def sent(path: Path, **sizes: int) -> Counter[tuple[str, str]]:
     """Bytes that a device sends in a step, by kind and axes."""
     plan, found = Plan.load(path), Counter[tuple[str, str]]()
-    for move in moves(captured(**sizes), plan, AnalyticModel(plan.mesh).collective):
+    for move in moves(captured(**sizes), plan.stage, AnalyticModel(plan.mesh).collective):
         for call in move.calls:
             found[call.kind, ", ".join(call.axes)] += move.times * call.nbytes
     return found
@@ -117,7 +117,7 @@ def test_figures_layouts_and_collectives_are_those_of_the_plans(
     figures = {figure["name"]: (figure["before"], figure["after"]) for figure in found["figures"]}
     assert figures == {
         name: (getattr(a.predicted, name), getattr(b.predicted, name))
-        for name in a.predicted.table() | b.predicted.table()
+        for name in a.predicted.figures()
     }
     nodes = {node for change in found["changes"] for node in change["nodes"]}
     expected = {
@@ -230,6 +230,6 @@ def test_a_model_that_is_data_needs_no_name(tmp_path: Path) -> None:
 def test_bad_files_are_named(folder: Path, tmp_path: Path) -> None:
     good, bad = folder / "a.toml", tmp_path / "bad.toml"
     refused("diff", good, bad, says="cannot read the plan")
-    bad.write_text(good.read_text().replace("version = 1", "version = 7"))
+    bad.write_text(good.read_text().replace("version = 2", "version = 7"))
     refused("diff", good, bad, says="the plan has version 7")
     refused("diff", bad, good, says=str(bad))

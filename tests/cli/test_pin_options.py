@@ -65,7 +65,7 @@ def test_a_plan_is_made_again_under_its_own_pins(model: str, plan: Path) -> None
     made = Plan.load(plan)
     assert again["pins"] == made.stage.pins
     assert again["layouts"] == {name: str(node) for name, node in made.stage.nodes.items()}
-    assert again["predicted"] == made.predicted
+    assert again["predicted"] == made.predicted.figures()
 
 
 def test_edited_pins_and_those_on_top_are_kept(model: str, plan: Path) -> None:
@@ -109,11 +109,13 @@ def test_a_plan_without_pins_has_nothing_to_keep(model: str, plan: Path, tmp_pat
     assert "[pins]" in said
 
 
-@pytest.mark.parametrize("entry", ["pins = 3", "[pins]\nx = 3", "[pins]\nx = ['[8]']"])
+@pytest.mark.parametrize(
+    "entry", ["pins = 3", "[stages.pins]\nx = 3", "[stages.pins]\nx = ['[8]']"]
+)
 def test_a_damaged_table_of_pins_is_named(entry: str, plan: Path) -> None:
-    head, _, tail = plan.read_text().partition("[predicted]")
-    rest = "[layouts]" + tail.partition("[layouts]")[2]
-    predicted = "[predicted]" + tail.partition("[pins]")[0]
+    head, _, tail = plan.read_text().partition("[stages.predicted]")
+    rest = "[stages.layouts]" + tail.partition("[stages.layouts]")[2]
+    predicted = "[stages.predicted]" + tail.partition("[stages.pins]")[0]
     damaged = f"{head}{entry}\n{predicted}{rest}"
     with pytest.raises(PlanError, match="damaged entry") as caught:
         Plan.from_toml(damaged)

@@ -164,7 +164,7 @@ def test_the_program_is_the_one_of_its_prices(folder: Path, tmp_path: Path) -> N
     source = (tmp_path / "own" / "program.py").read_text()
     model, inputs = load(f"{folder / 'mlp.py'}:model")
     captured = capture_graph(model, (), inputs, Options(), Trace(None)).graph
-    assert source == folders.standalone(emit(captured, made, prices))
+    assert source == folders.standalone(emit(captured, made.stage, prices))
     assert source != (tmp_path / "closed" / "program.py").read_text()
 
 

@@ -138,7 +138,7 @@ def test_own_operators_are_found_listed_planned_and_explained(tmp_path: Path) ->
     runner, model = CliRunner(), f"{path}:model"
     without = runner.invoke(main, ["plan", model, *map(str, given)])
     assert "for want of a rule" in without.stderr
-    assert "[replicated]" in plan.read_text()
+    assert "[stages.replicated]" in plan.read_text()
     planned = runner.invoke(main, ["plan", model, *map(str, given), "--rules", str(path)])
     assert planned.exit_code == 0, planned.output
     assert "for want of a rule" not in planned.stderr

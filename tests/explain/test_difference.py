@@ -88,17 +88,19 @@ def test_nodes_of_one_plan_only_have_no_layout_in_the_other() -> None:
 
 
 def test_figures_of_both_plans_stand_side_by_side() -> None:
-    a, b = {"step_seconds": 2.0, "peak_bytes": 8.0}, {"step_seconds": 1.5, "exposed_seconds": 0.5}
-    found = {figure.name: figure for figure in figures(a, b)}
+    before = Prediction(step_seconds=2.0, peak_bytes=8.0)
+    after = Prediction(step_seconds=1.5, host_seconds=0.5)
+    found = {figure.name: figure for figure in figures(before, after)}
     assert found["step_seconds"] == Figure("step_seconds", 2.0, 1.5)
     assert found["step_seconds"].change == -0.5
     assert found["peak_bytes"].change == -8.0
-    assert found["exposed_seconds"] == Figure("exposed_seconds", None, 0.5)
-    before = Prediction(step_seconds=2.0, peak_bytes=8.0)
-    after = Prediction(step_seconds=1.5, host_seconds=0.5)
+    assert found["host_seconds"] == Figure("host_seconds", 0.0, 0.5)
+    assert found["bubble"] == Figure("bubble", 0.0, 0.0)
     shown = text(difference(plan(before), plan(after)))
     assert "-25.0%" in shown
     assert "host seconds" in shown
+    assert "bubble" not in shown
+    assert "25.0%" in text(difference(plan(Prediction(bubble=0.25)), plan()))
 
 
 def test_rounding_is_no_change() -> None:

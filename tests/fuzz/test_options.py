@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import autopar
 from autopar.cli import main
 from autopar.errors import AutoparError
+from autopar.session.keywords import CompileKeywords
 from tests.fuzz.hostile import PAYLOADS
 from tests.support.refusals import BATCH, Net, squared
 
@@ -33,6 +34,10 @@ WRONG: tuple[Any, ...] = (
     f"full {LONG}", f"activations {LONG}", f"1f1b chunks={LONG}", "interleaved_1f1b chunks=x",
     "bf16 =", "bf16 master=", "zero3 over", f"mics in groups of {LONG}", "[8", "full 0",
 )  # fmt: skip
+ARGUMENTS = sorted(
+    {*inspect.signature(autopar.compile).parameters} - {"options"}
+    | {*get_type_hints(CompileKeywords)}
+)
 # What each of these takes beside its own words: any text, any number, or any function.
 TAKEN: dict[str, tuple[Any, ...]] = {
     "trace": tuple(word for word in WRONG if isinstance(word, str)),
@@ -44,7 +49,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*inspect.signature(autopar.compile).parameters, "stages"])
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_argument_is_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

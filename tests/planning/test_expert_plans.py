@@ -43,7 +43,7 @@ PLANS: list[Word] = [
 
 def program(name: str, pins: Any, mesh: str = LINE) -> str:
     made = planned(name, pins, mesh)
-    return emit(graph(name), made, AnalyticModel(made.mesh).collective)
+    return emit(graph(name), made.stage, AnalyticModel(made.mesh).collective)
 
 
 def used(name: str, made: autopar.Plan) -> dict[str, tuple[str, str]]:

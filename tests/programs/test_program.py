@@ -294,14 +294,14 @@ def one_plan_for_all_ranks(folder: str) -> None:
     """Here a search would find another plan on every other rank, as where time runs out."""
     model, batches = regression()
     pin = "[32, 16@data@tensor]" if dist.get_rank() == 0 else "[32@data@tensor, 16]"
-    search = (compiler := importlib.import_module("autopar.session.session")).make_plan
+    search = (planning := importlib.import_module("autopar.planning.plan_model")).make_plan
 
     def elsewhere(graph: Any, mesh: Any, options: Any, *more: Any) -> Any:
         found = dataclasses.replace(options, pins={"net.layers.0.weight": pin})
         return search(graph, mesh, found, *more)
 
     trace = Path(folder) / "trace"
-    with patch.object(compiler, "make_plan", elsewhere):
+    with patch.object(planning, "make_plan", elsewhere):
         program = autopar.compile(model, GRID, trace=trace, example_inputs=batches[0])
     assert "[32, 16@data@tensor]" in str(program.plan.stage.nodes["net_layers_0_weight"])
     losses, _ = train_alone(model, torch.optim.AdamW(model.parameters()), batches)

@@ -216,22 +216,20 @@ class Sharded:
         graph, mesh = self.captured[key].graph, autopar.Mesh.parse(case.text)
         state = "ddp" if case.plan == "data" else None
         options = Options(pins=case.pins, state=state, fuse=patterns)
-        plan = make_plan(graph, mesh, options, nothing)
-        assert isinstance(plan, autopar.Plan)
-        return plan
+        return autopar.Plan.of(make_plan(graph, mesh, options, nothing))
 
     def graph(self, case: Case) -> Graph:
         return self.captured[case.key].graph
 
     def train(self) -> list[Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.session.session")
+        compiler = importlib.import_module("autopar.session.compiler")
         models = {key: make(self.name, *key[:2]) for key in self.captured}
         runs = []
         for case, plan in zip(self.cases, self.plans, strict=True):
             key = case.key
             captured = self.captured[key]
-            with patch.object(compiler, "capture_graph", lambda *_, found=captured: found):
+            with patch.object(compiler, "capture_call", lambda *_, found=captured: found):
                 runs.append(_train(case, plan, *models[key]))
         for key, (model, _) in models.items():
             untouched = make(self.name, *key[:2])[0].state_dict()

@@ -153,6 +153,4 @@ def graph(name: str) -> Graph:
 def planned(name: str, pins: PinsLike | None, mesh: str = LINE) -> autopar.Plan:
     """The plan of a model under pins."""
     options = Options(pins=pins)
-    made = make_plan(graph(name), autopar.Mesh.parse(mesh), options, Trace(None))
-    assert isinstance(made, autopar.Plan)
-    return made
+    return autopar.Plan.of(make_plan(graph(name), autopar.Mesh.parse(mesh), options, Trace(None)))

@@ -122,7 +122,7 @@ def to_json(opened: Opened) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "step_seconds": step.seconds,
         "bubble": step.bubble,
-        "predicted": plan.predicted.table(),
+        "predicted": plan.predicted.figures(),
         "stages": [
             {
                 "starts": stage.starts,
