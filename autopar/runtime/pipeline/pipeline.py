@@ -28,6 +28,7 @@ from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.random_states import random_states
+from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
@@ -141,6 +142,7 @@ class Pipeline(PipelineState):
         self._intake = Intake(batch, device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
+            refuse_what_cannot_stream(modules, placement, training, self.copies.holders)
             self._intake.overlaps = True
             self._interpreter = self._played(self._post(), [])
             self.continuous = Continuous(
