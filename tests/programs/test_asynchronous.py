@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import equal_parts, plan_stages, schedule_of
 from autopar.planning.trace import Trace
+from tests.programs.test_saved_program import run
 from tests.support.ranks import run_ranks
 
 WIDTH, BATCH, STEPS = 6, 8, 10
@@ -412,3 +415,24 @@ def test_evaluation_sees_all_updates() -> None:
     model.load_state_dict(weights)
     wanted = model(**batches[0]).item()
     assert run_ranks(evaluated, count=2) == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def saved(path: str) -> list[float]:
+    """Losses of steps of a program that was saved before any."""
+    program, batches = program_of(METHODS["pipemare flushed"], 2, "sgd", 2)
+    program.save(path)
+    return [program.step(**batches[0]).item() for _ in range(6)]
+
+
+@pytest.mark.slow
+def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    losses = run_ranks(saved, str(path), count=2)[0]
+    source = (path / "program.py").read_text()
+    assert "FLUSHED_STEPS = 3" in source
+    assert "ADJUSTMENT = ((0.75, 0.25), 0, 0.3)" in source
+    assert "UPDATE0.-1" in source
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(sys.executable, *launch, str(path / "program.py"))
+    steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
+    assert [step[3] for step in steps[:6]] == [f"{loss:.6f}" for loss in losses]
