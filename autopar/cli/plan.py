@@ -64,8 +64,8 @@ from autopar.stage_plan import StagePlan
 @click.option(
     "--allow",
     metavar="WHAT",
-    help='With --global-batch: "stale gradients" lets the search take schedules that update weights '
-    "while microbatches are under way (2bw), which changes what is computed.",
+    help='With --global-batch: "stale gradients" lets the search take schedules that update '
+    "weights while microbatches are under way (2bw), which changes what is computed.",
 )
 @fixed_beforehand
 @click.option(
