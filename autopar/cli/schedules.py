@@ -22,6 +22,19 @@ from autopar.ir.action import format_row
 from autopar.ir.pipeline_step import Step
 
 
+_HEADS = (
+    "schedule", "time", "bubble", "published", "activations", "versions", "staleness", "stages",
+    "needs",
+)  # fmt: skip
+_NOTES = """\
+activations: at most so many microbatches of one place's part of the model
+versions: of the weights, in the first and the last place
+staleness: by how many updates at most gradients are of older weights. Where it is not 0 a period of
+  the steady state is timed, and a model may need another learning rate, or not converge: such a
+  schedule has to be allowed, "stale gradients"
+* as if the next step began in a place before others have ended this one"""
+
+
 class _Seconds(click.ParamType[Times]):
     """Three numbers, "1,1,1"."""
 
@@ -209,18 +222,7 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         print_json({"simulated": True, "ranks": wanted.ranks, "schedules": listed})
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    heads = [
-        "schedule",
-        "time",
-        "bubble",
-        "published",
-        "activations",
-        "versions",
-        "staleness",
-        "stages",
-        "needs",
-    ]
-    for head in heads:
+    for head in _HEADS:
         left = head in ("schedule", "needs")
         table.add_column(head, justify="left" if left else "right", overflow="fold")
     marks = {True: "*", False: " "}
@@ -250,12 +252,7 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         f"{wanted.ranks} places, {wanted.microbatches} microbatches; simulated, with forward, input"
         f" and weight backward of {', '.join(f'{seconds:g}' for seconds in wanted.times)}",
         table,
-        "activations: at most so many microbatches of one place's part of the model\n"
-        "versions: of the weights, in the first and the last place; staleness: by how many updates"
-        " at most\n  gradients are of older weights. Where it is not 0 a period of the steady state"
-        " is timed, and a model\n  may need another learning rate, or not converge: such a schedule"
-        ' has to be allowed, "stale gradients"\n'
-        "* as if the next step began in a place before others have ended this one",
+        _NOTES,
     )
 
 
@@ -308,8 +305,8 @@ def _draw_streamed(
     most = ", ".join(map(str, timeline.peak_activations))
     print_out(
         f"{made.name}: {made.stages} stages in {made.ranks} places, {made.microbatches}"
-        f" microbatches a period, time {figures['time']:.4g}, bubble {abs(figures['bubble']):.1%} in"
-        " the steady state; simulated",
+        f" microbatches a period, time {figures['time']:.4g}, bubble"
+        f" {abs(figures['bubble']):.1%} in the steady state; simulated",
         picture,
         legend(timeline),
         f"activations of one stage and microbatch, at most, by rank: {most}",
