@@ -21,7 +21,6 @@ from autopar.inter_op.schedules import Recipe, schedule, schedules
 from autopar.ir.action import format_row
 from autopar.ir.pipeline_step import Step
 
-
 _HEADS = (
     "schedule", "time", "bubble", "published", "activations", "versions", "staleness", "stages",
     "needs",
