@@ -61,6 +61,12 @@ from autopar.stage_plan import StagePlan
     type=click.Choice(["replicate", "error"]),
     help="Run operators without a sharding rule whole, as by default, or refuse them.",
 )
+@click.option(
+    "--allow",
+    metavar="WHAT",
+    help='With --global-batch: "stale gradients" lets the search take schedules that update '
+    "weights while microbatches are under way (2bw), which changes what is computed.",
+)
 @fixed_beforehand
 @click.option(
     "--state",
@@ -134,6 +140,7 @@ def command(
     seq: int | None,
     layers: int | None,
     global_batch: int | None,
+    allow: str | None,
     rule_files: tuple[Path, ...],
     memory: str | None,
     unknown_ops: str | None,
@@ -169,6 +176,7 @@ def command(
     autopar plan llama-3-8b --mesh "H100: gpu=8" --precision bf16
     autopar plan llama-3-8b --mesh "H100: gpu=8" --frontier
     autopar plan gpt-3-175b --mesh "A100-80: node=128, gpu=8" --global-batch 1536
+    autopar plan gpt2 --mesh "H100: node=2, gpu=8" --global-batch 64 --allow "stale gradients"
     """
     mesh = as_mesh(mesh_text)
     before = Plan.load(source).stage if source else None
@@ -183,6 +191,7 @@ def command(
         "precision": None if precision is None else Precision.read(precision),
         "stages": None if global_batch is None else "auto",
         "global_batch": global_batch,
+        "allow": allow,
     }
     options = replace(
         Options() if before is None else Options.like(before),

@@ -16,10 +16,22 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt, legend
 from autopar.inter_op.pipeline_timeline import Timeline
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.inter_op.schedules import Recipe, schedule, schedules
 from autopar.ir.action import format_row
 from autopar.ir.pipeline_step import Step
+
+_HEADS = (
+    "schedule", "time", "bubble", "published", "activations", "versions", "staleness", "stages",
+    "needs",
+)  # fmt: skip
+_NOTES = """\
+activations: at most so many microbatches of one place's part of the model
+versions: of the weights, in the first and the last place
+staleness: by how many updates at most gradients are of older weights. Where it is not 0 a period of
+  the steady state is timed, and a model may need another learning rate, or not converge: such a
+  schedule has to be allowed, "stale gradients"
+* as if the next step began in a place before others have ended this one"""
 
 
 class _Seconds(click.ParamType[Times]):
@@ -139,27 +151,42 @@ def command(
         _draw(made, timeline, wanted, rows)
 
 
-def _simulated(made: Schedule, wanted: _Wanted) -> Timeline:
-    """The time line of equal stages that together are one model, whatever their number."""
+def _costs(made: Schedule, wanted: _Wanted) -> tuple[list[StageCost], list[float]]:
+    """Equal stages that together are one model, whatever their number, and their transfers."""
     part = made.ranks / made.stages
     forward, backward, weight = (seconds * part for seconds in wanted.times)
     cost = StageCost(forward, backward, weight, activation=part)
-    return simulate(made, [cost] * made.stages, [wanted.transfer] * (made.stages - 1))
+    return [cost] * made.stages, [wanted.transfer] * (made.stages - 1)
+
+
+def _simulated(made: Schedule, wanted: _Wanted) -> Timeline:
+    """The time line of equal stages."""
+    return simulate(made, *_costs(made, wanted))
 
 
 def _figures(made: Schedule, timeline: Timeline, wanted: _Wanted) -> dict[str, Any]:
-    """What the list says of a schedule."""
+    """What the list says of a schedule; of one that does not flush, of its steady state."""
+    seconds, bubble, joined = timeline.seconds, timeline.bubble, timeline.joined_bubble
+    if not made.flushes:
+        costs, borders = _costs(made, wanted)
+        seconds, bubble = steady(made, complete(made), costs, borders)
+        joined = bubble
+    allow = schedules()[made.name].allow
     return {
         "name": made.name,
         "stages": made.stages,
         "copies": made.copies,
-        "time": timeline.seconds,
-        "bubble": timeline.bubble,
-        "bubble_without_barrier": timeline.joined_bubble,
+        "time": seconds,
+        "bubble": bubble,
+        "bubble_without_barrier": joined,
         "published_bubble": None if wanted.transfer else made.bubble(wanted.times),
         "published_without_barrier": made.joined,
         "activations": max(timeline.peak_bytes),
         "splits_backward": made.splits_backward,
+        "flushes": made.flushes,
+        "allow": allow,
+        "versions": list(made.versions or (1,) * made.stages),
+        "staleness": list(made.staleness or (0,) * made.stages),
     }
 
 
@@ -194,13 +221,13 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         print_json({"simulated": True, "ranks": wanted.ranks, "schedules": listed})
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("schedule", "time", "bubble", "published", "activations", "stages", "needs"):
-        right = head in ("time", "bubble", "published", "activations", "stages")
-        table.add_column(head, justify="right" if right else "left", overflow="fold")
+    for head in _HEADS:
+        left = head in ("schedule", "needs")
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
     marks = {True: "*", False: " "}
     for recipe, figures, _ in sorted(found, key=lambda one: one[1]["time"] if one[1] else 1e300):
         if figures is None:
-            table.add_row(recipe.name, *"-----", Text(recipe.needs, "dim"))
+            table.add_row(recipe.name, *"-------", Text(recipe.needs, "dim"))
             continue
         published = figures["published_bubble"]
         closed = (
@@ -212,9 +239,11 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         table.add_row(
             recipe.name,
             f"{figures['time']:.4g}",
-            f"{figures['bubble']:.1%}",
+            f"{abs(figures['bubble']):.1%}",
             closed,
             f"{figures['activations']:.3g}",
+            _most(figures["versions"]),
+            _most(figures["staleness"]),
             f"{figures['stages']}{copies}",
             recipe.needs,
         )
@@ -222,9 +251,13 @@ def _list(wanted: _Wanted, as_json: bool) -> None:
         f"{wanted.ranks} places, {wanted.microbatches} microbatches; simulated, with forward, input"
         f" and weight backward of {', '.join(f'{seconds:g}' for seconds in wanted.times)}",
         table,
-        "activations: at most so many microbatches of one place's part of the model\n"
-        "* as if the next step began in a place before others have ended this one",
+        _NOTES,
     )
+
+
+def _most(figures: list[int]) -> str:
+    """The figures of the first and the last stage, one where they are the same."""
+    return str(figures[0]) if figures[0] == figures[-1] else f"{figures[0]}-{figures[-1]}"
 
 
 def _try(recipe: Recipe, wanted: _Wanted) -> tuple[dict[str, Any] | None, str]:
@@ -244,6 +277,10 @@ def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
     picture = Text("\n").join(
         Text(f"rank {rank}".ljust(label)) + line for rank, line in enumerate(lines)
     )
+    if not made.flushes:
+        figures = _figures(made, timeline, wanted)
+        _draw_streamed(made, figures, picture, timeline, rows)
+        return
     published = made.bubble(wanted.times)
     closed = "" if published is None or wanted.transfer else f", published {published:.1%}"
     if closed and made.joined:
@@ -257,6 +294,28 @@ def _draw(made: Schedule, timeline: Timeline, wanted: _Wanted, rows: Step | None
         legend(timeline),
         f"activations of one stage and microbatch, at most, by rank: {most}",
     )
-    if rows is not None:
-        for rank, row in enumerate(rows.rows):
-            click.echo(f"{rank}: {format_row(row)}")
+    _print_rows(rows)
+
+
+def _draw_streamed(
+    made: Schedule, figures: dict[str, Any], picture: Text, timeline: Timeline, rows: Step | None
+) -> None:
+    """The same of a schedule that does not flush, whose picture is from the first microbatch on."""
+    most = ", ".join(map(str, timeline.peak_activations))
+    print_out(
+        f"{made.name}: {made.stages} stages in {made.ranks} places, {made.microbatches}"
+        f" microbatches a period, time {figures['time']:.4g}, bubble"
+        f" {abs(figures['bubble']):.1%} in the steady state; simulated",
+        picture,
+        legend(timeline),
+        f"activations of one stage and microbatch, at most, by rank: {most}",
+        f"versions of the weights, by stage: {', '.join(map(str, figures['versions']))}",
+        f"staleness in updates, at most, by stage: {', '.join(map(str, figures['staleness']))}",
+        f"it has to be allowed: {figures['allow']!r}; what is computed is not what one device does",
+    )
+    _print_rows(rows)
+
+
+def _print_rows(rows: Step | None) -> None:
+    for rank, row in enumerate(() if rows is None else rows.rows):
+        click.echo(f"{rank}: {format_row(row)}")

@@ -1,7 +1,9 @@
 """What a search for stages has to know of a schedule, read off the schedule itself.
 
 A step of equal stages takes B t + fill (D - 1) t seconds, with D ranks, B microbatches and t
-seconds of a rank's work on one: `fill` is 1 for GPipe and 1F1B, 1/v for v chunks, and so on. It
+seconds of a rank's work on one: `fill` is 1 for GPipe and 1F1B, 1/v for v chunks, and so on. Of a
+schedule that does not flush it is a period of the steady state, whose `fill` is 0; its warm-up and
+drain come once in a training and count for nothing. It
 follows from the schedule's bubble. Where none is published a few microbatches a rank are simulated:
 beyond them it does not change. Which part of the transfers a rank waits for in every microbatch is
 simulated, too: 1F1B waits for round trips between neighbours, while interleaved and zero-bubble
@@ -13,8 +15,9 @@ from __future__ import annotations
 from functools import cache
 
 from autopar.errors import ScheduleError
+from autopar.inter_op.complete import complete
 from autopar.inter_op.schedule import Schedule, Times
-from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.inter_op.schedules import schedule
 from autopar.inter_op.stage_values import Law
 
@@ -62,6 +65,8 @@ def law(name: str, **options: int) -> Law:
         made = made_for(ranks, microbatches)
         if made is None or ranks == 1:
             return 1.0
+        if not made.flushes:
+            return 0.0  # every rank works all the time, from period to period
         bubble = None if made.joined else made.bubble(Times())
         if bubble is None:
             few = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
@@ -92,9 +97,11 @@ def _exposed(name: str, options: dict[str, int]) -> float:
     def seconds(microbatches: int, transfer: float) -> float:
         made = schedule(name, _RANKS, microbatches, **options)
         part = _RANKS / made.stages
-        cost = StageCost(part / 3, part / 3, part / 3)
+        costs = [StageCost(part / 3, part / 3, part / 3)] * made.stages
         borders = [transfer * part / 2] * (made.stages - 1)
-        return simulate(made, [cost] * made.stages, borders).seconds
+        if not made.flushes:
+            return steady(made, complete(made), costs, borders)[0]
+        return simulate(made, costs, borders).seconds
 
     few, many = _ROUNDS * _RANKS, 2 * _ROUNDS * _RANKS
     more = [seconds(many, transfer) - seconds(few, transfer) for transfer in (0.0, _TRANSFER)]

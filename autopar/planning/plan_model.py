@@ -11,7 +11,8 @@ from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines.automatic import AnySize, plan_pipeline
-from autopar.planning.pipelines.stages import equal_parts, even_ends, groups_for, plan_stages
+from autopar.planning.pipelines.schedule_names import groups_for
+from autopar.planning.pipelines.stages import equal_parts, even_ends, plan_stages
 from autopar.planning.planner import make_plan
 from autopar.planning.trace import Trace
 

@@ -174,7 +174,7 @@ class Compiled:
                 cuda_graph=running.cuda_graph,
             )  # fmt: skip
         placement = self.placement
-        refuse_for_stages(self.plan.schedule, placement, running)
+        refuse_for_stages(self.plan, placement, running)
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied
         )
@@ -296,10 +296,25 @@ def placement_of(plan: Plan, wiring: Wiring) -> Placement:
     return Placement(ranks, rows, plan.microbatches, schedule.adjustment, first)
 
 
-def refuse_for_stages(schedule: str, placement: Placement, running: Running) -> None:
+def refuse_for_stages(plan: Plan, placement: Placement, running: Running) -> None:
     """ProgramError where stages cannot run as they shall."""
+    schedule = plan.schedule
     if running.cuda_graph:
         refuse_graphs_of_stages()
+    if not placement.flushes and running.backend != "eager":
+        raise ProgramError(
+            f"stages under the schedule {schedule!r} are not compiled",
+            why="a compiled segment keeps parameters for its backward, which may need other"
+            " versions of them by then",
+            todo='pass backend="eager", or a schedule that flushes',
+        )
+    again = [n for n, stage in enumerate(plan.stages) if stage.recompute]
+    if again and not schedule_of(schedule, groups_of(plan), plan.microbatches).stashes:
+        raise ProgramError(
+            f"blocks of stage {again[0]} are not computed again under the schedule {schedule!r}",
+            why="its backward runs on newer weights than its forward, and so would they",
+            todo='pass recompute="none", or a schedule that stashes weights ("2bw", "pipedream")',
+        )
     halves = any(action.kind == "W" for row in placement.rows for action in row)
     if halves and running.backend != "eager":
         raise ProgramError(

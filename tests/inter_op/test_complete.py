@@ -17,7 +17,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.judge import check
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, simulate
-from autopar.inter_op.schedules import schedule, schedules
+from autopar.inter_op.schedules import exact, schedule
 from autopar.ir.action import COMPUTE, COPIES, SYNC, TRANSFER, UPDATE, Action, parse_row
 from autopar.ir.pipeline_step import Edge, Queue, Step, Wiring
 
@@ -32,7 +32,7 @@ def legal(name: str, ranks: range, microbatches: range) -> Iterator[Schedule]:
             continue
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_every_schedule_runs_to_its_end_however_calls_queue(name: str) -> None:
     for made in legal(name, range(1, 5), range(1, 10, 2 if name != "chimera" else 1)):
         for way in WAYS:
@@ -40,7 +40,7 @@ def test_every_schedule_runs_to_its_end_however_calls_queue(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_every_size_runs_to_its_end_however_calls_queue(name: str) -> None:
     for made in legal(name, range(1, 9), range(1, 17)):
         for way in WAYS:
@@ -48,7 +48,7 @@ def test_every_size_runs_to_its_end_however_calls_queue(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_what_crosses_ranks_is_sent_and_received_once(name: str, way: tuple[Queue, int]) -> None:
     made = schedule(name, 4, 8)
     step = complete(made, None, *way)
@@ -70,7 +70,7 @@ def test_what_crosses_ranks_is_sent_and_received_once(name: str, way: tuple[Queu
         assert tuple(one for one in complete_row if one.kind in COMPUTE) == row
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_a_step_ends_with_sums_and_updates_of_all_that_a_rank_holds(name: str) -> None:
     made = schedule(name, 4, 8)
     tied = (("wte",), *((),) * (made.stages - 2), ("wte",))
@@ -89,7 +89,7 @@ def test_a_step_ends_with_sums_and_updates_of_all_that_a_rank_holds(name: str) -
         assert {one.names for one in copied} <= ({()} if made.copies > 1 else {("wte",)})
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_sends_follow_their_action_and_receives_come_ahead(name: str, ahead: int) -> None:
     for row in complete(schedule(name, 4, 8), None, "link", ahead).rows:
@@ -150,7 +150,7 @@ def seconds(step: Step, cost: StageCost, transfer: float) -> float:
     return max(now)
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_transfers_overlap_with_computing(name: str) -> None:
     """One action ahead is enough: the step is as if every receive had always been posted."""
     made = schedule(name, 4, 8)

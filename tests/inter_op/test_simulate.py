@@ -14,7 +14,7 @@ from autopar.errors import DeadlockError, ScheduleError
 from autopar.inter_op.gantt import IDLE, gantt, legend
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedule_time import StageCost, prepare, simulate
-from autopar.inter_op.schedules import schedule, schedules
+from autopar.inter_op.schedules import exact, schedule
 from autopar.ir.action import Action, parse_row
 from autopar.ir.pipeline_step import Wiring
 
@@ -60,7 +60,7 @@ def play(made: Schedule, costs: list[StageCost], transfers: list[float]) -> dict
     raise AssertionError("the schedule does not end")
 
 
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_uneven_stages_and_transfers_as_a_simple_player_has_them(name: str) -> None:
     generator = random.Random(name)
     made = schedule(name, 4, 8)
@@ -235,7 +235,7 @@ def test_a_trace_holds_every_action_in_microseconds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("name", exact())
 def test_large_schedules_are_simulated_in_a_tenth_of_a_second(name: str) -> None:
     """Processor time of a run of 16 ranks and 256 microbatches, and of preparing it."""
     made = schedule(name, 16, 256)

@@ -31,14 +31,13 @@ from autopar.plan_entries import ModelSpec, Prediction
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines import stages as planning
+from autopar.planning.pipelines.schedule_names import groups_for, read_schedule
 from autopar.planning.pipelines.stages import (
     Devices,
     equal_parts,
     even_ends,
-    groups_for,
     legal_cuts,
     plan_stages,
-    read_schedule,
     schedule_of,
 )
 from autopar.planning.plan_model import plan_evenly

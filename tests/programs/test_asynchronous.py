@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
-from autopar.planning.pipelines.stages import equal_parts, plan_stages
+from autopar.planning.pipelines.stages import equal_parts, plan_stages, schedule_of
 from autopar.planning.trace import Trace
+from tests.programs.test_saved_program import run
 from tests.support.ranks import run_ranks
 
 WIDTH, BATCH, STEPS = 6, 8, 10
@@ -286,3 +291,148 @@ def test_stages_of_two_devices_train_as_those_of_one(state: str) -> None:
 @pytest.mark.slow
 def test_each_stage_clips_the_norm_of_its_own_gradients() -> None:
     check(["pipedream", "2bw", "pipemare plain"], 3, 3, clip_norm=0.1)
+
+
+# What does not compose, checkpoints, bytes --------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tied": ({}, "'first.weight' is held by the stages 0 and 1"),
+    "skip": ({"on_nonfinite": "skip"}, 'on_nonfinite="skip"'),
+    "fp16": ({"precision": "fp16"}, "float16"),
+    "host": ({"offload": "optimizer"}, "optimizer state in host memory"),
+    "kernel": ({"fuse": ["adamw"]}, "the kernel of AdamW"),
+    "zero3": ({"state": "zero3"}, "gathered for every use"),
+    "split": ({"state": "zero1", "schedule": "pipemare"}, "optimizer state is split"),
+    "compiled": ({"backend": "aot_eager"}, "stages under the schedule '2bw' are not compiled"),
+    "not allowed": ({"allow": ""}, "trains with stale gradients"),
+}
+
+
+def refused() -> dict[str, str]:
+    """What is said of each."""
+    said = {}
+    for name, (how, _) in REFUSED.items():
+        model, batches = made(2)
+        chosen: Any = Tied().double() if name == "tied" else model.float()
+        batch = {k: v if name == "tied" else v.float() for k, v in batches[0].items()}
+        given = {"schedule": "2bw", "allow": "stale gradients", "microbatches": 2, **how}
+        pins = autopar.pins.data_parallel("gpu")
+        try:
+            autopar.compile(
+                chosen, mesh(4), example_inputs=batch, stages=2, pins=pins,
+                optimizer=OPTIMIZERS["adamw"], **given,
+            )  # fmt: skip
+        except AutoparError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.slow
+def test_what_does_not_compose_is_refused_by_name() -> None:
+    for said in run_ranks(refused):
+        assert set(said) == set(REFUSED)
+        for name, (_, what) in REFUSED.items():
+            assert what in said[name], said[name]
+            assert "why:" in said[name]
+
+
+def resumed(folder: str) -> dict[str, tuple[list[float], list[float], bool]]:
+    """Losses after a checkpoint, of the run that wrote it and of one that goes on from it."""
+    found = {}
+    for name in ("pipedream", "2bw", "ampnet", "pipemare", "pipemare flushed"):
+        method, path = METHODS[name], f"{folder}/{name}"
+        program, batches = program_of(method, 2, "adamw", 2)
+        for batch in batches[:4]:
+            program.step(**batch)
+        program.save_checkpoint(path)
+        losses = [program.step(**batch).item() for batch in batches[4:]]
+        again, _ = program_of(method, 2, "adamw", 2)
+        again.load_checkpoint(path)
+        told = [again.step(**batch).item() for batch in batches[4:]]
+        ours, its = program.state_dict(), again.state_dict()
+        found[name] = losses, told, all(torch.equal(ours[k], v) for k, v in its.items())
+    return found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_to_the_bit() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in run_ranks(resumed, folder, count=2):
+            for name, (losses, told, same) in rank.items():
+                assert losses == told, name
+                assert same, name
+
+
+def held() -> dict[str, tuple[list[int], list[int]]]:
+    """Bytes of older versions on this rank after every step, and those of its parameters."""
+    found = {}
+    for name in ("pipedream", "vertical", "2bw", "ampnet"):
+        program, batches = program_of(METHODS[name], 4, "sgd", 4)
+        pipeline = program._executor
+        (own,), (stage,) = pipeline.continuous.versions.values(), pipeline.stages.values()
+        nbytes = []
+        for batch in batches:
+            program.step(**batch)
+            nbytes.append(own.nbytes)
+        found[name] = nbytes, [tensor.nbytes for tensor in stage.tensors]
+    return found
+
+
+@pytest.mark.slow
+def test_stages_hold_the_bytes_of_as_many_versions_as_the_closed_form_says() -> None:
+    for number, rank in enumerate(run_ranks(held)):
+        for name, (nbytes, parameters) in rank.items():
+            scheduled = schedule_of(METHODS[name].schedule, 4, METHODS[name].microbatches)
+            assert max(nbytes) == (scheduled.versions[number] - 1) * sum(parameters)
+            assert nbytes[-1] == max(nbytes)
+
+
+def evaluated() -> float:
+    """The loss of a batch after all steps."""
+    program, batches = program_of(METHODS["2bw"], 2, "sgd", 2)
+    for batch in batches:
+        program.step(**batch)
+    return float(program(**batches[0]))
+
+
+def test_evaluation_sees_all_updates() -> None:
+    """A pipeline is drained before anybody looks at its weights."""
+    _, weights = simulated(METHODS["2bw"], 2, "sgd")
+    model, batches = made(2)
+    model.load_state_dict(weights)
+    wanted = model(**batches[0]).item()
+    assert run_ranks(evaluated, count=2) == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def saved(path: str) -> list[float]:
+    """Losses of steps of a program that was saved before any."""
+    program, batches = program_of(METHODS["pipemare flushed"], 2, "sgd", 2)
+    program.save(path)
+    return [program.step(**batches[0]).item() for _ in range(6)]
+
+
+@pytest.mark.slow
+def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    losses = run_ranks(saved, str(path), count=2)[0]
+    source = (path / "program.py").read_text()
+    assert "FLUSHED_STEPS = 3" in source
+    assert "ADJUSTMENT = ((0.75, 0.25), 0, 0.3)" in source
+    assert "UPDATE0.-1" in source
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(sys.executable, *launch, str(path / "program.py"))
+    steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
+    assert [step[3] for step in steps[:6]] == [f"{loss:.6f}" for loss in losses]

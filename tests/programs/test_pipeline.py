@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import ScheduleError, StageError
-from autopar.inter_op.schedules import schedules
+from autopar.inter_op.schedules import exact
 from autopar.planning.pipelines.stages import schedule_of
 from tests.support.pipelines import Case, Jobs, unsharded
 from tests.support.ranks import run_ranks
@@ -47,7 +47,7 @@ def check(cases: list[Case]) -> None:
     assert not wrong, "\n".join(f"{case}: {fault}" for case, fault in wrong.items())
 
 
-SCHEDULES = sorted(schedules())
+SCHEDULES = sorted(exact())
 GROUPS = ((1, 1, 1, 1), (2, 2), (1, 1, 2))
 
 

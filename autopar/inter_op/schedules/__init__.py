@@ -75,6 +75,11 @@ def schedules() -> dict[str, Recipe]:
     return dict(sorted(found.items()))
 
 
+def exact() -> tuple[str, ...]:
+    """Returns the names of the schedules that compute what one device does."""
+    return tuple(recipe.name for recipe in schedules().values() if not recipe.allow)
+
+
 def candidates(allow: str = "") -> tuple[str, ...]:
     """Returns the schedules that a search considers, "1f1b" or "interleaved_1f1b chunks=2".
 

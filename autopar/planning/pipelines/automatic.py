@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from autopar.errors import GraphError
+from autopar.errors import GraphError, InfeasibleError
 from autopar.inter_op.layers import find_layers
+from autopar.inter_op.schedules import candidates
 from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -18,6 +19,7 @@ from autopar.passes.shares import remove_shares
 from autopar.plan import Plan
 from autopar.planning.options import Options
 from autopar.planning.pipelines.layered import Layered
+from autopar.planning.pipelines.schedule_names import further_copies, schedule_of, with_state
 from autopar.planning.pipelines.search import Searched, plan_of, search
 from autopar.planning.pipelines.stages import weights
 from autopar.planning.prices import limit_of
@@ -152,17 +154,32 @@ def find_pipeline(
         known = f"best {format_seconds(step.seconds)}" if step.seconds < 1e300 else "none"
         progress(f"{step.doing}: {step.calls} stages priced, {known}")
 
-    return search(
-        model,
-        mesh,
-        counts,
-        model.options,
-        memory,
-        **(THOROUGH if mesh.size < MANY else QUICK),
-        scaling=True,
-        progress=told,
-        workers=workers,
-    )
+    def found(options: Options, schedules: Sequence[str]) -> Searched:
+        return search(
+            model,
+            mesh,
+            counts,
+            options,
+            memory,
+            schedules=schedules,
+            **(THOROUGH if mesh.size < MANY else QUICK),
+            scaling=True,
+            progress=told,
+            workers=workers,
+        )
+
+    exact, options = candidates(), model.options
+    best = found(options, exact)
+    for name in [one for one in candidates(options.allow) if one not in exact]:
+        # It keeps another copy of its weights, which is priced as one of what the optimizer has.
+        made = schedule_of(name, 2, 8)
+        more = options.state_bytes + max(further_copies(made, n) for n in range(made.stages))
+        try:
+            other = found(replace(with_state(options, made), state_bytes=more), (name,))
+        except InfeasibleError:
+            continue
+        best = min(best, other, key=lambda one: one.seconds)
+    return best
 
 
 def _sizes(batch: int) -> list[int]:

@@ -29,11 +29,13 @@ class Repeated:
             several stages.
         beside: what all stages of a device keep, in units of what this one keeps. They compute in
             turn, so that what one needs for a while the next one may have again.
+        further: copies of the weights that are held beside them: older versions, for the most part.
     """
 
     microbatches: int
     in_flight: float = 1.0
     beside: float = 1.0
+    further: int = 0
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
         """The problem of one microbatch in the midst of a step, given that of a step of one.
@@ -52,6 +54,11 @@ class Repeated:
                 kept = copies(built, graph, mesh, name, options)
                 once = built.sums.get(node.name, (0.0,) * len(kept))
                 more.append(((0, whole), tuple(map(self.others, once, kept))))
+            if self.further and whole and options[0].stored is not None:
+                own, count = graph[name].type, self.further * graph.multiplicity[name]
+                layouts = [option.storage.held for option in options if option.storage is not None]
+                nbytes = (float(count * layout.local_bytes(own, mesh)) for layout in layouts)
+                more.append(((0, whole), tuple(nbytes)))
             nodes.append(_with(node, [held for held in more if any(held[1])]))
         return replace(
             built,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.errors import ScheduleError
 from autopar.inter_op.schedule import Schedule
 from autopar.inter_op.schedules import schedule as make_schedule
+from autopar.planning.options import Options
 
 
 def read_schedule(text: str) -> tuple[str, dict[str, int]]:
@@ -80,6 +83,17 @@ def further_copies(schedule: Schedule, stage: int) -> int:
     """
     older = schedule.versions[stage] - 1 if schedule.versions else 0
     return older + (2 if schedule.adjustment.decay else 0)
+
+
+def with_state(options: Options, schedule: Schedule) -> Options:
+    """Options whose parameters lie as a schedule needs them.
+
+    Older versions of weights are held whole, and what corrects them is too; see
+    `runtime/pipeline/refusals.py`. What a user asks for stays, and is refused there.
+    """
+    if schedule.flushes or options.state is not None:
+        return options
+    return replace(options, state="ddp" if schedule.adjustment.decay else "zero1")
 
 
 def held_beside(schedule: Schedule, stage: int) -> float:

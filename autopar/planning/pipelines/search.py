@@ -13,11 +13,12 @@ from functools import cache, partial
 from itertools import pairwise, product
 
 from autopar.errors import InfeasibleError
+from autopar.inter_op.complete import complete
 from autopar.inter_op.laws import law
 from autopar.inter_op.layers import find_layers
 from autopar.inter_op.partition import Transfer, partition
 from autopar.inter_op.pipeline_timeline import Timeline
-from autopar.inter_op.schedule_time import StageCost, simulate
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
 from autopar.inter_op.schedules import candidates, schedule
 from autopar.inter_op.stage_values import Candidate, Found, Law, Pipeline, Progress, Stage
 from autopar.inter_op.submeshes import Cluster, SubMesh, place, submeshes
@@ -160,8 +161,8 @@ def search(
     for number, pipeline in enumerate((found.best, *found.others[: SIMULATED - 1])):
         if number >= _SURE and pipeline.seconds * (1 - INEXACT) > min(row[0] for row in played):
             break
-        timeline = play(pipeline, transfer)
-        seconds = timeline.seconds + max(stage.once for stage in pipeline.stages)
+        timeline, seconds = play(pipeline, transfer)
+        seconds += max(stage.once for stage in pipeline.stages)
         played.append((seconds, pipeline, timeline))
     played.sort(key=lambda row: row[0])
     seconds, best, timeline = played[0]
@@ -232,8 +233,11 @@ def _usual_label(stage: Stage) -> str:
     return max(dict.fromkeys(labels), key=labels.count)
 
 
-def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:
-    """The pipeline's actions in time, under its stages' costs and transfers."""
+def play(pipeline: Pipeline, transfer: Transfer) -> tuple[Timeline, float]:
+    """The pipeline's actions in time, under its stages' costs and transfers, and seconds of a step.
+
+    Of a schedule that does not flush a step is a period of the steady state.
+    """
     name, own = read_schedule(pipeline.schedule)
     count = pipeline.microbatches
     made = schedule(name, len(pipeline.stages), count, **own)
@@ -259,7 +263,10 @@ def play(pipeline: Pipeline, transfer: Transfer) -> Timeline:
         transfer(behind.first, before_part, behind_part, count) / 2
         for (_, before_part), (behind, behind_part) in pairwise(order)
     ]
-    return simulate(made, stage_costs, hops)
+    timeline = simulate(made, stage_costs, hops)
+    if made.flushes:
+        return timeline, timeline.seconds
+    return timeline, steady(made, complete(made), stage_costs, hops)[0]
 
 
 class Borders:

@@ -26,11 +26,11 @@ from autopar.planning.fitting import ALIKE
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
-    groups_for,
+    further_copies,
     held_beside,
     in_flight,
-    read_schedule,
     schedule_of,
+    with_state,
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
@@ -41,8 +41,8 @@ from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
 __all__ = [
-    "Devices", "equal_parts", "even_ends", "groups_for", "held_beside", "in_flight", "legal_cuts",
-    "plan_stages", "read_schedule", "schedule_of", "stage_graphs", "translated", "weights",
+    "Devices", "equal_parts", "even_ends", "held_beside", "in_flight", "legal_cuts",
+    "plan_stages", "schedule_of", "stage_graphs", "translated", "weights",
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
@@ -121,8 +121,7 @@ def plan_stages(
         options: for every stage.
         trace: keeps what is planned.
         recompute: of each stage, in place of what the options say.
-        beside: of each stage, see `Repeated`. None: the stages of one rank keep as much as one
-            another.
+        beside: of each stage, see `Repeated`. None: the stages of a rank keep equally much.
         workers: processes that plan stages, where no files are kept. None: this one alone.
 
     Raises:
@@ -132,8 +131,8 @@ def plan_stages(
         InfeasibleError, UnknownOperatorError, UnknownDeviceError, CostError, PinError: of a stage,
             see `make_plan`.
     """
-    options = replace(options, whole=mesh)
     made = schedule_of(schedule, len(groups), microbatches)
+    options = with_state(replace(options, whole=mesh), made)
     if made.stages != len(ends) + 1:
         raise StageError(
             f"{len(ends) + 1} stages for the schedule {schedule!r}",
@@ -162,11 +161,12 @@ def plan_stages(
     pins = stage_pins(graph, parts, meshes, options)
     again = recompute or [options.recompute] * len(parts)
     shared = beside or [held_beside(made, number) for number in range(len(parts))]
+    shares = [share + further_copies(made, number) for number, share in enumerate(shared)]
     alone: dict[tuple[str, Mesh, str, str, float], list[int]] = {}
     for number, part in enumerate(parts):
         # Pins are by name, and equal stages differ in names.
         pinned = str(number) if pins[number] else ""
-        key = (alike(part), meshes[number], pinned, again[number], shared[number])
+        key = (alike(part), meshes[number], pinned, again[number], shares[number])
         alone.setdefault(key, []).append(number)
     kept = {number: in_flight(made, number) for number in range(len(parts))}
     silent = Trace(None) if trace.folder is None else trace  # which can be sent to a process
@@ -174,7 +174,7 @@ def plan_stages(
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
-        repeated = Repeated(microbatches, most, shared[one])
+        repeated = Repeated(microbatches, most, shared[one], further_copies(made, one))
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = _at_once(

@@ -118,6 +118,9 @@ class Continuous:
         """
         if not self._period:
             self._update.optimizer.zero_grad(set_to_none=True)  # of a flushed step
+            done = max(self._update.check.steps - 1 - self._flushed, 0)  # this one has begun
+            for own in self.versions.values():
+                own.total = done * self._updates
         scale = self._update.scale
         share = {key: scale / count for key, count in self._taken.items()}
         self._interpreter.begin(
@@ -196,7 +199,5 @@ class Continuous:
     def restart(self) -> None:
         """Begin with an empty pipeline."""
         self._period = 0
-        done = max(self._update.check.steps - self._flushed, 0)
         for own in self.versions.values():
             own.restart()
-            own.total = done * self._updates

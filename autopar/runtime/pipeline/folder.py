@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from autopar.errors import MeshError
 from autopar.ir.action import format_row, parse_row
+from autopar.ir.pipeline_step import NO_ADJUSTMENT, Adjustment
 from autopar.lower.literals import comment, docstring, quoted
 from autopar.runtime.folder import (
     MAIN,
@@ -68,6 +71,7 @@ def program_source(
     stages = [f"    {quoted(name)}," for name in files]
     ranks = [f"    {copy!r}," for copy in placement.ranks]
     rows = [f"    {quoted(format_row(row))}," for row in placement.rows]
+    beside, given = _beside(placement)
     types = [f"    {quoted(name)}: {quoted(text)}," for name, text in inputs.items()]
     lines = [
         docstring([f"{title}, written by autopar; edit it freely."]),
@@ -85,6 +89,7 @@ def program_source(
         ")",
         "# F2.5 is the forward of stage 2 on microbatch 5; B its backward, I and W its halves.",
         "# SYNC2 adds up gradients over replicas, UPDATE2 is the optimizer's step.",
+        *(_STREAMED if not placement.flushes else ()),
         "ROWS = (",
         *rows,
         ")",
@@ -93,12 +98,44 @@ def program_source(
         "INPUTS = {",
         *types,
         "}",
+        *beside,
     ]
     main = MAIN.replace(
         "open_program(__file__)",
-        "open_pipeline(__file__, STAGES, RANKS, ROWS, MICROBATCHES, INPUTS)",
+        f"open_pipeline(__file__, STAGES, RANKS, ROWS, MICROBATCHES, INPUTS{given})",
     )
     return "\n".join(lines) + "\n" + main
+
+
+_STREAMED = (
+    "# These rows are one period: B2.-1 is of the period before, @1 means weights that are one",
+    "# update older than the newest. A step gives the loss of the step before.",
+)
+
+
+def _beside(placement: Placement) -> tuple[list[str], str]:
+    """Lines of what only some schedules have, and how it is passed on."""
+    lines, given = [], ""
+    if placement.first is not None:
+        periods, rows = placement.first
+        texts = [f"    {quoted(format_row(row))}," for row in rows]
+        lines += [
+            f"# The first {periods} steps run these rows, which end with an update of all stages.",
+            f"FLUSHED_STEPS = {periods}",
+            "FLUSHED_ROWS = (",
+            *texts,
+            ")",
+        ]
+        given += ", first=(FLUSHED_STEPS, FLUSHED_ROWS)"
+    if placement.adjustment != NO_ADJUSTMENT:
+        delays, annealed, decay = astuple(placement.adjustment)
+        lines += [
+            "# By how many updates the weights of each stage are late; in how many updates rates",
+            "# of learning, divided by that, come back; the decay of the corrections' velocity.",
+            f"ADJUSTMENT = ({delays!r}, {annealed!r}, {decay!r})",
+        ]
+        given += ", adjustment=ADJUSTMENT"
+    return lines, given
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -166,6 +203,7 @@ def open_pipeline(
     rows: Sequence[str],
     microbatches: int,
     inputs: Mapping[str, str],
+    **beside: Any,
 ) -> Iterator[OpenPipeline]:
     """The pipeline that `file` belongs to, in the process group that torchrun describes.
 
@@ -176,13 +214,22 @@ def open_pipeline(
         rows: all actions of each group of ranks.
         microbatches: in a step.
         inputs: of one microbatch, name -> type.
+        **beside: of schedules that do not flush: `first`, how many steps run other rows at first,
+            and these; `adjustment`, the fields of `Adjustment`.
 
     Raises:
         ProgramError: a file of the folder is missing or damaged.
         ScheduleError: a row that cannot be read.
         MeshError: there are more or fewer processes than the stages have ranks.
     """
-    placement = Placement(ranks, tuple(map(parse_row, rows)), microbatches)
+    steps, first = beside.get("first", (0, ()))
+    placement = Placement(
+        ranks,
+        tuple(map(parse_row, rows)),
+        microbatches,
+        Adjustment(*beside.get("adjustment", ())),
+        (steps, tuple(map(parse_row, first))) if steps else None,
+    )
     folder = Path(file).parent
     with processes(), closing(OpenPipeline(folder, stages, placement, inputs)) as program:
         yield program

@@ -112,3 +112,13 @@ class Interpreter:
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
         run = stage.backward if action.kind == "B" else stage.backward_input
         return run(action.microbatch, gradients, self._share(stage))
+
+
+def losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
+    """What keeps the losses of forwards, of stages that have one."""
+
+    def result(stage: Stage, action: Action, made: Tensors) -> None:
+        if stage.module.loss is not None:
+            losses.append(made[stage.module.loss])
+
+    return result

@@ -25,9 +25,10 @@ from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.pipeline.continuous import Continuous
-from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
+from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter, losses_to
 from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.random_states import random_states
+from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.pipeline.state import PipelineState
@@ -141,6 +142,7 @@ class Pipeline(PipelineState):
         self._intake = Intake(batch, device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
+            refuse_what_cannot_stream(modules, placement, training, self.copies.holders)
             self._intake.overlaps = True
             self._interpreter = self._played(self._post(), [])
             self.continuous = Continuous(
@@ -220,7 +222,7 @@ class Pipeline(PipelineState):
     ) -> Tensor:
         """A period of rows that do not flush."""
         losses: list[Tensor] = []
-        self._interpreter.results = _losses_to(losses)
+        self._interpreter.results = losses_to(losses)
         with self._states(self.row) as enter, self.peers.recorder.part(PHASE, "microbatches"):
             loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
@@ -234,7 +236,7 @@ class Pipeline(PipelineState):
     def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
         """What does rows, and keeps the losses that are made here."""
         played = Interpreter(self.stages, self.routes, post, self.peers.recorder)
-        played.results = _losses_to(losses)
+        played.results = losses_to(losses)
         return played
 
     def _states(self, row: Row) -> AbstractContextManager[Callable[[Action], None]]:
@@ -388,13 +390,3 @@ def _phase(action: Action) -> str:
     if action.kind in PLAYED:
         return "microbatches"
     return "optimizer" if action.kind == UPDATE else "gradients"
-
-
-def _losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
-    """What keeps the losses of forwards, of stages that have one."""
-
-    def result(stage: Stage, action: Action, made: Tensors) -> None:
-        if stage.module.loss is not None:
-            losses.append(made[stage.module.loss])
-
-    return result

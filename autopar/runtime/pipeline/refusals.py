@@ -1,0 +1,94 @@
+"""What does not compose with a schedule that does not flush, by name and with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
+
+from autopar.errors import ProgramError
+from autopar.runtime.generated import Generated
+from autopar.runtime.pipeline.routes import Placement
+from autopar.runtime.update.update import Training
+
+ZERO = 'pass state="ddp" or state="zero1"'
+
+
+def refuse_what_cannot_stream(
+    modules: Sequence[Generated],
+    placement: Placement,
+    training: Training,
+    tied: Mapping[str, Collection[tuple[int, int]]],
+) -> None:
+    """Returns where stages can be updated while microbatches are under way.
+
+    Args:
+        modules: of the stages.
+        placement: where they run, and their rows.
+        training: how the local parameters are updated.
+        tied: keys of parameters that several stages hold, and which do.
+
+    Raises:
+        ProgramError: something of it cannot be done, by name.
+    """
+    for name, holders in tied.items():
+        stages = " and ".join(str(stage) for stage, _ in sorted(holders))
+        _refuse(
+            f"the parameter {name!r} is held by the stages {stages}",
+            "they update it at different times, and its copies would part",
+            "untie it, or cut the model so that one stage holds it",
+        )
+    for held in {frozenset((a.stage, a.copy) for a in row) for row in placement.rows}:
+        if len(held) > 1:
+            _refuse(
+                f"the stages {sorted(stage for stage, _ in held)} share their ranks",
+                "one optimizer would update both where one of them is due",
+                "give every stage ranks of its own",
+            )
+    if training.on_nonfinite == "skip":
+        _refuse(
+            'on_nonfinite="skip"',
+            "a stage updates its weights before the others know whether a step is finite",
+            'pass on_nonfinite="raise", which says so a step later, or "continue"',
+        )
+    for module in modules:
+        _refuse_module(module, placement)
+
+
+def _refuse_module(module: Generated, placement: Placement) -> None:
+    if module.precision.scaled:
+        _refuse(
+            "float16",
+            "the scale of the loss follows from what all stages decide on a step together",
+            'train in "bf16"',
+        )
+    if module.host_state:
+        _refuse(
+            "optimizer state in host memory",
+            "it comes to the device for one update of everything at the end of a step",
+            'leave offload="optimizer" out',
+        )
+    if module.fused_update:
+        _refuse(
+            "the kernel of AdamW's step",
+            "it takes the gradients of a whole step from one buffer",
+            'leave "adamw" out of `fuse`',
+        )
+    for parameter in module.parameters:
+        storage = parameter.storage
+        if storage.held.dims != storage.used.dims or storage.kept.dims != storage.used.dims:
+            _refuse(
+                f"the parameter {parameter.name!r}, which is gathered for every use (ZeRO-3)",
+                "older versions would have to be gathered, too, and are held whole",
+                ZERO,
+            )
+        split = storage.updated.dims != storage.held.dims
+        if split and placement.adjustment.decay and parameter.trainable:
+            _refuse(
+                f"the parameter {parameter.name!r}, whose optimizer state is split (ZeRO)",
+                "a corrected backward needs the velocity of all of it on every device",
+                'pass state="ddp", or pipemare correction=0',
+            )
+
+
+def _refuse(what: str, why: str, todo: str) -> NoReturn:
+    raise ProgramError(f"a schedule that does not flush does not take {what}", why=why, todo=todo)

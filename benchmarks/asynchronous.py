@@ -1,0 +1,349 @@
+"""Pipelines that do not wait: how they converge, and how fast they are.
+
+`python benchmarks/asynchronous.py convergence` trains small networks in four stages on four gloo
+processes, on data that packages ship (scikit-learn's digits; characters of the help pages of
+Python), by every method, with SGD and AdamW, and writes the losses of every step and a picture. A
+method that updates for every microbatch does so at its part of the learning rate of the others.
+What diverges is shown as it is.
+
+`python benchmarks/asynchronous.py throughput` runs stages that wait a fixed time in place of
+computing, so that four processes have their time for themselves on fewer cores, and writes seconds
+of a step beside what the simulator promises for the same rows.
+
+`python benchmarks/asynchronous.py --table` prints the tables of docs/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+import autopar
+from autopar.errors import NonFiniteError
+from autopar.inter_op.complete import complete
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.plan import Plan
+from autopar.planning.pipelines.schedule_names import schedule_of
+from autopar.runtime.pipeline.stage import Stage
+from benchmarks.harness import PICTURES, markdown, read, write
+
+RANKS, MICROBATCHES, BATCH = 4, 8, 64
+MESH = "cpu: stage=4"
+CONTEXT, CHARACTERS = 12, 64  # characters that are read, and different ones that there are
+METHODS = {
+    "1f1b": "1f1b",
+    "pipedream": "pipedream",
+    "2bw": "2bw",
+    "pipemare": "pipemare annealed={quarter} flushed={tenth}",
+    "pipemare, uncorrected": "pipemare correction=0",
+    "ampnet": "ampnet",
+}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+RATES = {("digits", "sgd"): 0.5, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.5,
+         ("text", "adamw"): 3e-3}  # fmt: skip
+SECONDS = 0.02  # of a forward, and of each half of a backward
+TIMED = ("1f1b", "zb_v", "2bw", "pipedream", "ampnet", "pipemare")
+COLOURS = ("#444444", "#1b7837", "#2166ac", "#b2182b", "#f4a582", "#762a83")
+
+
+class Net(nn.Module):
+    """Eight layers of a linear map and a tanh, with a skip over each but the first and the last."""
+
+    def __init__(self, characters: bool, inputs: int, classes: int, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CHARACTERS, 12) if characters else None
+        self.first = nn.Linear(inputs * 12 if characters else inputs, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.last = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss."""
+        h = torch.tanh(self.first(x if self.embed is None else self.embed(x).flatten(1)))
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return F.cross_entropy(self.last(h), y)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Images of handwritten digits, 8 by 8, and which they are."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+
+    found = load_digits()
+    return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """Characters of Python's help pages in rows, and those that follow."""
+    from pydoc_data.topics import topics
+
+    joined = "".join(topics[name] for name in sorted(topics))[: 2**18].lower()
+    known = sorted(set(joined), key=lambda c: (-joined.count(c), c))[: CHARACTERS - 1]
+    numbers = {character: number + 1 for number, character in enumerate(known)}
+    row = torch.tensor([numbers.get(character, 0) for character in joined])
+    windows = row.unfold(0, CONTEXT + 1, 1)
+    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
+
+
+DATA: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"digits": digits, "text": text}
+
+
+def batches(data: str, steps: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Random batches; the same for every method."""
+    x, y = DATA[data]()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        chosen = torch.randint(len(x), (BATCH,), generator=generator)
+        yield {"x": x[chosen], "y": y[chosen]}
+
+
+def net(data: str, seed: int) -> Net:
+    """The network for some data."""
+    torch.manual_seed(seed)
+    return Net(True, CONTEXT, CHARACTERS) if data == "text" else Net(False, 64, 10)
+
+
+def trained(
+    method: str, data: str, optimizer: str, seed: int, steps: int, plan: Plan | None
+) -> Any:
+    """Losses of one run in their order, NaN from where it broke, and the plan."""
+    schedule = METHODS[method].format(quarter=steps // 4, tenth=steps // 10)
+    each = method in ("pipedream", "ampnet")
+    rate = RATES[data, optimizer] / (MICROBATCHES if each else 1)
+    made = functools.partial(OPTIMIZERS[optimizer], lr=rate)
+    given = list(batches(data, steps, seed))
+    how: dict[str, Any] = {"stages": RANKS, "microbatches": MICROBATCHES, "schedule": schedule}
+    how = {"plan": plan} if plan is not None else how | {"allow": "stale gradients"}
+    program = autopar.compile(
+        net(data, seed), MESH, optimizer=made, example_inputs=given[0], on_nonfinite="continue",
+        **how,
+    )  # fmt: skip
+    losses: list[float] = []
+    with suppress(NonFiniteError):
+        losses += (float(program.step(**batch)) for batch in given)
+    late = 0 if method == "1f1b" else 1  # a step gives the loss of the one before
+    flushed = steps // 10 if method == "pipemare" else 0
+    losses = losses[: flushed + late] + losses[flushed + 2 * late :] if late else losses
+    found = program.plan
+    program.close()
+    return losses, found
+
+
+def run_convergence(rank: int, folder: str, seeds: int, steps: int, chosen: list[str]) -> None:
+    """One process of all runs."""
+    _begin(rank, folder)
+    rows: list[dict[str, Any]] = []
+    for data in chosen:
+        for method in METHODS:
+            plan: Plan | None = None
+            for optimizer in OPTIMIZERS:
+                for seed in range(seeds):
+                    losses, plan = trained(method, data, optimizer, seed, steps, plan)
+                    if rank == 0:
+                        print(data, method, optimizer, seed, f"{losses[-1]:.3f}", flush=True)
+                    rows += (
+                        {"data": data, "method": method, "optimizer": optimizer, "seed": seed,
+                         "step": step, "loss": round(loss, 5)}
+                        for step, loss in enumerate(losses)
+                    )  # fmt: skip
+    if rank == 0:
+        torch.save(rows, Path(folder, "rows.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _begin(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    method = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS)
+
+
+def run_throughput(rank: int, folder: str, steps: int, warmup: int) -> None:
+    """One process of the stages that wait."""
+    _begin(rank, folder)
+    rows = []
+    for schedule in TIMED:
+        batch = next(batches("text", 1, 0))
+        program = autopar.compile(
+            net("text", 0), MESH, example_inputs=batch, stages=8 if schedule == "zb_v" else RANKS,
+            microbatches=MICROBATCHES, schedule=schedule, allow="stale gradients",
+        )  # fmt: skip
+        made = schedule_of(schedule, RANKS, MICROBATCHES)
+        part = SECONDS * RANKS / made.stages
+        halves = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+        with ExitStack() as stack:
+            for name, count in halves.items():
+                given = lasting(getattr(Stage, name), count * part)
+                stack.enter_context(patch.object(Stage, name, given))
+            for _ in range(warmup):
+                program.step(**batch)
+            began = time.perf_counter()
+            for _ in range(steps):
+                program.step(**batch)
+            seconds = torch.tensor((time.perf_counter() - began) / steps)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        program.close()
+        promised = promise(schedule)
+        rows.append(
+            {"schedule": schedule, "microbatches": MICROBATCHES, "ms": 1e3 * float(seconds),
+             "simulated_ms": 1e3 * promised, "ratio": float(seconds) / promised}
+        )  # fmt: skip
+        if rank == 0:
+            print(rows[-1], flush=True)
+    if rank == 0:
+        torch.save(rows, Path(folder, "rows.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def promise(schedule: str) -> float:
+    """Seconds of a step, or of a period in the steady state, without a runtime."""
+    made = schedule_of(schedule, RANKS, MICROBATCHES)
+    part = SECONDS * RANKS / made.stages
+    costs = [StageCost(part, part, part)] * made.stages
+    if made.flushes:
+        return simulate(made, costs).seconds
+    return steady(made, complete(made), costs)[0]
+
+
+def lasting(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The function, followed by a wait, so that both take a given time."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        until = time.perf_counter() + seconds
+        result = function(*args, **kwargs)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return result
+
+    return run
+
+
+# What it comes to ---------------------------------------------------------------------------------
+
+
+def smoothed(losses: list[float], width: int = 10) -> list[float]:
+    """Means of the last `width` steps."""
+    return [
+        sum(losses[max(0, at - width + 1) : at + 1]) / min(at + 1, width)
+        for at in range(len(losses))
+    ]
+
+
+def curves(rows: list[dict[str, str]], data: str, optimizer: str) -> dict[str, list[list[float]]]:
+    """Smoothed losses of every method, a list for each seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if (row["data"], row["optimizer"]) == (data, optimizer):
+            runs = found.setdefault(row["method"], {})
+            runs.setdefault(row["seed"], []).append(float(row["loss"]))
+    return {method: [smoothed(one) for one in runs.values()] for method, runs in found.items()}
+
+
+def picture(rows: list[dict[str, str]]) -> str:
+    """Loss curves as SVG: a panel for each data and optimizer, a line for each method and seed."""
+    panels = [(d, o) for d in DATA for o in OPTIMIZERS if any(r["data"] == d for r in rows)]
+    wide, high, edge = 360, 240, 40
+    parts = []
+    for number, (data, optimizer) in enumerate(panels):
+        left = number % 2 * (wide + edge) + edge
+        top = number // 2 * (high + 2 * edge) + edge
+        lines = curves(rows, data, optimizer)
+        steps = max(len(one) for runs in lines.values() for one in runs)
+        most = 1.1 * max(runs[0][0] for runs in lines.values())
+        parts.append(f'<text x="{left}" y="{top - 8}">{data}, {optimizer}: loss by step</text>')
+        parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" '
+                     'stroke="#bbb"/>')  # fmt: skip
+        parts.append(f'<text x="{left - 30}" y="{top + 10}">{most:.1f}</text>')
+        parts.append(f'<text x="{left + wide - 20}" y="{top + high + 14}">{steps}</text>')
+        for colour, method in zip(COLOURS, METHODS, strict=True):
+            for one in lines.get(method, []):
+                points = " ".join(
+                    f"{left + wide * at / max(steps - 1, 1):.1f},"
+                    f"{top + high * (1 - min(loss, most) / most):.1f}"
+                    for at, loss in enumerate(one)
+                    if math.isfinite(loss)
+                )
+                parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+    width, below = 2 * (wide + edge) + edge, (len(panels) + 1) // 2 * (high + 2 * edge) + edge
+    for number, (colour, method) in enumerate(zip(COLOURS, METHODS, strict=True)):
+        parts.append(f'<text x="{edge + 130 * number}" y="{below - 10}" fill="{colour}">{method}'
+                     "</text>")  # fmt: skip
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{below}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" '
+        f'fill="white"/>\n{body}\n</svg>\n'
+    )
+
+
+def table() -> str:
+    """The tables of docs/results, from the CSVs."""
+    rows = read("asynchronous_convergence")
+    panels = [(d, o) for d in DATA for o in OPTIMIZERS if any(r["data"] == d for r in rows)]
+    lines = []
+    for method in METHODS:
+        cells = [method]
+        for data, optimizer in panels:
+            last = [one[-1] for one in curves(rows, data, optimizer).get(method, [])]
+            mean = sum(last) / len(last) if last else math.nan
+            spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""
+            cells.append(f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverges")
+        lines.append(cells)
+    heads = ["method", *(f"{data}, {optimizer}" for data, optimizer in panels)]
+    timed = [
+        [row["schedule"], f"{float(row['ms']):.0f} ms", f"{float(row['simulated_ms']):.0f} ms",
+         f"{float(row['ratio']):.3f}"]
+        for row in read("asynchronous_throughput")
+    ]  # fmt: skip
+    return "\n\n".join(
+        [
+            markdown(heads, lines),
+            markdown(["schedule", "a step", "simulated", "measured / simulated"], timed),
+        ]
+    )
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["convergence", "throughput"])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
+    arguments = parser.parse_args()
+    if arguments.what:
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.what == "convergence":
+                given = (folder, arguments.seeds, arguments.steps, arguments.data)
+                spawn(run_convergence, args=given, nprocs=RANKS)
+            else:
+                spawn(run_throughput, args=(folder, arguments.steps, 3), nprocs=RANKS)
+            name = f"asynchronous_{arguments.what}"
+            print(write(name, torch.load(Path(folder, "rows.pt"))))
+        if arguments.what == "convergence":
+            file = PICTURES / "asynchronous.svg"
+            file.write_text(picture(read(name)), encoding="utf-8")
+            print(file)
+    if arguments.table:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()

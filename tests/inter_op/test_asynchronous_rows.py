@@ -1,0 +1,205 @@
+"""Schedules that do not flush: closed forms against rows that are walked and played."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.complete import complete
+from autopar.inter_op.judge import check
+from autopar.inter_op.schedule import Schedule
+from autopar.inter_op.schedule_time import StageCost, simulate, steady
+from autopar.inter_op.schedules import (
+    allowed,
+    candidates,
+    check_allowed,
+    exact,
+    schedule,
+    schedules,
+)
+from autopar.inter_op.schedules.pipedream import versions_of_replicas
+from autopar.inter_op.weights_judge import StageWeights, check_weights, walk
+from autopar.ir.action import UPDATE, Action, parse_row
+from autopar.ir.pipeline_step import Step, unrolled
+
+WAYS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("pipedream", {}), ("pipedream", {"vertical": 1}), ("2bw", {}), ("ampnet", {}),
+    ("ampnet", {"every": 2}), ("pipemare", {}),
+)  # fmt: skip
+SIZES = tuple(product(range(1, 7), (2, 4, 6, 8, 12)))
+
+
+def legal(name: str, options: dict[str, int]) -> list[Schedule]:
+    found = []
+    for ranks, microbatches in SIZES:
+        try:
+            found.append(schedule(name, ranks, microbatches, **options))
+        except ScheduleError:
+            assert name == "2bw"
+            assert microbatches < ranks
+    return found
+
+
+def run(made: Schedule) -> tuple[Step, list[StageWeights]]:
+    """Rows until the steady state and beyond, judged, and the weights that stages run on."""
+    step = complete(made).unrolled(made.warm_up + 3)
+    check(step)
+    check_weights(step, made.versions, made.stashes)
+    found = walk(step)
+    return step, [found[stage, 0] for stage in range(made.stages)]
+
+
+def test_every_method_is_here() -> None:
+    assert {name for name, _ in WAYS} == set(schedules()) - set(exact())
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_versions_staleness_and_activations_are_the_closed_forms(
+    name: str, options: dict[str, int]
+) -> None:
+    for made in legal(name, options):
+        _, weights = run(made)
+        assert tuple(one.versions for one in weights) == made.versions
+        assert tuple(one.staleness for one in weights) == made.staleness
+        assert all(one.consistent for one in weights) or not made.stashes
+        played = simulate(made, [StageCost()] * made.stages)
+        assert played.peak_activations == made.in_flight
+        assert not made.flushes
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_no_rank_is_idle_in_the_steady_state(name: str, options: dict[str, int]) -> None:
+    for made in legal(name, options):
+        for cost in (StageCost(1, 1, 1), StageCost(2, 1, 1), StageCost(1, 1, 1, update=0.5)):
+            costs = [cost] * made.stages
+            seconds, bubble = steady(made, complete(made), costs)
+            updates = sum(one.kind == UPDATE for one in made.rows[0])
+            work = made.microbatches * (cost.forward + cost.input + cost.weight)
+            assert seconds == pytest.approx(work + updates * cost.update)
+            assert bubble == pytest.approx(0, abs=1e-9)
+
+
+def test_published_versions_and_staleness() -> None:
+    """Written out from the papers, for four stages and, where it matters, eight microbatches."""
+    for name, options, versions, staleness in (
+        ("pipedream", {}, (4, 3, 2, 1), (3, 2, 1, 0)),
+        ("pipedream", {"vertical": 1}, (4, 4, 4, 4), (3, 3, 3, 3)),
+        ("2bw", {}, (2, 2, 2, 2), (1, 1, 1, 1)),
+        ("ampnet", {}, (1, 1, 1, 1), (3, 2, 1, 0)),
+        # 2 (P - i) + 1 microbatches of eight: all are under one update
+        ("pipemare", {}, (1, 1, 1, 1), (1, 1, 1, 1)),
+    ):
+        made = schedule(name, 4, 8, **options)
+        assert (made.versions, made.staleness) == (versions, staleness)
+
+
+def test_the_delay_of_pipemare_is_on_average_what_its_table_says() -> None:
+    for stages, microbatches in ((2, 4), (4, 2), (5, 8)):
+        made = schedule("pipemare", stages, microbatches)
+        step = complete(made).unrolled(made.warm_up + 6)
+        for stage, weights in ((n, walk(step)[n, 0]) for n in range(stages)):
+            last = range(made.warm_up * microbatches, (made.warm_up + 6) * microbatches)
+            late = [weights.backwards[k] - weights.forwards[k] for k in last]
+            delay = (2 * (stages - 1 - stage) + 1) / microbatches
+            assert sum(late) / len(late) == pytest.approx(delay)
+            assert made.adjustment.delays[stage] == delay
+
+
+def test_versions_where_stages_are_replicated() -> None:
+    for p in range(1, 7):
+        straight = [versions_of_replicas([1] * p, stage) for stage in range(p)]
+        assert straight == [*schedule("pipedream", p, 4).versions]
+    # Two replicas of the first stage take turns: of three minibatches in flight each has two.
+    assert [versions_of_replicas([2, 1], stage) for stage in range(2)] == [2, 1]
+    assert [versions_of_replicas([3, 2, 1], stage) for stage in range(3)] == [2, 2, 1]
+
+
+def test_warm_up_and_drain_follow_from_the_rows() -> None:
+    row = parse_row("F0.0 B0.-1@1 UPDATE0.-1 F0.1 B0.0@1 UPDATE0.0")
+    (all_of_it,) = unrolled([row], 2, 2)
+    assert " ".join(map(str, all_of_it)) == (
+        "F0.0 F0.1 B0.0@1 UPDATE0.0 F0.2 B0.1@1 UPDATE0.1 F0.3 B0.2@1 UPDATE0.2 B0.3@1 UPDATE0.3"
+    )
+
+
+def changed(made: Schedule, rank: int, change: Any) -> Schedule:
+    rows = list(made.rows)
+    rows[rank] = tuple(change(action) for action in rows[rank])
+    return replace(made, rows=tuple(rows))
+
+
+def test_the_judge_of_weights_sees_what_is_overwritten() -> None:
+    made = schedule("pipedream", 3, 4)
+    step = complete(made).unrolled(4)
+    with pytest.raises(ScheduleError, match="stage 0 needs 3 versions") as caught:
+        check_weights(step, (2, 2, 1))
+    assert "it holds 2" in caught.value.why
+    check_weights(step, (3, 2, 1))
+    with pytest.raises(ScheduleError, match="needs 2 versions"):
+        check_weights(complete(schedule("2bw", 3, 4)).unrolled(4))
+
+
+def test_the_judge_of_weights_sees_a_backward_on_other_weights() -> None:
+    def newest(action: Action) -> Action:
+        return action._replace(age=0) if action.kind == "B" else action
+
+    made = changed(schedule("pipedream", 3, 4), 0, newest)
+    step = complete(made).unrolled(4)
+    with pytest.raises(
+        ScheduleError, match=r"backward of stage 0 on microbatch 1 runs on version 1"
+    ):
+        check_weights(step, made.versions)
+    check_weights(step, made.versions, stashes=False)
+
+
+def test_updates_and_gradients_that_do_not_meet_are_named() -> None:
+    made = schedule("ampnet", 2, 2)
+    rows = list(complete(made).unrolled(2).rows)
+    without = tuple(one for one in rows[1] if one != Action(UPDATE, 1, 3))
+    with pytest.raises(
+        ScheduleError, match=r"no update takes the gradients of .* \[3\] of stage 1"
+    ):
+        walk(replace(complete(made).unrolled(2), rows=(rows[0], without)))
+    early = tuple(one for one in rows[1] if one.kind != "B" or one.microbatch)
+    with pytest.raises(ScheduleError, match=r"UPDATE1\.0 has no gradients to take"):
+        walk(replace(complete(made).unrolled(2), rows=(rows[0], early)))
+
+
+def test_stale_gradients_have_to_be_allowed() -> None:
+    for name in exact():
+        check_allowed(name, "")
+    for name, _ in WAYS:
+        with pytest.raises(ScheduleError, match="trains with stale gradients") as caught:
+            check_allowed(f"{name} chunks=2", "")
+        assert "allow='stale gradients'" in caught.value.todo
+        check_allowed(name, "stale gradients")
+    with pytest.raises(ScheduleError, match="nothing 'haste' to allow"):
+        allowed("stale gradients, haste")
+    assert "2bw" not in candidates()
+    assert set(candidates("stale gradients")) == {*candidates(), "2bw"}
+
+
+def test_candidates_are_found_in_their_files() -> None:
+    assert candidates()[:3] == ("1f1b", "zb_h1", "zb_v")
+    assert "interleaved_1f1b chunks=16" in candidates()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "what"),
+    [
+        ("pipedream", {"vertical": 2}, "vertical=2"),
+        ("ampnet", {"every": 3}, "an update for every 3 of 4"),
+        ("pipemare", {"correction": 1000}, "correction=1000"),
+    ],
+)
+def test_options_that_are_none_are_refused(name: str, options: dict[str, int], what: str) -> None:
+    with pytest.raises(ScheduleError, match=what):
+        schedule(name, 2, 4, **options)
+    with pytest.raises(ScheduleError, match="use 4 microbatches or more"):
+        schedule("2bw", 4, 3)
+    with pytest.raises(ScheduleError, match="periods overlap"):
+        complete(schedule("2bw", 2, 2), queue="rank")
