@@ -21,6 +21,7 @@ from autopar.explain import (
     VIEWS,
     Cost,
     Explanation,
+    StepFigures,
     explain,
     moves,
     render,
@@ -169,16 +170,9 @@ def explained(
     """
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
     pins = Pins(graph, {})
-    given = Assumptions(
-        state_bytes=0.0,
-        slowdown=slowdown,
-        recompute=chosen.recompute,
-        microbatches=chosen.microbatches,
-        bucket=chosen.bucket,
-        precision=chosen.precision,
-        offload=chosen.offload,
+    builder = Builder(
+        graph, Prices(chosen.mesh, price), known or table(), pins, _assumptions(chosen)
     )
-    builder = Builder(graph, Prices(chosen.mesh, price), known or table(), pins, given)
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:
@@ -219,12 +213,28 @@ def explained(
         chosen,
         price.collective,
         costs,
-        limit=limit,
-        whole=builder.replicated,
-        hidden=hidden,
-        peak=peak,
-        stowed=(stowed[0], stowed[1]),
-        coming=0.0 if builder.away is None else builder.away.seconds,
+        StepFigures(
+            limit,
+            hidden,
+            peak,
+            stowed=stowed[0],
+            stowing=stowed[1],
+            coming=0.0 if builder.away is None else builder.away.seconds,
+        ),
+        builder.replicated,
+    )
+
+
+def _assumptions(plan: StagePlan) -> Assumptions:
+    """How the model of a plan is trained; states are listed by themselves."""
+    return Assumptions(
+        state_bytes=0.0,
+        slowdown=device(plan.mesh).slowdown,
+        recompute=plan.recompute,
+        microbatches=plan.microbatches,
+        bucket=plan.bucket,
+        precision=plan.precision,
+        offload=plan.offload,
     )
 
 
