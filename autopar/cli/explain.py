@@ -169,10 +169,8 @@ def explained(
     the last backward alone to hide behind, and others are in flight.
     """
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
-    pins = Pins(graph, {})
-    builder = Builder(
-        graph, Prices(chosen.mesh, price), known or table(), pins, _assumptions(chosen)
-    )
+    rules, pins = known or table(), Pins(graph, {})
+    builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:
@@ -203,11 +201,11 @@ def explained(
     pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     program = lower(graph.trained, chosen, price.collective)
-    beside_linears = linears(program, graph, chosen, known or table(), price).values()
+    beside_linears = linears(program, graph, chosen, rules, price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
     peak = None
     if is_trained(graph):
-        peak = simulated_peak(graph, chosen, known or table(), price, repeated)
+        peak = simulated_peak(graph, chosen, rules, price, repeated)
     return explain(
         graph,
         chosen,
