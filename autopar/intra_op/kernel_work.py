@@ -190,7 +190,9 @@ def _kernel(local: Local, name: str) -> NodeWork:
     if name.startswith("add_"):  # both terms have one gradient
         made -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
     moved = local.written + local.saved + local.extra + made
-    return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
+    return NodeWork(
+        (forward,), (local.gradient(_BACKWARD_FLOPS.get(name, 2.0) * local.flops, moved),)
+    )
 
 
 def _chunked_loss(local: Local) -> NodeWork:
@@ -342,7 +344,8 @@ def _view_gradient(local: Local) -> tuple[Work, ...]:
     return ()
 
 
-# FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them.
+# FLOPs of a kernel's backward for each of its forward, as the kernels' files tell them; of others
+# twice, for two operands each of which asks for as much.
 _BACKWARD_FLOPS = {
     "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
     "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,
