@@ -78,14 +78,6 @@ class Crossing:
     arrival: Layout
     gathers: tuple[Step, ...]
 
-    def sent_by(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank sends, to itself included."""
-        return tuple(box for box in self.boxes if box.sender == rank)
-
-    def received_by(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that a rank receives, from itself included."""
-        return tuple(box for box in self.boxes if box.receiver == rank)
-
     @property
     def moved(self) -> int:
         """Elements that change devices, without the gathers."""

@@ -318,14 +318,6 @@ def _sent(call: Exchange, elements: float, groups: Groups) -> Volume:
     return Volume(crossings * each, (n - crossings) * each)
 
 
-def accumulation_saving(params: float, groups: Groups, microbatches: int) -> float:
-    """Elements a device sends less between groups if gradients stay in them until the step's end.
-
-    PaRO, equation 1: params (s-1) (g-1) / n, for s microbatches and g groups of n devices in all.
-    """
-    return params * (microbatches - 1) * (groups.count - 1) / groups.devices
-
-
 def shardings(legal: bool = True) -> tuple[StateSharding, ...]:
     """Every combination of levels, without second copies; only the legal ones unless told so."""
     every = (StateSharding(p, g, o) for p, g, o in product(_ORDER, repeat=3))
