@@ -72,75 +72,236 @@ class MeshError(AutoparError):
 
 
 class UnknownDeviceError(MeshError):
-    """A device that is neither in devices.toml nor described in the mesh text."""
+    """A device that is neither in devices.toml nor described in the mesh text.
+
+    >>> from autopar.cost.device import device
+    >>> from autopar.ir.mesh import Mesh
+    >>> device(Mesh.parse("H1000: gpu=8"))
+    Traceback (most recent call last):
+    autopar.errors.UnknownDeviceError: device 'H1000' is not known
+      where: H1000: gpu=8
+      why:  the nearest known devices are H100, V100, H200
+      todo: use one of those, or describe the device by its 16-bit matmul peak, memory and
+            memory bandwidth: "H1000[400TFLOP/s 64GiB 1.6TB/s]: gpu=8"
+    """
 
 
 class LayoutError(AutoparError):
-    """A layout that cannot be read, or does not fit its tensor or mesh."""
+    """A layout that cannot be read, or does not fit its tensor or mesh.
+
+    >>> from autopar.ir.tensor import Layout
+    >>> Layout.parse("[8@data, 64@data]")
+    Traceback (most recent call last):
+    autopar.errors.LayoutError: layout '[8@data, 64@data]' names an axis twice
+      why:  an axis stands in one place at most
+    """
 
 
 class GraphError(AutoparError):
-    """A graph whose text cannot be read or that breaks an invariant of the IR."""
+    """A graph whose text cannot be read or that breaks an invariant of the IR.
+
+    >>> from autopar.ir.graph_text import parse_graph
+    >>> parse_graph("%y = aten.relu(%x) : f32[8]")
+    Traceback (most recent call last):
+    autopar.errors.GraphError: the text has no line `graph 'name'`
+      todo: begin with e.g. graph 'mlp'
+    """
 
 
 class CaptureError(AutoparError):
-    """torch.export cannot trace the model; names the user's line and what to change."""
+    """torch.export cannot trace the model; names the user's line and what to change.
+
+    >>> raise CaptureError("torch.export cannot trace the model: it chooses by values",
+    ...                    where="train.py:12  if x.sum() > 0:",
+    ...                    why="values are not known when a model is captured",
+    ...                    todo="choose between values with torch.where or a mask")
+    Traceback (most recent call last):
+    autopar.errors.CaptureError: torch.export cannot trace the model: it chooses by values
+      where: train.py:12  if x.sum() > 0:
+      why:  values are not known when a model is captured
+      todo: choose between values with torch.where or a mask
+    """
 
 
 class AssumptionError(AutoparError):
-    """A batch for which the model would have raised, or taken another branch than was captured."""
+    """A batch for which the model would have raised, or taken another branch than was captured.
+
+    >>> raise AssumptionError("a batch takes another branch than the one that was captured",
+    ...                       where="train.py:12  if x.sum() > 0:",
+    ...                       why="the model was captured where the condition holds")
+    Traceback (most recent call last):
+    autopar.errors.AssumptionError: a batch takes another branch than the one that was captured
+      where: train.py:12  if x.sum() > 0:
+      why:  the model was captured where the condition holds
+    """
 
 
 class AnnotationError(AutoparError):
-    """An `autopar.shard` that cannot be obeyed; names the user's line."""
+    """An `autopar.shard` that cannot be obeyed; names the user's line.
+
+    >>> raise AnnotationError("autopar.shard names an axis that the mesh does not have",
+    ...                       where="train.py:9  x = autopar.shard(x, '[8@gpus, 64]')",
+    ...                       why="the mesh has data, gpu", todo="write one of these")
+    Traceback (most recent call last):
+    autopar.errors.AnnotationError: autopar.shard names an axis that the mesh does not have
+      where: train.py:9  x = autopar.shard(x, '[8@gpus, 64]')
+      why:  the mesh has data, gpu
+      todo: write one of these
+    """
 
 
 class UnknownOperatorError(AutoparError):
-    """An operator without a sharding rule, where `unknown_ops="error"` refuses it."""
+    """An operator without a sharding rule, where `unknown_ops="error"` refuses it.
+
+    >>> raise UnknownOperatorError("mylib.mystery has no sharding rule",
+    ...                            where="train.py:9  y = mystery(x)",
+    ...                            todo='add a rule, or pass unknown_ops="replicate"')
+    Traceback (most recent call last):
+    autopar.errors.UnknownOperatorError: mylib.mystery has no sharding rule
+      where: train.py:9  y = mystery(x)
+      todo: add a rule, or pass unknown_ops="replicate"
+    """
 
 
 class RuleError(AutoparError):
-    """A sharding rule that cannot be read, or two rules for one operator."""
+    """A sharding rule that cannot be read, or two rules for one operator.
+
+    >>> from autopar.intra_op.rule import OpRule, collect
+    >>> relu = OpRule("aten.relu", "... -> ...", "f32[4, 6]")
+    >>> collect([relu, relu])
+    Traceback (most recent call last):
+    autopar.errors.RuleError: two rules for aten.relu
+      why:  ... -> ..., ... -> ...
+    """
 
 
 class ProblemError(AutoparError):
-    """A malformed strategy problem: empty choices, wrong sizes, NaN."""
+    """A malformed strategy problem: empty choices, wrong sizes, NaN.
+
+    >>> from autopar.intra_op.solvers import find
+    >>> find("simplex")
+    Traceback (most recent call last):
+    autopar.errors.ProblemError: there is no solver 'simplex'
+      why:  the solvers are auto, brute_force, greedy, ilp, local_search, propagate
+      todo: name one of these
+    """
 
 
 class InfeasibleError(AutoparError):
-    """No plan meets the memory limit or the pins; says how much is missing."""
+    """No plan meets the memory limit or the pins; says how much is missing.
+
+    >>> import autopar, torch
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> autopar.plan(layer, "H100: gpu=2", example_inputs=torch.ones(2, 4), memory=100)
+    Traceback (most recent call last):
+    autopar.errors.InfeasibleError: no plan fits into 100 B a device
+      why:  the smallest needs 232 B, 132 B more; largest: %weight_share 160 B, %bias_share 40
+            B, %input 32 B
+      todo: use more devices, a smaller batch, a lower precision or a leaner optimizer
+    """
 
 
 class CostError(AutoparError):
-    """A price that is NaN, negative or infinite; names the calibration entry."""
+    """A price that is NaN, negative or infinite; names the calibration entry.
+
+    >>> raise CostError("a price is nan", where="all_reduce over gpu, 64 MiB",
+    ...                 why="prices are finite and not negative",
+    ...                 todo="measure again with autopar calibrate")
+    Traceback (most recent call last):
+    autopar.errors.CostError: a price is nan
+      where: all_reduce over gpu, 64 MiB
+      why:  prices are finite and not negative
+      todo: measure again with autopar calibrate
+    """
 
 
 class CalibrationError(CostError):
-    """A calibration that cannot be read, is nonsense, or was measured on another machine."""
+    """A calibration that cannot be read, is nonsense, or was measured on another machine.
+
+    >>> from autopar.cost.calibration import Calibration
+    >>> Calibration.load("none.json")
+    Traceback (most recent call last):
+    autopar.errors.CalibrationError: cannot read the calibration none.json
+      why:  No such file or directory
+      todo: run `autopar calibrate -o FILE` first
+    """
 
 
 class PlanError(AutoparError):
-    """A plan file that is damaged, not a plan, or names layouts that are not legal."""
+    """A plan file that is damaged, not a plan, or names layouts that are not legal.
+
+    >>> from autopar.ir.recompute import Recompute
+    >>> Recompute("sometimes", 3)
+    Traceback (most recent call last):
+    autopar.errors.PlanError: sometimes 3 is no way to recompute
+      why:  a kind, selective or full, and a number of blocks are expected
+      todo: write e.g. "full 8"
+    """
 
 
 class PinError(PlanError):
-    """A pin that fits nothing or contradicts another, or a plan by name that does not apply."""
+    """A pin that fits nothing or contradicts another, or a plan by name that does not apply.
+
+    >>> import autopar, torch
+    >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    >>> autopar.plan(layer, "H100: gpu=2", example_inputs=x, pins={"weigth": "[4@gpu, 4]"})
+    Traceback (most recent call last):
+    autopar.errors.PinError: pins that name nothing: weigth
+      why:  a pin names a parameter, an input, a module or a node
+      todo: take names from model.named_parameters(), model.named_modules() or the plan
+    """
 
 
 class PlanMismatchError(PlanError):
-    """A plan for another model or another mesh; shows what differs."""
+    """A plan for another model or another mesh; shows what differs.
+
+    >>> raise PlanMismatchError("the plan is for another mesh", where="plan.toml",
+    ...                         why="it is for H100: gpu=8, the processes make H100: gpu=4",
+    ...                         todo="plan again for this mesh")
+    Traceback (most recent call last):
+    autopar.errors.PlanMismatchError: the plan is for another mesh
+      where: plan.toml
+      why:  it is for H100: gpu=8, the processes make H100: gpu=4
+      todo: plan again for this mesh
+    """
 
 
 class BatchError(AutoparError):
-    """A batch that does not fit the shapes that were captured, or differs between ranks."""
+    """A batch that does not fit the shapes that were captured, or differs between ranks.
+
+    >>> raise BatchError("the batch does not fit what was captured", where="input_ids",
+    ...                  why="it is i64[4, 512], captured was i64[8, 512]",
+    ...                  todo="give batches of one shape, or compile again")
+    Traceback (most recent call last):
+    autopar.errors.BatchError: the batch does not fit what was captured
+      where: input_ids
+      why:  it is i64[4, 512], captured was i64[8, 512]
+      todo: give batches of one shape, or compile again
+    """
 
 
 class StateError(AutoparError):
-    """A state_dict whose names or shapes differ from the model's, or weights that are missing."""
+    """A state_dict whose names or shapes differ from the model's, or weights that are missing.
+
+    >>> raise StateError("the state_dict does not fit the model",
+    ...                  why="missing: h.0.ln_1.weight; unexpected: h.0.norm.weight",
+    ...                  todo="load the state of the model that was compiled")
+    Traceback (most recent call last):
+    autopar.errors.StateError: the state_dict does not fit the model
+      why:  missing: h.0.ln_1.weight; unexpected: h.0.norm.weight
+      todo: load the state of the model that was compiled
+    """
 
 
 class CheckpointError(StateError):
-    """A checkpoint that cannot be written, is not whole, or is another model's."""
+    """A checkpoint that cannot be written, is not whole, or is another model's.
+
+    >>> import autopar
+    >>> autopar.load_checkpoint("none")
+    Traceback (most recent call last):
+    autopar.errors.CheckpointError: there is no checkpoint ...none
+      todo: pass the folder that save_checkpoint was given
+    """
 
 
 class RanksDifferError(AutoparError):
@@ -158,27 +319,79 @@ class RanksDifferError(AutoparError):
 
 
 class NonFiniteError(AutoparError):
-    """A loss or gradients with NaN or infinite values; nothing was updated."""
+    """A loss or gradients with NaN or infinite values; nothing was updated.
+
+    >>> raise NonFiniteError("the loss of step 812 is nan", where="ranks 0, 3",
+    ...                      why="nothing was updated",
+    ...                      todo="lower the learning rate, or look at the batch")
+    Traceback (most recent call last):
+    autopar.errors.NonFiniteError: the loss of step 812 is nan
+      where: ranks 0, 3
+      why:  nothing was updated
+      todo: lower the learning rate, or look at the batch
+    """
 
 
 class RankFailedError(AutoparError):
-    """Another rank failed in a step; carries that rank's own error."""
+    """Another rank failed in a step; carries that rank's own error.
+
+    >>> raise RankFailedError("rank 3 failed: ValueError: no such weight", where="step 812",
+    ...                       todo="look at the error of rank 3; this one has only waited for it")
+    Traceback (most recent call last):
+    autopar.errors.RankFailedError: rank 3 failed: ValueError: no such weight
+      where: step 812
+      todo: look at the error of rank 3; this one has only waited for it
+    """
 
 
 class DumpError(AutoparError):
-    """A dump of what ranks did last that cannot be written or read."""
+    """A dump of what ranks did last that cannot be written or read.
+
+    >>> raise DumpError("cannot write the dump", where="/dumps/rank_0.json",
+    ...                 why="No space left on device", todo="name another folder in dump=")
+    Traceback (most recent call last):
+    autopar.errors.DumpError: cannot write the dump
+      where: /dumps/rank_0.json
+      why:  No space left on device
+      todo: name another folder in dump=
+    """
 
 
 class PrecisionError(AutoparError):
-    """A precision that is none, or that the device cannot compute in."""
+    """A precision that is none, or that the device cannot compute in.
+
+    >>> from autopar.ir.precision import Precision
+    >>> Precision.read("f8")
+    Traceback (most recent call last):
+    autopar.errors.PrecisionError: there is no precision 'f8'
+      why:  compute is one of bf16, fp16, fp32, fp64
+      todo: pass precision="bf16", "fp16" or "fp32", or an autopar.Precision
+    """
 
 
 class ProgramError(AutoparError):
-    """A generated program that cannot be loaded or written."""
+    """A generated program that cannot be loaded or written.
+
+    >>> from autopar.ir.fusion import choose
+    >>> choose(["softmax"])
+    Traceback (most recent call last):
+    autopar.errors.ProgramError: there is no pattern 'softmax' to fuse
+      why:  there are gated, gelu, layer_norm, linear_cross_entropy, rms_norm, rotary, experts,
+            rotary_pack, async_tensor_parallel, adamw
+      todo: pass True, False, a list of these, or a mapping of them to True or False
+    """
 
 
 class OptionError(ProgramError):
-    """An argument of a wrong type or out of its range; says what is accepted."""
+    """An argument of a wrong type or out of its range; says what is accepted.
+
+    >>> import autopar, torch
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> autopar.plan(layer, "H100: gpu=2", example_inputs=torch.ones(2, 4), microbatches=0)
+    Traceback (most recent call last):
+    autopar.errors.OptionError: microbatches is 0
+      why:  a whole number from 1 to 1048576 is expected
+    """
 
 
 class SimulationError(AutoparError):
@@ -192,7 +405,16 @@ class SimulationError(AutoparError):
 
 
 class ScheduleError(AutoparError):
-    """A pipeline schedule that its sizes do not allow, or one that is not whole or not readable."""
+    """A pipeline schedule that its sizes do not allow, or one that is not whole or not readable.
+
+    >>> from autopar.inter_op.schedules import schedule
+    >>> schedule("1f2b", 4, 8)
+    Traceback (most recent call last):
+    autopar.errors.ScheduleError: there is no schedule '1f2b'
+      why:  the schedules are 1f1b, chimera, dualpipe_v, eager_1f1b, gpipe, interleaved_1f1b,
+            naive, zb_h1, zb_h2, zb_v
+      todo: name one of these
+    """
 
 
 class DeadlockError(ScheduleError):
@@ -209,16 +431,51 @@ class DeadlockError(ScheduleError):
 
 
 class StageError(AutoparError):
-    """A model that cannot be cut into stages in that way."""
+    """A model that cannot be cut into stages in that way.
+
+    >>> import autopar, torch
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> autopar.plan(layer, "H100: gpu=2", example_inputs=torch.ones(2, 4), stages=2)
+    Traceback (most recent call last):
+    autopar.errors.StageError: Linear cannot be cut into 2 stages
+      why:  of its 1 operators 0 may end a stage
+      todo: ask for fewer stages
+    """
 
 
 class UnknownModelError(AutoparError):
-    """A model name that is not in the table of published configurations."""
+    """A model name that is not in the table of published configurations.
+
+    >>> from autopar.zoo import spec
+    >>> spec("gpt-2")
+    Traceback (most recent call last):
+    autopar.errors.UnknownModelError: no model is named 'gpt-2'
+      why:  near matches: gpt2, gpt2-xl, gpt-1.3b
+      todo: take one of these, 'hf:path/to/config.json' or 'file.py:function'
+    """
 
 
 class ModelFileError(AutoparError):
-    """A model file that is missing, has no such function, or fails when called."""
+    """A model file that is missing, has no such function, or fails when called.
+
+    >>> from autopar.zoo import load
+    >>> load("none.py:model")
+    Traceback (most recent call last):
+    autopar.errors.ModelFileError: there is no such file
+      where: none.py
+      todo: correct the path
+    """
 
 
 class MissingDependencyError(AutoparError):
-    """An optional package that this call needs is not installed."""
+    """An optional package that this call needs is not installed.
+
+    >>> raise MissingDependencyError("transformers is not installed", where="gpt2",
+    ...                              why="models of the zoo are made by it",
+    ...                              todo="pip install autopar[hf]")
+    Traceback (most recent call last):
+    autopar.errors.MissingDependencyError: transformers is not installed
+      where: gpt2
+      why:  models of the zoo are made by it
+      todo: pip install autopar[hf]
+    """

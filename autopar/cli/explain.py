@@ -21,6 +21,7 @@ from autopar.explain import (
     VIEWS,
     Cost,
     Explanation,
+    StepFigures,
     explain,
     moves,
     render,
@@ -168,17 +169,8 @@ def explained(
     the last backward alone to hide behind, and others are in flight.
     """
     price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
-    pins = Pins(graph, {})
-    given = Assumptions(
-        state_bytes=0.0,
-        slowdown=slowdown,
-        recompute=chosen.recompute,
-        microbatches=chosen.microbatches,
-        bucket=chosen.bucket,
-        precision=chosen.precision,
-        offload=chosen.offload,
-    )
-    builder = Builder(graph, Prices(chosen.mesh, price), known or table(), pins, given)
+    rules, pins = known or table(), Pins(graph, {})
+    builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
     for node in graph.folded:
         share = node.op == "autopar.share" and graph[node.inputs[0]].op == "param"
         if node.op != "param" and not share:
@@ -209,22 +201,38 @@ def explained(
     pairs = zip(kernels, (sum(side) + stowed[1] / 2 for side in sent), strict=True)
     hidden = sum(saved(computed, beside, slowdown) for computed, beside in pairs)
     program = lower(graph.trained, chosen, price.collective)
-    beside_linears = linears(program, graph, chosen, known or table(), price).values()
+    beside_linears = linears(program, graph, chosen, rules, price).values()
     hidden += sum(entry.seconds for entry in beside_linears) / chosen.microbatches
     peak = None
     if is_trained(graph):
-        peak = simulated_peak(graph, chosen, known or table(), price, repeated)
+        peak = simulated_peak(graph, chosen, rules, price, repeated)
     return explain(
         graph,
         chosen,
         price.collective,
         costs,
-        limit=limit,
-        whole=builder.replicated,
-        hidden=hidden,
-        peak=peak,
-        stowed=(stowed[0], stowed[1]),
-        coming=0.0 if builder.away is None else builder.away.seconds,
+        StepFigures(
+            limit,
+            hidden,
+            peak,
+            stowed=stowed[0],
+            stowing=stowed[1],
+            coming=0.0 if builder.away is None else builder.away.seconds,
+        ),
+        builder.replicated,
+    )
+
+
+def _assumptions(plan: StagePlan) -> Assumptions:
+    """How the model of a plan is trained; states are listed by themselves."""
+    return Assumptions(
+        state_bytes=0.0,
+        slowdown=device(plan.mesh).slowdown,
+        recompute=plan.recompute,
+        microbatches=plan.microbatches,
+        bucket=plan.bucket,
+        precision=plan.precision,
+        offload=plan.offload,
     )
 
 

@@ -25,7 +25,7 @@ from autopar.explain.explanation import (
 from autopar.explain.kernel_table import render_fused
 from autopar.explain.moves import Call, Move, moves
 from autopar.explain.rendering import PARTS, render, render_parameters, render_summary
-from autopar.explain.summary import explain, parameters
+from autopar.explain.summary import StepFigures, explain, parameters
 from autopar.explain.views import VIEWS, Item, Row, items, view
 from autopar.explain.whole_plans import (
     PlanDifference,
@@ -54,6 +54,7 @@ __all__ = [
     "Row",
     "Section",
     "StageDifference",
+    "StepFigures",
     "Traffic",
     "changes",
     "decisions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.explain.explanation import Cost, Explanation, Line, Operator, Parameter, Section
@@ -17,18 +18,34 @@ from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
 
 
+@dataclass(frozen=True)
+class StepFigures:
+    """What is known of a step as a whole.
+
+    Attributes:
+        limit: bytes of one device.
+        hidden: seconds in which collectives and copies go beside kernels.
+        peak: bytes per device at the peak of a simulated step, if it was simulated.
+        stowed: bytes of activations in host memory.
+        stowing: seconds of copying them both ways.
+        coming: seconds that a byte of optimizer state takes to come from host memory and go back.
+    """
+
+    limit: float
+    hidden: float = 0.0
+    peak: float | None = None
+    stowed: float = 0.0
+    stowing: float = 0.0
+    coming: float = 0.0
+
+
 def explain(
     graph: Graph,
     plan: StagePlan,
     price: Callable[[Collective], float],
     costs: Mapping[str, Cost],
-    *,
-    limit: float,
+    figures: StepFigures,
     whole: Iterable[str] = (),
-    hidden: float = 0.0,
-    peak: float | None = None,
-    stowed: tuple[float, float] = (0.0, 0.0),
-    coming: float = 0.0,
 ) -> Explanation:
     """Everything that the plan makes a step do.
 
@@ -37,12 +54,8 @@ def explain(
         plan: a layout for every node of the folded graph.
         price: seconds of one collective.
         costs: of the nodes that are no parameters; what is missing is free.
-        limit: bytes of one device.
+        figures: of the whole step.
         whole: operators that run whole for want of a rule.
-        hidden: seconds in which collectives and copies go beside kernels.
-        peak: bytes per device at the peak of a simulated step.
-        stowed: activations in host memory: bytes, and seconds of copying them both ways.
-        coming: seconds that a byte of optimizer state takes to come from host memory and go back.
 
     Raises:
         PlanMismatchError: the plan has no layout for a node.
@@ -59,10 +72,11 @@ def explain(
     }
     sections = tuple(_sections(graph, plan, moved, costs))
     states = sum(parameter.host for parameter in table)
-    copies = stowed[1] + states * coming / plan.microbatches
+    copies = figures.stowing + states * figures.coming / plan.microbatches
     return Explanation(
-        plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory, limit,
-        tuple(whole), hidden, peak, copies, states + stowed[0], plan.precision.caution,
+        plan.graph, str(plan.mesh), plan.predicted.figures(), sections, table, memory,
+        figures.limit, tuple(whole), figures.hidden, figures.peak, copies,
+        states + figures.stowed, plan.precision.caution,
     )  # fmt: skip
 
 

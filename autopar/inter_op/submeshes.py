@@ -96,31 +96,6 @@ class Cluster:
         return math.prod(links.size for links in self.links if not links.between_hosts)
 
 
-def one_kind(meshes: Sequence[Mesh]) -> Mesh:
-    """The one mesh of hosts that are described apart, outermost axes added up.
-
-    Raises:
-        MeshError: there is none, or their devices, hosts or links differ: a stage's plan holds for
-            one kind of device, and which stage should get which kind is not planned.
-    """
-    if not meshes:
-        raise MeshError("a cluster without hosts", todo='write e.g. "H100: node=2, gpu=8"')
-    first = meshes[0]
-    for mesh in meshes[1:]:
-        likeness = (mesh.device, mesh.description, mesh.axes[1:], replace(mesh.axes[0], size=1))
-        if likeness != (
-            first.device, first.description, first.axes[1:], replace(first.axes[0], size=1)
-        ):  # fmt: skip
-            raise MeshError(
-                "the hosts of the cluster differ",
-                where=f"{first} and {mesh}",
-                why="stages are planned for devices of one kind, on hosts of one size",
-                todo="plan for each kind by itself, or describe all of them as the weaker kind",
-            )
-    size = sum(mesh.axes[0].size for mesh in meshes)
-    return replace(first, axes=(replace(first.axes[0], size=size), *first.axes[1:]))
-
-
 def submeshes(mesh: Mesh, most_axes: int = 2) -> tuple[SubMesh, ...]:
     """The parts of `mesh` that a stage may get, the smallest first, the whole last.
 

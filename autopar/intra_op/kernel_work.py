@@ -191,7 +191,8 @@ def _kernel(local: Local, name: str) -> NodeWork:
     if name.startswith("add_"):  # both terms share one gradient
         gradients -= local.operands[1].nbytes if all(local.wanted[:2]) else 0
     moved = local.written + local.saved + local.extra + gradients
-    return NodeWork((forward,), (local.gradient(_BACKWARD_FLOPS[name] * local.flops, moved),))
+    flops = _BACKWARD_FLOPS.get(name, 2.0) * local.flops
+    return NodeWork((forward,), (local.gradient(flops, moved),))
 
 
 def _chunked_loss(local: Local) -> NodeWork:
@@ -346,7 +347,8 @@ def _view_gradient(local: Local) -> tuple[Work, ...]:
     return ()
 
 
-# FLOPs of a kernel's backward relative to its forward, from the files of the kernels.
+# FLOPs of a kernel's backward relative to its forward, from the files of the kernels; others count
+# twice, for two operands whose gradients take as much each.
 _BACKWARD_FLOPS = {
     "rms_norm": 10 / 4, "add_rms_norm": 10 / 5, "add_layer_norm": 14 / 8,
     "swiglu": 12 / 7, "geglu": 12 / 7, "rotary": 1.0, "gelu": 2.0,

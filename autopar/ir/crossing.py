@@ -78,14 +78,6 @@ class Crossing:
     arrival: Layout
     gathers: tuple[Step, ...]
 
-    def sent_by(self, rank: int) -> tuple[Box, ...]:
-        """Returns the boxes that a rank sends, including those to itself."""
-        return tuple(box for box in self.boxes if box.sender == rank)
-
-    def received_by(self, rank: int) -> tuple[Box, ...]:
-        """Returns the boxes that a rank receives, including those from itself."""
-        return tuple(box for box in self.boxes if box.receiver == rank)
-
     @property
     def moved(self) -> int:
         """Number of elements that change devices, without the gathers."""

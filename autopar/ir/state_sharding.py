@@ -321,14 +321,6 @@ def _sent(call: Exchange, elements: float, groups: Groups) -> Volume:
     return Volume(crossings * each, (n - crossings) * each)
 
 
-def accumulation_saving(params: float, groups: Groups, microbatches: int) -> float:
-    """Returns the elements per device saved between groups by reducing across groups once a step.
-
-    PaRO, equation 1: params (s-1) (g-1) / n, for s microbatches and g groups of n devices in total.
-    """
-    return params * (microbatches - 1) * (groups.count - 1) / groups.devices
-
-
 def shardings(legal: bool = True) -> tuple[StateSharding, ...]:
     """Returns every combination of levels without second copies; by default only the legal ones."""
     every = (StateSharding(p, g, o) for p, g, o in product(_ORDER, repeat=3))

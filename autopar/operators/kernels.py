@@ -1,20 +1,37 @@
 """The kernels as graphs and generated programs call them.
 
-Tensors that a kernel saves for its own backward are not results here. Importing this module
-registers the kernels as torch operators; on a GPU Triton's kernels run, elsewhere their references.
+A kernel is found here by its name; those that are called otherwise than their files say have a
+function. Tensors that a kernel saves for its own backward are not results here. Importing this
+module registers the kernels as torch operators; on a GPU Triton's kernels run, elsewhere their
+references.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.operators.across import CHUNK
-from autopar_kernels.registry import register
+from autopar_kernels.registry import operators, register
 
 _LIBRARY = register()  # keeps the operators registered
 _OPS = torch.ops.autopar_kernels
+
+
+def __getattr__(name: str) -> Callable[..., Tensor]:
+    """A kernel that is called as its file says, of which the first result is wanted."""
+    if name not in operators():
+        raise AttributeError(f"there is no kernel {name}")
+    return partial(_first, getattr(_OPS, name))
+
+
+def _first(operator: Callable[..., Tensor | tuple[Tensor, ...]], *operands: object) -> Tensor:
+    results = operator(*operands)
+    return results if isinstance(results, Tensor) else results[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,18 +52,6 @@ def add_layer_norm(
     """Returns the layer norm of x + residual, and that sum."""
     y, h, *_ = _OPS.add_layer_norm(x, residual, weight, bias, eps)
     return y, h
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) up."""
-    y: Tensor = _OPS.swiglu(gate, up)
-    return y
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns gelu(gate) up, in the tanh form."""
-    y: Tensor = _OPS.geglu(gate, up)
-    return y
 
 
 def gelu(x: Tensor) -> Tensor:

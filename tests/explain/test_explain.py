@@ -20,6 +20,7 @@ from autopar.explain import (
     VIEWS,
     Cost,
     Explanation,
+    StepFigures,
     explain,
     moves,
     render,
@@ -225,7 +226,7 @@ def test_what_is_listed_is_what_the_program_does(name: str, seed: int | None) ->
 def test_a_data_parallel_plan_has_one_all_reduce_a_weight() -> None:
     graph, plan = data_parallel()
     model = AnalyticModel(MESH)
-    found = explain(graph, plan, model.collective, {"y": Cost(2.0, 64.0)}, limit=1e6)
+    found = explain(graph, plan, model.collective, {"y": Cost(2.0, 64.0)}, StepFigures(1e6))
     (parameter,) = found.parameters
     expected = model.collective(Collective("all_reduce", ("node", "gpu"), 16 * 16 * 4))
     assert parameter.seconds == pytest.approx(expected)

@@ -13,7 +13,7 @@ from autopar.cost.algorithms import INTER
 from autopar.cost.device import device
 from autopar.cost.network import Network
 from autopar.errors import MeshError
-from autopar.inter_op.submeshes import Cluster, one_kind, place, submeshes
+from autopar.inter_op.submeshes import Cluster, place, submeshes
 from autopar.ir.mesh import Mesh
 
 CLUSTERS = [
@@ -130,14 +130,6 @@ def test_what_cannot_be_placed_is_refused() -> None:
         place(cluster, (12, 4))
     with pytest.raises(MeshError, match="do not fit"):
         place(Cluster.of(Mesh.parse("H100: node=2, gpu=6")), (4, 4, 4))
-
-
-def test_hosts_that_differ_are_refused_by_name() -> None:
-    a, b = Mesh.parse("H100: node=2, gpu=8"), Mesh.parse("H100: node=3, gpu=8")
-    assert one_kind([a, b]) == Mesh.parse("H100: node=5, gpu=8")
-    for other in ("A100-80: node=2, gpu=8", "H100: node=2, gpu=4", "H100: node=2 @9GB/s, gpu=8"):
-        with pytest.raises(MeshError, match="hosts of the cluster differ"):
-            one_kind([a, Mesh.parse(other)])
 
 
 def test_mirrored_shapes_on_the_same_links_are_one() -> None:

@@ -86,7 +86,7 @@ def test_each_element_crosses_once_where_sizes_allow() -> None:
         way = crossing(tensor, source, target)
         assert way.moved == tensor.numel
         # All holders share the sending as evenly as the receivers' parts allow.
-        loads = [sum(box.numel for box in way.sent_by(rank)) for rank in source.ranks]
+        loads = [sum(box.numel for box in way.boxes if box.sender == rank) for rank in source.ranks]
         parts = -(-other.size // one.size)
         assert max(loads) <= parts * -(-8 // min(other.size, 8)) * 6
 

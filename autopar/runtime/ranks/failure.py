@@ -35,6 +35,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, DumpError, RankFailedError
 from autopar.runtime.ranks.board import Board
 from autopar.runtime.ranks.ending import Ending
+from autopar.runtime.ranks.pace import PACE, Pace
 from autopar.runtime.ranks.record import Record
 from autopar.runtime.ranks.reports import Failure as Failure
 from autopar.runtime.ranks.reports import Roll, may_follow
@@ -57,12 +58,9 @@ class Watch:
         rank: this process's global rank.
         world: number of ranks that watch one another.
         key: prefix of keys in the store; the same on these ranks, and used by them alone.
-        interval: seconds between checks.
-        grace: seconds to leave a step in once another rank has failed.
-        patience: the same outside a step.
-        roll: seconds in which a live rank answers.
         ranks: the global ranks; by default 0, 1, ...
         peers: the peers, whose recorder supplies this rank's answer.
+        pace: how often it checks, and how long it waits.
     """
 
     def __init__(
@@ -72,16 +70,12 @@ class Watch:
         world: int,
         *,
         key: str = "autopar/failure",
-        interval: float = 0.5,
-        grace: float = 2.0,
-        patience: float = 20.0,
-        roll: float = 5.0,
         ranks: Sequence[int] | None = None,
         peers: Peers | None = None,
+        pace: Pace = PACE,
     ) -> None:
-        self.rank, self.world, self.key = rank, world, key
-        self.ranks, self.roll = tuple(range(world) if ranks is None else ranks), roll
-        self.interval, self.grace, self.patience = interval, grace, patience
+        self.rank, self.world, self.key, self.pace = rank, world, key, pace
+        self.ranks = tuple(range(world) if ranks is None else ranks)
         self._peers = Peers(None) if peers is None else peers
         self._board = None if store is None or world == 1 else Board(store, _ANSWER_SECONDS)
         self._thread: threading.Thread | None = None
@@ -164,7 +158,7 @@ class Watch:
         try:
             board.set(self._left(self.rank), f"it ended {record.at}")
             if self.rank == 0:  # it may serve the store from which others must read this
-                self._until(board, [self._left(r) for r in self.ranks], self.grace)
+                self._until(board, [self._left(r) for r in self.ranks], self.pace.grace)
         except RuntimeError:
             pass  # no rank is left to read it
         self.close()
@@ -175,7 +169,7 @@ class Watch:
             return
         # The thread must not keep an otherwise unreferenced watch alive.
         closed, reference = threading.Event(), weakref.ref(self)
-        run = functools.partial(_look_again, reference, closed, self.interval)
+        run = functools.partial(_look_again, reference, closed, self.pace.interval)
         self._closed, self._thread = closed, threading.Thread(target=run, daemon=True)
         self._thread.name = "autopar-watch"
         self._thread.start()
@@ -243,7 +237,7 @@ class Watch:
     def _wait_for_answers(self, board: Board, value: str) -> None:
         """Waits until others have read a failure, as the first rank may serve the store."""
         failure = Failure.read(value)
-        self._until(board, [self._place(failure, rank) for rank in self.ranks], self.grace)
+        self._until(board, [self._place(failure, rank) for rank in self.ranks], self.pace.grace)
 
     @staticmethod
     def _until(board: Board, keys: Sequence[str], seconds: float) -> set[str]:
@@ -268,7 +262,7 @@ class Watch:
             return Roll(failure, {}, (0,) if self.rank else (), {}, {}).error()
 
     def _roll(self, board: Board, failure: Failure) -> Roll:
-        end = time.monotonic() + self.roll
+        end = time.monotonic() + self.pace.roll
         places = {rank: self._place(failure, rank) for rank in self.ranks if rank != self.rank}
         absent, left = set(places), dict[int, str]()
         while absent and time.monotonic() < end:
@@ -313,7 +307,9 @@ class Watch:
         board.set(f"{done}/{self.rank}", "")
         if self.rank == 0:
             there = [rank for rank in self.ranks if board.check(self._place(failure, rank))]
-            self._until(board, [f"{done}/{rank}" for rank in there], self.roll + self.grace)
+            self._until(
+                board, [f"{done}/{rank}" for rank in there], self.pace.roll + self.pace.grace
+            )
 
     def _run(self) -> bool:
         """Ends this rank if another has failed; returns whether to check again."""
@@ -367,7 +363,7 @@ class Watch:
             with self._lock:
                 if self._failure is not failure:
                     return
-            if time.monotonic() - start > (self.grace if self._depth else self.patience):
+            if time.monotonic() - start > (self.pace.grace if self._depth else self.pace.patience):
                 error = self._roll_call(failure) or failure.error()
                 error = self._dumped_with(error, failure)
                 sys.stderr.write(f"rank {self.rank} stops: {error}\n")

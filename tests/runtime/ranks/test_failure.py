@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -148,7 +148,7 @@ def fail_and_live_on(rank: int, folder: Path) -> None:
 def fail_while_others_are_outside(rank: int, folder: Path) -> None:
     """The others wait for rank 2 where no step is running, as for a device's result."""
     watch = Watch.over(RANKS)
-    watch.patience = 3.0
+    watch.pace = replace(watch.pace, patience=3.0)
     with watch:
         meet()
     if rank == 2:
@@ -198,7 +198,7 @@ def test_a_broken_collective_is_the_cause_of_the_error(tmp_path: Path) -> None:
 def raise_at_once(rank: int, folder: Path) -> None:
     """The thread never looks; what remains is the exception of the collective itself."""
     watch = Watch.over(RANKS)
-    watch.interval = 2 * LIMIT
+    watch.pace = replace(watch.pace, interval=2 * LIMIT)
     with watch:
         meet()
         if rank == 2:
@@ -215,7 +215,7 @@ def succeed(rank: int, folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="a batch nobody likes"), watch:
             raise ValueError("a batch nobody likes")
-        threading.Event().wait(2 * watch.interval)  # the thread has looked
+        threading.Event().wait(2 * watch.pace.interval)  # the thread has looked
         with watch:
             meet()
     names = [thread.name for thread in threading.enumerate()]
@@ -246,9 +246,10 @@ AT_THE_END = """
 import threading
 import torch.distributed as dist
 from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.pace import Pace
 
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
-with Watch(store.clone(), 0, 2, interval=1e-4):
+with Watch(store.clone(), 0, 2, pace=Pace(interval=1e-4)):
     threading.Event().wait(0.1)
 print("done")
 """

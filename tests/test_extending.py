@@ -1,0 +1,243 @@
+"""CONTRIBUTING says that each extension is one file or table. Here one of each comes from a folder
+that is not the project's, is found there, and is used.
+
+It runs in a process of its own, so that nothing of it is left to other tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FILES = {
+    "rules/wave.py": '''
+"""An operator of a user's own."""
+
+from autopar.intra_op.rule import rule
+
+RULES = (rule("mine.wave", "... -> ...", examples=("f64[4, 6]",)),)
+''',
+    "schedules/slow_fill.py": '''
+"""GPipe by another name."""
+
+from dataclasses import replace
+
+from autopar.inter_op.schedules import gpipe
+
+NAME, NEEDS = "slow_fill", "any sizes"
+
+
+def schedule(ranks, microbatches):
+    return replace(gpipe.schedule(ranks, microbatches), name=NAME)
+''',
+    "solvers/first_fit.py": '''
+"""Coordinate descent by another name."""
+
+from dataclasses import replace
+
+from autopar.intra_op.solvers import greedy
+
+
+def solve(problem, **options):
+    return replace(greedy.solve(problem), solver="first_fit")
+''',
+    "patterns/squared_relu.py": '''
+"""The square of ReLU (Primer, arXiv:2109.08668)."""
+
+from autopar.ir.fusion.pattern import Pattern, computes
+
+PATTERNS = (
+    Pattern(
+        "squared_relu", "squared_relu", ("relu(x) ** 2",), ("x",),
+        fits=lambda match: computes(match, "x") and match.found.type == match.type("x"),
+    ),
+)
+''',
+    "rules/squared_relu.py": '''
+"""The rule of the kernel."""
+
+from autopar.intra_op.rule import rule
+
+RULES = (rule("kernels.squared_relu", "... -> ...", flops="2 ...", examples=("f64[4, 6]",)),)
+''',
+    "kernels/squared_relu.py": '''
+"""The square of ReLU, and its gradient."""
+
+import torch
+
+from .registry.language import blocks, jit, tl
+from .registry.launch import launch
+from .registry.operator import Gradient, Operator, contiguous
+
+
+@jit
+def _kernel(x: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.maximum(tl.load(x + at, mask=at < n, other=0.0), 0.0)
+    tl.store(out + at, value * value, mask=at < n)
+
+
+def _launch(out, x):
+    row = launch("sum_partials", out.numel())
+    _kernel[(blocks(out.numel(), row.block),)](x, out, out.numel(), BLOCK=row.block)
+
+
+def reference(x: torch.Tensor, *, wide: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.relu(x) ** 2
+
+
+def _allocate(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx, dy):
+    (x,) = ctx.saved_tensors
+    return 2 * torch.relu(x) * dy
+
+
+OPERATORS = (
+    Operator(
+        name="squared_relu", allocate=_allocate, launch=_launch, reference=reference,
+        factors="... -> ...", flops="2 ...", table="sum_partials",
+        samples=lambda draw: [(draw.normal(3, 5),)],
+        typical=lambda draw, n: (draw.normal(8, n or 4096),),
+        fits=lambda x: contiguous(x=x),
+        gradient=Gradient(lambda ctx, inputs, output: ctx.save_for_backward(*inputs), _backward),
+    ),
+)
+''',
+    "toml/models.toml": """
+["tiny"]
+architecture = "GPT2LMHeadModel"
+dtype = "float32"
+batch = 2
+seq = 8
+source = "a test"
+
+["tiny".config]
+vocab_size = 32
+n_positions = 8
+n_embd = 8
+n_layer = 1
+n_head = 2
+""",
+}
+
+FOUND = """
+import sys
+from importlib import import_module
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+for package, name in (
+    ("autopar_kernels", "kernels"),
+    ("autopar.intra_op.rules", "rules"),
+    ("autopar.inter_op.schedules", "schedules"),
+    ("autopar.intra_op.solvers", "solvers"),
+    ("autopar.ir.fusion.patterns", "patterns"),
+):
+    import_module(package).__path__.append(str(folder / name))
+from importlib import resources
+
+real = resources.files
+for package, file in (("autopar.cost", "devices.toml"), ("autopar.zoo", "models.toml")):
+    table = folder / "toml" / file
+    table.write_text(real(package).joinpath(file).read_text() + table.read_text())
+resources.files = lambda package: (
+    folder / "toml" if package in ("autopar.cost", "autopar.zoo") else real(package)
+)
+"""
+
+USED = """
+import torch
+from torch import nn
+
+import autopar
+from autopar.compiled import Compiled
+from autopar.intra_op.proofs.prove import prove
+from autopar.intra_op.rule_table import table
+from autopar.planning.capturing import Call, capture_call
+from autopar.planning.options import Options
+from autopar.planning.plan_model import plan_captured
+from autopar.planning.trace import Trace
+from autopar.zoo import load
+
+
+@torch.library.custom_op("mine::wave", mutates_args=())
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+wave.register_fake(torch.empty_like)
+wave.register_autograd(
+    lambda ctx, dy: dy * torch.cos(ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x)) ** 2
+        return torch.ops.mine.wave(x).sum()
+
+
+mesh = autopar.Mesh.parse("Abacus: gpu=2")
+
+
+def compiled(model, batch, **options):
+    given = Options(unknown_ops="error", **options)
+    count = given.microbatches if given.is_pipeline else None
+    captured = capture_call(Call(model, (), batch), given, Trace(None), count)
+    plan = plan_captured(captured, mesh, given, Trace(None))
+    return Compiled.of(captured, plan, given, Trace(None))
+
+
+torch.manual_seed(0)
+batch = {"x": torch.randn(8, 8)}
+
+print("operator", prove(table()["mine.wave"]) is not None)
+done = compiled(Model(), batch, solver="first_fit", fuse=("squared_relu",))
+print("operator used", "mine.wave" in done.source)
+print("solver", done.plan.stage.solver.name)
+print("device", done.plan.mesh.device, done.plan.stage.predicted.step_seconds > 0)
+print("pattern", done.plan.stage.fused["squared_relu"].count, "squared_relu(" in done.source)
+
+from autopar.operators import kernels
+
+x = torch.randn(5, requires_grad=True)
+kernels.squared_relu(x).sum().backward()
+print("kernel", torch.equal(x.grad, 2 * torch.relu(x.detach())))
+piped = compiled(Model(), batch, stages=2, microbatches=2, schedule="slow_fill")
+print("schedule", piped.plan.schedule, len(piped.sources))
+model, inputs = load("tiny")
+print("zoo", "def forward" in compiled(model, inputs).source)
+"""
+
+
+def test_one_of_each_is_added_from_a_folder_and_used(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    abacus = (Path(__file__).parents[1] / "autopar" / "cost" / "devices.toml").read_text()
+    table = abacus[abacus.index("\n[cpu]") :].replace("[cpu]", "[Abacus]", 1)
+    (tmp_path / "toml" / "devices.toml").write_text(table)
+    done = subprocess.run(
+        [sys.executable, "-c", FOUND + USED, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [
+        "operator True",
+        "operator used True",
+        "solver first_fit",
+        "device Abacus True",
+        "pattern 4 True",
+        "kernel True",
+        "schedule slow_fill 2",
+        "zoo True",
+    ]
