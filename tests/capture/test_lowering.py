@@ -139,7 +139,8 @@ def part_of_a_buffer(y: Tensor, x: Tensor, model: Writes) -> Outcome:
 
 
 BODIES = (
-    whole, a_view_after, through_a_view, through_other_views, through_slices, shifted, transposed, masked, another_shape,
+    whole, a_view_after, through_a_view, through_other_views, through_slices, shifted, transposed,
+    masked, another_shape,
     narrow_dtype, no_copy, a_copy, one_of_several_results, constant, the_batch, buffer,
     part_of_a_buffer,
 )  # fmt: skip
