@@ -83,7 +83,7 @@ class Net(nn.Module):
 
 def digits() -> tuple[Tensor, Tensor]:
     """Images of handwritten digits, 8 by 8, and which they are."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+    from sklearn.datasets import load_digits
 
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)

@@ -26,9 +26,14 @@ class GradientsInAutocast:
         self._off += -1 if on else 1
         return self._off >= 0
 
+    @property
+    def off(self) -> bool:
+        """Whether they are switched off inside of autocast now."""
+        return bool(self._off) and not torch.is_grad_enabled()
+
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`, with operands without gradients where these are switched off."""
-        if not self._off or torch.is_grad_enabled() or name in _ABOUT_GRADIENTS:
+        if not self.off or name in _ABOUT_GRADIENTS:
             return func(*args, **kwargs)
         if name == "__get__":
             return _detached(func(*args, **kwargs))

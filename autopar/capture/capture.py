@@ -19,7 +19,7 @@ from autopar.capture.cast import computing_in
 from autopar.capture.lowering import Lowering
 from autopar.capture.structure import Inputs, Structure
 from autopar.capture.unsaved import computed
-from autopar.capture.watch import State, Watch, changed, refuse_hooks
+from autopar.capture.watch import State, Watch, changed, innermost, refuse_hooks
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.graph import Graph
@@ -128,7 +128,8 @@ def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """Returns the traced wrapper; raises CaptureError at the user's line if it cannot be traced."""
     try:
         return torch.export.export(wrapper, examples, strict=False)
-    except AutoparError:
+    except AutoparError as error:
+        error.where = error.where or innermost(error.__traceback__)
         raise
     except Exception as error:
         raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.autocast_gradients import GradientsInAutocast
+from autopar.capture.selected import apply, selects
 from autopar.errors import CaptureError
 from autopar.operators.assume import assumed
 
@@ -178,6 +179,8 @@ class Watch(TorchFunctionMode):
         truth = assumed(name, args, sys._getframe(1), current())
         if truth is not None:
             return truth
+        if selects(name, (*args, *kwargs.values())):
+            return apply(func, args, kwargs, self._gradients.off)
         try:
             result = self._gradients.call(func, name, args, kwargs)
         except Exception:

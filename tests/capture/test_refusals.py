@@ -110,7 +110,7 @@ def formats(self: Any, x: Tensor) -> Any:
 
 @mistake("torch.where(mask, x, 0)")
 def indexes_by_a_mask(self: Any, x: Tensor) -> Any:
-    return self.layer(x)[x > 0].sum()  # the line
+    return self.layer(x)[x > 0].std()  # the line
 
 
 @mistake("torch.where(mask, x, 0)")

@@ -117,6 +117,15 @@ def time_series() -> Made:
     return transformers.TimeSeriesTransformerForPrediction(config), batch
 
 
+def electra() -> Made:
+    """A loss of what an attention mask selects."""
+    config = transformers.ElectraConfig(
+        **_WIDTH, **_DEPTH, embedding_size=16, max_position_embeddings=SEQ
+    )
+    batch = _tokens(attention_mask=_padding(), labels=torch.randint(0, 2, (BATCH, SEQ)))
+    return Exact(transformers.ElectraForPreTraining(config)), batch
+
+
 def gpt_oss(implementation: str = "batched_mm") -> Made:
     """A mixture of experts with biases."""
     config = transformers.GptOssConfig(
@@ -206,6 +215,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "wav2vec2": wav2vec2,
     "detr": detr,
     "time_series": time_series,
+    "electra": electra,
     "gpt_oss": gpt_oss,
     "gpt_oss_grouped": gpt_oss_grouped,
     "likelihoods": likelihoods,

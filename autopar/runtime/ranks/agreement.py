@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from autopar.errors import AutoparError, RanksDifferError
 from autopar.runtime.torch_private import Store, group_timeout, own_store
 
 _GRACE = timedelta(seconds=10)  # the other ranks wait longer than the first by this
+_TAG = 1972  # the first tag of messages that announce a rank, so that they meet no others
+_NEVER = timedelta(days=1)
 _SHOWN = 160  # most characters of a value in a message
 
 Items = Mapping[str, str]
@@ -50,6 +53,7 @@ def compare_ranks(
     if _alone():
         return
     board = _Board(own_store(), dist.get_rank(), dist.get_world_size(), group_timeout())
+    board.meet()
     text = json.dumps(dict(items))
     board.put("digest", hashlib.sha256(text.encode()).hexdigest())
     if board.settle("digest", lambda found: "" if len(set(found)) == 1 else "differ"):
@@ -69,7 +73,42 @@ class _Board:
 
     def __init__(self, store: Store, rank: int, world: int, wait: timedelta) -> None:
         self._store, self._rank, self._world, self._wait = store, rank, world, wait
-        self._key = f"autopar/alike/{store.add(f'autopar/alike/{rank}', 1)}"
+        self._number = store.add(f"autopar/alike/{rank}", 1)
+        self._key = f"autopar/alike/{self._number}"
+
+    def meet(self) -> None:
+        """Wait until all ranks have come; by gloo's connections, which break where a rank dies.
+
+        Raises:
+            RanksDifferError: one does not come in time.
+            RuntimeError: one is lost; gloo's own error, for a watch to call the roll.
+        """
+        if "gloo" not in str(dist.get_backend_config()):
+            return
+        word, first = torch.zeros(1, dtype=torch.uint8), self._rank == 0
+        for rank in range(1, self._world) if first else [0]:
+            send = dist.irecv if first else dist.isend
+            message = send(word, rank, tag=_TAG + self._number)
+            assert message is not None
+            self._await(message, rank)
+
+    def _await(self, message: dist.Work, rank: int) -> None:
+        """Wait for a message, beside this thread: one that gloo gives up breaks the group."""
+        errors: list[Exception] = []
+        arrived = threading.Event()
+
+        def run() -> None:
+            try:
+                message.wait(_NEVER)
+            except RuntimeError as error:
+                errors.append(error)
+            arrived.set()
+
+        threading.Thread(target=run, name="autopar-meeting", daemon=True).start()
+        if not arrived.wait(self._wait.total_seconds()):
+            raise self._late(rank)
+        if errors:
+            raise errors[0]
 
     def put(self, name: str, text: str) -> None:
         """Publishes this rank's text."""
@@ -90,14 +129,17 @@ class _Board:
         try:
             return self._store.get(place).decode()
         except RuntimeError as error:  # such as a store's time-out
-            seconds = self._wait.total_seconds()
-            raise RanksDifferError(
-                f"rank {rank} has not reached the point where the others wait",
-                where=f"rank {rank}",
-                why=f"the others waited {seconds:.0f} s, the time-out of the process group, to "
-                "compare their arguments",
-                todo="call compile and the first step on every rank, in one order",
-            ) from error
+            raise self._late(rank) from error
+
+    def _late(self, rank: int) -> RanksDifferError:
+        seconds = self._wait.total_seconds()
+        return RanksDifferError(
+            f"rank {rank} has not reached the point where the others wait",
+            where=f"rank {rank}",
+            why=f"the others waited {seconds:.0f} s, the time-out of the process group, to "
+            "compare their arguments",
+            todo="call compile and the first step on every rank, in one order",
+        )
 
 
 def _difference(found: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -93,6 +95,18 @@ def failing_capture(*args: object) -> None:
     raise OSError("no such shard of data")
 
 
+def die_in_capture(rank: int, folder: Path) -> None:
+    """Rank WHO is killed before its graph is compared with the others'."""
+    if rank == WHO:
+        (folder / "failed").write_text(str(time.time()))
+        compiled.capture_graph = deadly_capture  # type: ignore[assignment]
+    train(rank, folder, failing_loader)
+
+
+def deadly_capture(*args: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -100,6 +114,7 @@ def failing_capture(*args: object) -> None:
         (fail, "rank 2 failed: OSError: no such shard of data"),
         (leave, "rank 2 ended in the middle of the training"),
         (fail_in_capture, "rank 2 failed: "),
+        (die_in_capture, "rank 2 was lost"),
     ],
 )
 def test_the_others_end_and_say_why(

@@ -1,0 +1,243 @@
+"""x[mask] of a mask whose values are not known: all rows, and the mask beside them.
+
+How many rows a mask selects depends on its values, but no more than it has elements. What is
+computed row by row is computed for all of them; sums, means and losses leave out those that are not
+selected. Such rows hold ones, so that what is computed of them is finite, and no gradient flows out
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import CaptureError
+
+# Of one operand, and of several that are alike.
+_UNARY = """abs neg negative exp expm1 log log1p log2 sqrt rsqrt square sigmoid logsigmoid tanh sin
+    cos erf relu gelu silu softplus leaky_relu elu hardtanh hardswish mish clamp clamp_min clamp_max
+    clip float double half bfloat16 long int bool to type detach contiguous clone linear layer_norm
+    embedding logical_not __neg__ __invert__ __abs__"""
+_SEVERAL = """add sub subtract mul multiply div divide true_divide pow maximum minimum where eq ne
+    lt le gt ge logical_and logical_or type_as __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __truediv__ __rtruediv__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__
+    rsub"""
+_ALONG = "softmax log_softmax sum mean amax amin logsumexp argmax argmin norm normalize cumsum"
+_LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss
+    binary_cross_entropy_with_logits"""
+_ROWWISE = frozenset((_UNARY + _SEVERAL).split())
+_FILLED = {"sum": 0.0, "mean": 0.0, "amax": -torch.inf, "amin": torch.inf, "logsumexp": -torch.inf}
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Equal for masks that are one: views of one memory that was not written in between."""
+
+    mask: Tensor = field(compare=False)  # kept, so that its memory does not become another's
+    place: object
+
+    @classmethod
+    def of(cls, mask: Tensor) -> _Key:
+        """The key of a mask."""
+        if not mask.is_contiguous():
+            return cls(mask, id(mask))
+        memory = mask.untyped_storage()._cdata, mask.storage_offset(), mask.numel()
+        return cls(mask, (*memory, mask._version))
+
+
+class Selected:
+    """The rows of a tensor that a mask selects, in the place of a tensor.
+
+    Attributes:
+        rows: all rows, [elements of the mask, ...].
+        mask: which of them are selected.
+        key: equal for masks that are one.
+    """
+
+    def __init__(self, rows: Tensor, mask: Tensor, key: object) -> None:
+        self.rows, self.mask, self.key = rows, mask, key
+        self.dtype, self.device, self.ndim = rows.dtype, rows.device, rows.ndim
+
+    @classmethod
+    def of(cls, x: Tensor, mask: Tensor) -> Selected:
+        """x[mask]."""
+        count, rest = mask.numel(), x.shape[mask.ndim :]
+        flat = mask.reshape(count)
+        rows = torch.where(_beside(flat, len(rest) + 1), x.reshape(count, *rest), x.new_ones(()))
+        return cls(rows, flat, _Key.of(mask))
+
+    def like(self, rows: Any) -> Any:
+        """The same of other values of the rows."""
+        if isinstance(rows, Tensor):
+            return Selected(rows, self.mask, self.key)
+        return type(rows)(map(self.like, rows))
+
+    def left(self, value: float) -> Tensor:
+        """All rows, with `value` in those that are not selected."""
+        return torch.where(_beside(self.mask, self.ndim), self.rows, self.rows.new_full((), value))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What a function of torch is of selected rows."""
+        return apply(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(Tensor, name, None)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not callable(found):
+            raise _refused(name)
+        return lambda *args, **kwargs: apply(found, (self, *args), kwargs)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.ndim
+
+    def is_floating_point(self) -> bool:
+        """Whether its elements are floating."""
+        return self.rows.is_floating_point()
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, tuple) or index[0] != slice(None):
+            raise _refused("__getitem__")
+        return self.like(self.rows[index])
+
+    def __len__(self) -> int:
+        raise _refused("len")
+
+    def __bool__(self) -> bool:
+        raise _refused("bool")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Selected, *args: Any) -> Any:
+        return apply(getattr(Tensor, name), (self, *args), {})
+
+    return call
+
+
+for _name in _ROWWISE:
+    if _name.startswith("__"):
+        setattr(Selected, _name, _operator(_name))
+Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def selects(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call takes the rows that a mask selects, or is of such rows."""
+    lists = (arg for arg in args if isinstance(arg, (tuple, list)))
+    if any(isinstance(arg, Selected) for arg in chain(args, *lists)):
+        return True
+    if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
+        return False
+    indexed = name == "__getitem__" or (name == "masked_select" and args[0].shape == args[1].shape)
+    return indexed and args[1].dtype is torch.bool and args[1].ndim > 0
+
+
+def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any], off: bool = False) -> Any:
+    """What `selects` tells of; `off`: whether gradients are where a trace does not see it.
+
+    Raises:
+        CaptureError: it depends on how many rows there are, or mixes those of several masks.
+    """
+    name = str(getattr(func, "__name__", func))
+    if off:
+        raise _refused(name, "gradients are switched off inside of an autocast block")
+    if name in ("__getitem__", "masked_select") and not isinstance(args[0], Selected):
+        return Selected.of(args[0], args[1])
+    if name == "__setitem__":
+        return _assign(*args)
+    given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Selected)]
+    if not given:  # in a list
+        raise _refused(name)
+    first = given[0]
+    if any(other.key != first.key for other in given):
+        raise _refused(name, "its operands are selected by several masks")
+    plain = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    alike = all(other.ndim == first.ndim for other in given)
+    alike = alike and all(other.ndim < first.ndim for other in plain)
+    if name in ("cross_entropy", "nll_loss"):
+        return _classified(func, *args, **kwargs)
+    if name in _LOSSES.split() and alike and len(args) <= 2:
+        reduction = kwargs.pop("reduction", "mean")
+        losses = first.like(func(*map(_rows, args), **_mapped(kwargs), reduction="none"))
+        return losses if reduction == "none" else _reduced(reduction, losses)
+    if name in _ALONG.split():
+        return _along(func, name, first, *args[1:], **kwargs)
+    alone = args[0] is first and len(given) == 1
+    if not (alike if name in _SEVERAL.split() else alone and name in _UNARY.split()):
+        raise _refused(name)
+    return first.like(func(*map(_rows, args), **_mapped(kwargs)))
+
+
+def _along(func: Any, name: str, of: Selected, *args: Any, **kwargs: Any) -> Any:
+    """Something along dimensions: of each row, or over the rows."""
+    at = 1 if name in ("norm", "normalize") else 0
+    dims = kwargs.get("dim", args[at] if len(args) > at else 1 if name == "normalize" else None)
+    dims = [dims] if isinstance(dims, int) else dims or range(of.ndim)
+    named = {dim % of.ndim for dim in dims}
+    if 0 not in named:
+        return of.like(func(of.rows, *args, **kwargs))
+    if name not in _FILLED or 1 < len(named) < of.ndim or not of.is_floating_point():
+        raise _refused(name)
+    if name == "mean":
+        total = torch.sum(of.left(0.0), *args, **kwargs)
+        each = 1 if len(named) == 1 else of.rows[0].numel()
+        return total / (of.mask.sum() * each)
+    return func(of.left(_FILLED[name]), *args, **kwargs)
+
+
+def _reduced(reduction: str, losses: Selected) -> Tensor:
+    if reduction not in ("mean", "sum"):
+        raise _refused(f"reduction={reduction!r}")
+    total = losses.left(0.0).sum()
+    return total if reduction == "sum" else total / (losses.mask.sum() * losses.rows[0].numel())
+
+
+def _classified(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loss of classes: rows that are not selected are ignored."""
+    if not isinstance(x, Selected) or not isinstance(target, Selected) or args:
+        raise _refused(func.__name__)
+    if target.is_floating_point():
+        reduction = kwargs.pop("reduction", "mean")
+        losses = x.like(func(x.rows, target.rows, **kwargs, reduction="none"))
+        return losses if reduction == "none" else _reduced(reduction, losses)
+    ignored = kwargs.get("ignore_index", -100)
+    found = func(x.rows, target.left(ignored), **kwargs)
+    return x.like(found) if kwargs.get("reduction") == "none" else found
+
+
+def _assign(into: Any, index: Any, value: Any) -> None:
+    """into[mask] = rows that the same mask selects."""
+    if isinstance(into, Selected) or not isinstance(index, Tensor) or not index.ndim:
+        raise _refused("__setitem__")
+    if not isinstance(value, Selected) or _Key.of(index) != value.key:
+        raise _refused("__setitem__", "they are selected by several masks")
+    mask = _beside(index, into.ndim)
+    into.copy_(torch.where(mask, value.rows.reshape(into.shape).to(into.dtype), into))
+
+
+def _beside(mask: Tensor, ndim: int) -> Tensor:
+    return mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
+
+
+def _rows(value: Any) -> Any:
+    return value.rows if isinstance(value, Selected) else value
+
+
+def _mapped(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _rows(value) for key, value in values.items()}
+
+
+def _refused(
+    name: str, why: str = "how many rows a mask selects depends on its values"
+) -> CaptureError:
+    return CaptureError(
+        f"{name} of what a mask selects, x[mask]",
+        why=f"{why}; what is computed row by row, sums, means and losses are followed",
+        todo="use torch.where(mask, x, 0) or x * mask, which keep the size, and mask.sum()",
+    )
