@@ -81,7 +81,7 @@ def planned(model: str, mesh: str, options: dict[str, Any]) -> dict[str, str]:
         sources = Compiled.of(captured, plan, known, Trace(None)).sources
     except AutoparError as error:
         return {"plan": str(error), "program": ""}
-    text = "\n".join(line for line in plan.to_toml().splitlines() if "seconds = " not in line)
+    text = plan.without_solver().to_toml()
     figures = json.dumps(plan.predicted.table(), sort_keys=True)
     return {"plan": f"{text}\n{figures}", "program": "\n".join(sources)}
 
@@ -151,7 +151,8 @@ def _normal(part: str, text: str) -> str:
 
     plan, _, figures = text.rpartition("\n")
     known = {name: figure for name, figure in json.loads(figures).items() if figure}
-    return f"{Plan.from_toml(plan).to_toml()}\n{json.dumps(known, sort_keys=True)}"
+    written = Plan.from_toml(plan).without_solver().to_toml()
+    return f"{written}\n{json.dumps(known, sort_keys=True)}"
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def die_in_capture(rank: int, folder: Path) -> None:
     """Rank WHO is killed before its graph is compared with the others'."""
     if rank == WHO:
         (folder / "failed").write_text(str(time.time()))
-        compiled.capture_graph = deadly_capture  # type: ignore[assignment]
+        compiler.capture_call = deadly_capture  # type: ignore[assignment]
     train(rank, folder, failing_loader)
 
 
