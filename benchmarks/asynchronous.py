@@ -56,7 +56,7 @@ METHODS = {
     "ampnet": "ampnet",
 }
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-RATES = {("digits", "sgd"): 0.5, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.5,
+RATES = {("digits", "sgd"): 0.1, ("digits", "adamw"): 3e-3, ("text", "sgd"): 0.1,
          ("text", "adamw"): 3e-3}  # fmt: skip
 SECONDS = 0.02  # of a forward, and of each half of a backward
 TIMED = ("1f1b", "zb_v", "2bw", "pipedream", "ampnet", "pipemare")

@@ -227,7 +227,8 @@ def _ended(schedule: Schedule, wiring: Wiring, rank: int, row: list[Action]) -> 
     if not schedule.flushes:
         done: list[Action] = []
         for action in row:
-            if action.kind == UPDATE:
+            # Where sums are awaited, the schedule says when.
+            if action.kind == UPDATE and not schedule.pending:
                 done.append(action._replace(kind=SYNC))
             done.append(action)
         return tuple(done)

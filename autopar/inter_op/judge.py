@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from autopar.errors import DeadlockError, ScheduleError
-from autopar.ir.action import ALL, COMPUTE, COPIES, SYNC, TRANSFER, UPDATE, Action, Row
+from autopar.ir.action import (
+    ALL,
+    COMPUTE,
+    COPIES,
+    SYNC,
+    SYNC_AWAIT,
+    SYNC_BEGIN,
+    TRANSFER,
+    UPDATE,
+    Action,
+    Row,
+)
 from autopar.ir.pipeline_step import Step
 
 _Link = tuple[int, int]  # from rank, to rank
@@ -98,8 +109,12 @@ class _Play:
             elif _is_sum(action):
                 self._check_sum(action, rank)
             elif action.kind == UPDATE:
-                if key in fresh:
+                awaited = action._replace(kind=SYNC_AWAIT) in seen
+                if key in fresh and not awaited:
                     raise _wrong(action, rank, f"gradients of stage {key[0]} are not synchronised")
+            elif action.kind == SYNC_AWAIT:
+                if action._replace(kind=SYNC_BEGIN) not in seen:
+                    raise _wrong(action, rank, "the sum that it waits for has not begun")
             else:
                 fresh.discard(key)
             seen.add(action)

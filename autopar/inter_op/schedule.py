@@ -89,6 +89,7 @@ class Schedule:
         staleness: by how many updates at most the weights behind a gradient are older than those
             that it updates, by stage; () for 0 everywhere.
         stashes: whether a backward runs on the weights that its forward saw.
+        pending: of how many updates gradients are under way between replicas at a time.
         adjustment: what makes up for stale weights where they are updated.
         first: periods at the beginning that run by another schedule, and which; None for none.
     """
@@ -106,6 +107,7 @@ class Schedule:
     versions: tuple[int, ...] = ()
     staleness: tuple[int, ...] = ()
     stashes: bool = True
+    pending: int = 0
     adjustment: Adjustment = NO_ADJUSTMENT
     first: tuple[int, Schedule] | None = None
 

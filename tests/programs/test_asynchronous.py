@@ -116,6 +116,10 @@ METHODS = {
     "2bw": Method(
         "2bw", 4, 0, lambda s, p, k: max(0, k // 4 - 1), lambda s, p, k: max(0, k // 4 - 1)
     ),
+    "bounded": Method(
+        "bounded_staleness ahead=2", 4, 0,
+        lambda s, p, k: max(0, k // 4 - 2), lambda s, p, k: max(0, k // 4 - 2),
+    ),
     "ampnet": Method("ampnet", 4, 1, lambda s, p, k: max(0, k - (p - 1 - s)), lambda s, p, k: k),
     "ampnet of two": Method(
         "ampnet every=2", 4, 2,
@@ -283,7 +287,7 @@ def test_every_method_trains_as_stale_weights_do(stages: int) -> None:
 @pytest.mark.parametrize("state", ["ddp", "zero1"])
 def test_stages_of_two_devices_train_as_those_of_one(state: str) -> None:
     """Data parallelism inside a stage, and its optimizer's state split."""
-    names = ["pipedream", "few", "2bw", "ampnet of two"]
+    names = ["pipedream", "few", "2bw", "ampnet of two", *(["bounded"] if state == "ddp" else [])]
     pins = autopar.pins.data_parallel("gpu")
     check(names, 2, 4, state=state, pins=pins)
 

@@ -78,11 +78,11 @@ def in_flight(schedule: Schedule, stage: int) -> float:
 
 
 def further_copies(schedule: Schedule, stage: int) -> int:
-    """How many tensors like its weights a stage holds beside them: older versions, and where its
-    backward is corrected their velocity and what they were before the update.
+    """How many tensors like its weights a stage holds beside them: older versions, gradients that
+    are under way, and where its backward is corrected their velocity and what they were before.
     """
     older = schedule.versions[stage] - 1 if schedule.versions else 0
-    return older + (2 if schedule.adjustment.decay else 0)
+    return older + schedule.pending + (2 if schedule.adjustment.decay else 0)
 
 
 def with_state(options: Options, schedule: Schedule) -> Options:
@@ -93,7 +93,8 @@ def with_state(options: Options, schedule: Schedule) -> Options:
     """
     if schedule.flushes or options.state is not None:
         return options
-    return replace(options, state="ddp" if schedule.adjustment.decay else "zero1")
+    whole = schedule.adjustment.decay or schedule.pending
+    return replace(options, state="ddp" if whole else "zero1")
 
 
 def held_beside(schedule: Schedule, stage: int) -> float:

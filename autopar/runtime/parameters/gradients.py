@@ -135,6 +135,10 @@ class Gradients:
                 done[place] = done[place][0], gradient
         return done
 
+    def give_up(self) -> None:
+        """Leave what autograd has added up where it is, for who sums it over the devices."""
+        self._left.clear()
+
     def drop(self) -> None:
         """Discards the remains of a backward that failed."""
         self._parts.drop()

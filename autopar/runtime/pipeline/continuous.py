@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.ir.action import ALL, SYNC, UPDATE, Action, Row
+from autopar.ir.action import ALL, SYNC, SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action, Row
 from autopar.ir.pipeline_step import at_period, in_update, versions
 from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.pipeline.stage import Stage, Tensors
+from autopar.runtime.pipeline.sums import Sums
 from autopar.runtime.pipeline.versions import Versions
 from autopar.runtime.ranks.channel import Channel, Waiting
 from autopar.runtime.update.update import Update
@@ -86,6 +87,7 @@ class Continuous:
         self._period = 0
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
+        self._sums: dict[tuple[int, int], Sums] = {}  # by stage and microbatch
         self._before: _Report | None = None
         self.grad_norm: Tensor | None = None
 
@@ -143,6 +145,10 @@ class Continuous:
             self._interpreter.do(action)
         elif action.kind == SYNC and gradients is not None:
             gradients.collect()
+        elif action.kind == SYNC_BEGIN:
+            self._sums[action[1:3]] = Sums.begin(stage)
+        elif action.kind == SYNC_AWAIT:
+            self._sums.pop(action[1:3]).arrive()
         elif action.kind == UPDATE:
             self._updated(stage)
 

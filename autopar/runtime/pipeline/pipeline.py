@@ -142,7 +142,7 @@ class Pipeline(PipelineState):
         self._intake = Intake(batch, device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
-            refuse_what_cannot_stream(modules, placement, training, self.copies.holders)
+            refuse_what_cannot_stream(modules, placement, training, self.copies.holders, device)
             self._intake.overlaps = True
             self._interpreter = self._played(self._post(), [])
             self.continuous = Continuous(

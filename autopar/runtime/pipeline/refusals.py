@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
+import torch
+
 from autopar.errors import ProgramError
+from autopar.ir.action import SYNC_BEGIN
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.update.update import Training
@@ -18,6 +21,7 @@ def refuse_what_cannot_stream(
     placement: Placement,
     training: Training,
     tied: Mapping[str, Collection[tuple[int, int]]],
+    device: torch.device,
 ) -> None:
     """Returns where stages can be updated while microbatches are under way.
 
@@ -26,6 +30,7 @@ def refuse_what_cannot_stream(
         placement: where they run, and their rows.
         training: how the local parameters are updated.
         tied: keys of parameters that several stages hold, and which do.
+        device: where this process computes.
 
     Raises:
         ProgramError: something of it cannot be done, by name.
@@ -52,6 +57,8 @@ def refuse_what_cannot_stream(
         )
     for module in modules:
         _refuse_module(module, placement)
+        if any(action.kind == SYNC_BEGIN for row in placement.rows for action in row):
+            _refuse_sums(module, device)
 
 
 def _refuse_module(module: Generated, placement: Placement) -> None:
@@ -87,6 +94,27 @@ def _refuse_module(module: Generated, placement: Placement) -> None:
                 f"the parameter {parameter.name!r}, whose optimizer state is split (ZeRO)",
                 "a corrected backward needs the velocity of all of it on every device",
                 'pass state="ddp", or pipemare correction=0',
+            )
+
+
+def _refuse_sums(module: Generated, device: torch.device) -> None:
+    """Of sums that go on beside the next steps."""
+    if device.type == "cuda":
+        _refuse(
+            "sums of gradients that arrive steps later, on a CUDA device",
+            "gradients are summed beside the backward there, bucket by bucket",
+            "use a schedule that flushes",
+        )
+    for parameter in module.parameters:
+        storage = parameter.storage
+        hops = storage.hops(
+            parameter.type, module.mesh, trained=parameter.trainable, precision=parameter.precision
+        )
+        if any(hop.call.kind != "all_reduce" for hop in hops) or parameter.has_master:
+            _refuse(
+                f"the parameter {parameter.name!r} where sums of gradients arrive steps later",
+                "its gradient is not summed by one all_reduce in the dtype of the update",
+                'pass state="ddp", and no precision',
             )
 
 

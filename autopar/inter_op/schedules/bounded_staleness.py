@@ -1,0 +1,61 @@
+"""Bounded staleness for the data axis: sums of gradients arrive some steps later, 1F1B otherwise.
+
+After Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
+(NeurIPS 2013): a worker may be at most s steps ahead of the slowest. Here the replicas of a stage
+begin to add up the gradients of a step at its end, and wait for those of s steps before:
+
+    W(t+1) = W(t) - lr sum over replicas of grad f(W(t-s))
+
+In the paper a worker sees its own updates at once, and others' when they arrive; here all replicas
+make the same update at the same step, so that they stay equal and a run can be repeated. What this
+hides is the sum of the gradients, which goes on beside s steps. Replicas are not yet free of one
+another: a program adds up its loss over them in every forward, and they meet there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from autopar.errors import ScheduleError
+from autopar.inter_op.schedule import Row, Rows, Schedule, Times, check_sizes, line
+from autopar.inter_op.schedules import one_f_one_b
+from autopar.inter_op.schedules._streaming import STALE
+from autopar.ir.action import SYNC_AWAIT, SYNC_BEGIN, UPDATE, Action
+
+NAME = "bounded_staleness"
+NEEDS = "any sizes; sums of gradients of `ahead` steps under way"
+ALLOW = STALE
+
+
+def schedule(ranks: int, microbatches: int, ahead: int = 1) -> Schedule:
+    """Returns one step: 1F1B's, and an update with the gradients of `ahead` steps before.
+
+    Raises:
+        ScheduleError: there is no rank or no microbatch, or `ahead` is no step.
+    """
+    check_sizes(NAME, ranks, microbatches)
+    if ahead < 1:
+        raise ScheduleError(
+            f"{NAME}: {ahead} steps ahead",
+            why="ranks that may not be ahead wait for one another in every step",
+            todo="use 1 or more, or 1f1b",
+        )
+    exact = one_f_one_b.schedule(ranks, microbatches)
+    rows = Rows(lambda: [_row(n, row, microbatches, ahead) for n, row in enumerate(exact.rows)])
+    return Schedule(
+        NAME, ranks, microbatches, rows, line(ranks), exact.in_flight,
+        partial(bubble, ranks, microbatches), flushes=False, warm_up=ahead,
+        versions=(1,) * ranks, staleness=(ahead,) * ranks, pending=ahead,
+    )  # fmt: skip
+
+
+def _row(stage: int, computed: Row, microbatches: int, ahead: int) -> Row:
+    last = microbatches - 1
+    before = last - ahead * microbatches
+    sums = Action(SYNC_BEGIN, stage, last), Action(SYNC_AWAIT, stage, before)
+    return (*computed, *sums, Action(UPDATE, stage, before))
+
+
+def bubble(ranks: int, microbatches: int, times: Times) -> float | None:
+    """Returns 0 for one stage; of several none is published."""
+    return 0.0 if ranks == 1 else None

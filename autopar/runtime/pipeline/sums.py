@@ -1,0 +1,63 @@
+"""Sums of a stage's gradients over its replicas that go on beside the steps to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.parameters.shards import Weight
+from autopar.runtime.pipeline.stage import Stage
+from autopar.runtime.ranks.channel import Waiting
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Gradients of weights that are replicated over the same devices, in one buffer."""
+
+    weights: list[Weight]
+    total: Tensor
+    waiting: Waiting | None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The gradients of one update of a stage, on their way."""
+
+    parts: list[_Sum]
+
+    @classmethod
+    def begin(cls, stage: Stage) -> Sums:
+        """Take a stage's gradients as this device has them, and begin to add them up.
+
+        Every parameter is summed by one all_reduce at most; see `refusals.py`.
+        """
+        gradients = stage.runtime.gradients
+        if gradients is not None:
+            gradients.give_up()
+        together: dict[tuple[str, ...], list[Weight]] = {}
+        for weight in stage.weights.all:
+            if weight.updated.grad is not None:
+                axes = tuple(axis for hop in weight.path("reduce") for axis in hop.call.axes)
+                together.setdefault(axes, []).append(weight)
+        return cls([_begun(stage, axes, weights) for axes, weights in together.items()])
+
+    def arrive(self) -> None:
+        """Wait for the sums, and give them to the optimizer."""
+        for part in self.parts:
+            if part.waiting is not None:
+                part.waiting.wait()
+            sizes = [weight.updated.numel() for weight in part.weights]
+            for weight, own in zip(part.weights, part.total.split(sizes), strict=True):
+                weight.updated.grad = own.view(weight.updated.shape)
+
+
+def _begun(stage: Stage, axes: tuple[str, ...], weights: list[Weight]) -> _Sum:
+    own = [weight.updated.grad for weight in weights]
+    total = torch.cat([gradient.reshape(-1) for gradient in own if gradient is not None])
+    for weight in weights:
+        weight.updated.grad = None
+    group = stage.runtime.group(axes) if axes else None
+    channel = None if group is None else group.channel
+    return _Sum(weights, total, None if channel is None else channel.all_reduce_beside(total))
