@@ -186,7 +186,7 @@ class Watch:
             if failure is not None:
                 self._survive(failure.write())
         if failure is not None:
-            raise self._dumped_with(failure.error(), failure)
+            raise self._dumped_with(self._roll_call(failure) or failure.error(), failure)
 
     def _survive(self, value: str) -> None:
         self._survived, self._failure = value, None
