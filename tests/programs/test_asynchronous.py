@@ -440,3 +440,22 @@ def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
     printed = run(sys.executable, *launch, str(path / "program.py"))
     steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
     assert [step[3] for step in steps[:6]] == [f"{loss:.6f}" for loss in losses]
+
+
+def closed() -> dict[str, Tensor]:
+    """This rank's weights once the program is closed."""
+    program, batches = program_of(METHODS["pipedream"], 2, "sgd", 2)
+    (stage,) = program._executor.stages.values()
+    for batch in batches:
+        program.step(**batch)
+    program.close()
+    return {name: tensor.detach() for name, tensor in stage.named.items()}
+
+
+def test_what_is_under_way_ends_before_a_program_closes() -> None:
+    """Other ranks wait for messages of this one, and their last updates are made."""
+    _, weights = simulated(METHODS["pipedream"], 2, "sgd")
+    first, second = run_ranks(closed, count=2)
+    assert len(first) == len(second) == 2
+    for name, tensor in (first | second).items():
+        assert torch.allclose(tensor, weights[name], rtol=0, atol=1e-12)
