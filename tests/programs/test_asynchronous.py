@@ -7,6 +7,7 @@ stage's weights its forward and its backward run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import Precision
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.pipelines.stages import equal_parts, plan_stages, schedule_of
@@ -221,6 +223,7 @@ def program_of(method: Method, stages: int, optimizer: str, ranks: int, **how: A
     """The compiled model, and its batches."""
     model, batches = made(stages)
     planned = {name: how.pop(name) for name in ("pins", "state") if name in how}
+    planned |= {"precision": Precision.read(how.pop("precision", None))}
     options = Options(
         microbatches=method.microbatches, schedule=method.schedule, stages=stages,
         allow="stale gradients", **planned,
@@ -459,3 +462,76 @@ def test_what_is_under_way_ends_before_a_program_closes() -> None:
     assert len(first) == len(second) == 2
     for name, tensor in (first | second).items():
         assert torch.allclose(tensor, weights[name], rtol=0, atol=1e-12)
+
+
+def in_bf16(names: list[str]) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    """Losses and masters of runs that compute in bfloat16."""
+    found = {}
+    for name in names:
+        program, batches = program_of(METHODS[name], 2, "momentum", 2, precision="bf16")
+        losses = [program.step(**batch).item() for batch in batches]
+        found[name] = losses, program.state_dict()
+        program.close()
+    return found
+
+
+def simulated_in_bf16(method: Method) -> tuple[list[float], dict[str, Tensor]]:
+    """The same by autograd, for methods whose backward runs on the weights of its forward."""
+    model, batches = made(2)
+    model = model.float()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    n, losses = method.microbatches, []
+    for step, batch in enumerate(batches):
+        total = 0.0
+        for number in range(n):
+            k = step * n + number
+            x, y = (batch[name].float().bfloat16().chunk(n)[number] for name in "xy")
+            used = []
+            for place, name in enumerate(names):
+                version = versions[method.forward(int(name.split(".")[1]), 2, k)]
+                used.append(version[place].bfloat16().requires_grad_())
+            for weight, bias in zip(used[::2], used[1::2], strict=True):
+                x = torch.tanh(F.linear(x, weight, bias))
+            loss = F.mse_loss(x, y)
+            total += loss.item() / n
+            (loss / method.taken).backward()
+            for parameter, own in zip(model.parameters(), used, strict=True):
+                assert own.grad is not None
+                known = 0.0 if parameter.grad is None else parameter.grad
+                parameter.grad = own.grad.float() + known
+            if (number + 1) % method.taken == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                versions.append([p.detach().clone() for p in model.parameters()])
+        losses.append(total)
+    return losses, dict(model.state_dict())
+
+
+@pytest.mark.slow
+def test_masters_are_updated_and_versions_held_in_bfloat16() -> None:
+    names = ["pipedream", "2bw"]
+    (ours, _), (reference, exact) = run_ranks(in_bf16, names, count=2), ({}, {})
+    for name in names:
+        reference[name] = simulated_in_bf16(METHODS[name])
+        exact[name] = simulated_in_bf16(
+            dataclasses.replace(
+                METHODS[name], forward=lambda s, p, k, n=name: newest(METHODS[n], k)
+            )
+        )
+    for name in names:
+        losses, weights = ours[name]
+        told, state = reference[name]
+        # Losses are rounded to bfloat16 where they are made, or not.
+        assert losses == pytest.approx([told[0], *told[:-1]], abs=0.01)
+        error, apart = (
+            max(float((weights[k] - v).abs().max()) for k, v in other.items())
+            for other in (state, exact[name][1])
+        )
+        assert error < 1e-6 < 1e-2 < apart
+
+
+def newest(method: Method, k: int) -> int:
+    """The version of a run that does not fall behind."""
+    return k // method.taken
