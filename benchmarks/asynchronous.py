@@ -45,6 +45,7 @@ from autopar.runtime.pipeline.stage import Stage
 from benchmarks.harness import PICTURES, markdown, read, write
 
 RANKS, MICROBATCHES, BATCH = 4, 8, 64
+BLOCK = 5  # steps whose mean loss is written
 MESH = "cpu: stage=4"
 CONTEXT, CHARACTERS = 12, 64  # characters that are read, and different ones that there are
 METHODS = {
@@ -157,11 +158,12 @@ def run_convergence(rank: int, folder: str, seeds: int, steps: int, chosen: list
                     losses, plan = trained(method, data, optimizer, seed, steps, plan)
                     if rank == 0:
                         print(data, method, optimizer, seed, f"{losses[-1]:.3f}", flush=True)
-                    rows += (
-                        {"data": data, "method": method, "optimizer": optimizer, "seed": seed,
-                         "step": step, "loss": round(loss, 5)}
-                        for step, loss in enumerate(losses)
-                    )  # fmt: skip
+                    for at in range(0, len(losses), BLOCK):
+                        block = losses[at : at + BLOCK]
+                        rows.append(
+                            {"data": data, "method": method, "optimizer": optimizer, "seed": seed,
+                             "step": at + len(block), "loss": round(sum(block) / len(block), 4)}
+                        )  # fmt: skip
     if rank == 0:
         torch.save(rows, Path(folder, "rows.pt"))
     dist.barrier()
@@ -237,22 +239,14 @@ def lasting(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 # What it comes to ---------------------------------------------------------------------------------
 
 
-def smoothed(losses: list[float], width: int = 10) -> list[float]:
-    """Means of the last `width` steps."""
-    return [
-        sum(losses[max(0, at - width + 1) : at + 1]) / min(at + 1, width)
-        for at in range(len(losses))
-    ]
-
-
 def curves(rows: list[dict[str, str]], data: str, optimizer: str) -> dict[str, list[list[float]]]:
-    """Smoothed losses of every method, a list for each seed."""
+    """Losses of every method in blocks of steps, a list for each seed."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if (row["data"], row["optimizer"]) == (data, optimizer):
             runs = found.setdefault(row["method"], {})
             runs.setdefault(row["seed"], []).append(float(row["loss"]))
-    return {method: [smoothed(one) for one in runs.values()] for method, runs in found.items()}
+    return {method: list(runs.values()) for method, runs in found.items()}
 
 
 def picture(rows: list[dict[str, str]]) -> str:
@@ -270,7 +264,7 @@ def picture(rows: list[dict[str, str]]) -> str:
         parts.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}" fill="none" '
                      'stroke="#bbb"/>')  # fmt: skip
         parts.append(f'<text x="{left - 30}" y="{top + 10}">{most:.1f}</text>')
-        parts.append(f'<text x="{left + wide - 20}" y="{top + high + 14}">{steps}</text>')
+        parts.append(f'<text x="{left + wide - 20}" y="{top + high + 14}">{BLOCK * steps}</text>')
         for colour, method in zip(COLOURS, METHODS, strict=True):
             for one in lines.get(method, []):
                 points = " ".join(

@@ -38,4 +38,5 @@ def simulated_peak(
         return peak
     left, trained = after_forward(done), {n.name for n in graph.leaves("param") if n.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    return peak + repeated.others(fixed + kept, kept)
+    weights = sum(left.get(f"parameter {name}", 0.0) for name in trained)
+    return peak + repeated.others(fixed + kept, kept) + repeated.further * weights

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopar.errors import ScheduleError
+from autopar.inter_op import schedules as package
 from autopar.inter_op.complete import complete
 from autopar.inter_op.judge import check
 from autopar.inter_op.schedule import Schedule
@@ -205,3 +207,16 @@ def test_options_that_are_none_are_refused(name: str, options: dict[str, int], w
         schedule("2bw", 4, 3)
     with pytest.raises(ScheduleError, match="periods overlap"):
         complete(schedule("2bw", 2, 2), queue="rank")
+
+
+def test_a_further_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(next(iter(package.__path__)), "two_buffered.py").read_text("utf-8")
+    source = source.replace('NAME = "2bw"', 'NAME = "mine"')
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    assert "mine" in candidates("stale gradients")
+    assert "mine" not in candidates()
+    made = schedule("mine", 3, 6)
+    run(made)
+    with pytest.raises(ScheduleError, match="'mine' trains with stale gradients"):
+        check_allowed("mine", "")

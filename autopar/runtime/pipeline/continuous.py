@@ -58,6 +58,7 @@ class Continuous:
         differences: says how ranks differ.
 
     Attributes:
+        broken_off: whether a step, or a drain, has not come to its end.
         grad_norm: of the gradients that the stages took last, before clipping.
     """
 
@@ -85,6 +86,7 @@ class Continuous:
         for key, stage in stages.items():
             stage.weights_for = self._weights_for(self.versions[key])
         self._period = 0
+        self.broken_off = False
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._broken = False
         self._sums: dict[tuple[int, int], Sums] = {}  # by stage and microbatch
@@ -118,6 +120,7 @@ class Continuous:
         Raises:
             NonFiniteError, BatchError, RanksDifferError: of the step before.
         """
+        self.broken_off = True
         if not self._period:
             self._update.optimizer.zero_grad(set_to_none=True)  # of a flushed step
             done = max(self._update.check.steps - 1 - self._flushed, 0)  # this one has begun
@@ -131,6 +134,7 @@ class Continuous:
         for action in at_period(self._row, self._size, self._period):
             self._do(action)
         self._period += 1
+        self.broken_off = False
         before, self._before = self._before, self._begin(*report())
         return self._read(before or self._before)
 
@@ -190,6 +194,7 @@ class Continuous:
         """Run what is under way to its end; all ranks call it."""
         if not self._period:
             return
+        self.broken_off = True
         last, period = self._period * self._size, self._period
         behind = -min(action.microbatch for action in self._row if action.microbatch != ALL)
         for later in range(-(-max(behind, 0) // self._size)):
@@ -198,6 +203,7 @@ class Continuous:
                     self._do(action)
         self._interpreter.post.finish()
         self.restart()
+        self.broken_off = False
         report, self._before = self._before, None
         if report is not None:
             self._read(report)

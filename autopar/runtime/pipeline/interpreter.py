@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from autopar.ir.action import COMPUTE, TRANSFER, Action
+from autopar.ir.action import COMPUTE, TRANSFER, UPDATE, Action
 from autopar.runtime.pipeline.messages import Letter, Post
 from autopar.runtime.pipeline.routes import Routes
 from autopar.runtime.pipeline.stage import Share, Stage, Tensors
@@ -122,3 +122,10 @@ def losses_to(losses: list[Tensor]) -> Callable[[Stage, Action, Tensors], None]:
             losses.append(made[stage.module.loss])
 
     return result
+
+
+def phase_of(action: Action) -> str:
+    """The phase of a step that an action belongs to."""
+    if action.kind in PLAYED:
+        return "microbatches"
+    return "optimizer" if action.kind == UPDATE else "gradients"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import StateError
-from autopar.ir.action import COPIES, UPDATE, Action, Row
+from autopar.ir.action import COPIES, Action, Row
 from autopar.ir.pipeline_step import forwards, in_update
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES
@@ -25,7 +25,7 @@ from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.pipeline.continuous import Continuous
-from autopar.runtime.pipeline.interpreter import PLAYED, Interpreter, losses_to
+from autopar.runtime.pipeline.interpreter import Interpreter, losses_to, phase_of
 from autopar.runtime.pipeline.messages import Post, Wires
 from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.refusals import refuse_what_cannot_stream
@@ -151,7 +151,18 @@ class Pipeline(PipelineState):
             )  # fmt: skip
 
     def close(self) -> None:
-        """Give back threads, descriptors and process groups; no call works from then on."""
+        """Give back threads, descriptors and process groups; no call works from then on.
+
+        What is under way without a flush ends first: other ranks wait for messages of this one.
+        """
+        try:
+            if self.continuous is not None and not self.continuous.broken_off:
+                with self.watch:
+                    self.continuous.drain()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.watch.close()
         for stage in self.everywhere.values():
             stage.runtime.close()
@@ -203,7 +214,7 @@ class Pipeline(PipelineState):
             played = self._played(self._post(), losses)
             share = self.update.scale / self.placement.microbatches
             played.begin(parts, 0, enter, lambda stage: share)
-            for phase, actions in groupby(row, key=_phase):
+            for phase, actions in groupby(row, key=phase_of):
                 with part(PHASE, phase):
                     if phase == "microbatches":
                         for action in actions:
@@ -383,10 +394,3 @@ class Pipeline(PipelineState):
             if action[:3] == ("F", stage, microbatch)
         )
         return self.placement.ranks[copy][stage][0]
-
-
-def _phase(action: Action) -> str:
-    """The phase of a step that an action belongs to."""
-    if action.kind in PLAYED:
-        return "microbatches"
-    return "optimizer" if action.kind == UPDATE else "gradients"

@@ -1,0 +1,189 @@
+"""Asynchronous pipelines: what does not compose, checkpoints, saved programs, bytes, the end."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.planning.pipelines.stages import schedule_of
+from tests.programs.test_saved_program import run
+from tests.support.ranks import run_ranks
+from tests.support.stale_weights import (
+    METHODS,
+    OPTIMIZERS,
+    WIDTH,
+    made,
+    mesh,
+    program_of,
+    simulated,
+)  # fmt: skip
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))), y)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tied": ({}, "'first.weight' is held by the stages 0 and 1"),
+    "skip": ({"on_nonfinite": "skip"}, 'on_nonfinite="skip"'),
+    "fp16": ({"precision": "fp16"}, "float16"),
+    "host": ({"offload": "optimizer"}, "optimizer state in host memory"),
+    "kernel": ({"fuse": ["adamw"]}, "the kernel of AdamW"),
+    "zero3": ({"state": "zero3"}, "gathered for every use"),
+    "split": ({"state": "zero1", "schedule": "pipemare"}, "optimizer state is split"),
+    "compiled": ({"backend": "aot_eager"}, "stages under the schedule '2bw' are not compiled"),
+    "not allowed": ({"allow": ""}, "trains with stale gradients"),
+}
+
+
+def refused() -> dict[str, str]:
+    """What is said of each."""
+    said = {}
+    for name, (how, _) in REFUSED.items():
+        model, batches = made(2)
+        chosen: Any = Tied().double() if name == "tied" else model.float()
+        batch = {k: v if name == "tied" else v.float() for k, v in batches[0].items()}
+        given = {"schedule": "2bw", "allow": "stale gradients", "microbatches": 2, **how}
+        pins = autopar.pins.data_parallel("gpu")
+        try:
+            autopar.compile(
+                chosen, mesh(4), example_inputs=batch, stages=2, pins=pins,
+                optimizer=OPTIMIZERS["adamw"], **given,
+            )  # fmt: skip
+        except AutoparError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.slow
+def test_what_does_not_compose_is_refused_by_name() -> None:
+    for said in run_ranks(refused):
+        assert set(said) == set(REFUSED)
+        for name, (_, what) in REFUSED.items():
+            assert what in said[name], said[name]
+            assert "why:" in said[name]
+
+
+def resumed(folder: str) -> dict[str, tuple[list[float], list[float], bool]]:
+    """Losses after a checkpoint, of the run that wrote it and of one that goes on from it."""
+    found = {}
+    for name in ("pipedream", "2bw", "ampnet", "pipemare", "pipemare flushed"):
+        method, path = METHODS[name], f"{folder}/{name}"
+        program, batches = program_of(method, 2, "adamw", 2)
+        for batch in batches[:4]:
+            program.step(**batch)
+        program.save_checkpoint(path)
+        losses = [program.step(**batch).item() for batch in batches[4:]]
+        again, _ = program_of(method, 2, "adamw", 2)
+        again.load_checkpoint(path)
+        told = [again.step(**batch).item() for batch in batches[4:]]
+        ours, its = program.state_dict(), again.state_dict()
+        found[name] = losses, told, all(torch.equal(ours[k], v) for k, v in its.items())
+    return found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_to_the_bit() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in run_ranks(resumed, folder, count=2):
+            for name, (losses, told, same) in rank.items():
+                assert losses == told, name
+                assert same, name
+
+
+def held() -> dict[str, tuple[list[int], list[int]]]:
+    """Bytes of older versions on this rank after every step, and those of its parameters."""
+    found = {}
+    for name in ("pipedream", "vertical", "2bw", "ampnet"):
+        program, batches = program_of(METHODS[name], 4, "sgd", 4)
+        pipeline = program._executor
+        (own,), (stage,) = pipeline.continuous.versions.values(), pipeline.stages.values()
+        nbytes = []
+        for batch in batches:
+            program.step(**batch)
+            nbytes.append(own.nbytes)
+        found[name] = nbytes, [tensor.nbytes for tensor in stage.tensors]
+    return found
+
+
+@pytest.mark.slow
+def test_stages_hold_the_bytes_of_as_many_versions_as_the_closed_form_says() -> None:
+    for number, rank in enumerate(run_ranks(held)):
+        for name, (nbytes, parameters) in rank.items():
+            scheduled = schedule_of(METHODS[name].schedule, 4, METHODS[name].microbatches)
+            assert max(nbytes) == (scheduled.versions[number] - 1) * sum(parameters)
+            assert nbytes[-1] == max(nbytes)
+
+
+def evaluated() -> float:
+    """The loss of a batch after all steps."""
+    program, batches = program_of(METHODS["2bw"], 2, "sgd", 2)
+    for batch in batches:
+        program.step(**batch)
+    return float(program(**batches[0]))
+
+
+def test_evaluation_sees_all_updates() -> None:
+    """A pipeline is drained before anybody looks at its weights."""
+    _, weights = simulated(METHODS["2bw"], 2, "sgd")
+    model, batches = made(2)
+    model.load_state_dict(weights)
+    wanted = model(**batches[0]).item()
+    assert run_ranks(evaluated, count=2) == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def saved(path: str) -> list[float]:
+    """Losses of steps of a program that was saved before any."""
+    program, batches = program_of(METHODS["pipemare flushed"], 2, "sgd", 2)
+    program.save(path)
+    return [program.step(**batches[0]).item() for _ in range(6)]
+
+
+@pytest.mark.slow
+def test_a_saved_program_trains_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    losses = run_ranks(saved, str(path), count=2)[0]
+    source = (path / "program.py").read_text()
+    assert "FLUSHED_STEPS = 3" in source
+    assert "ADJUSTMENT = ((0.75, 0.25), 0, 0.3)" in source
+    assert "UPDATE0.-1" in source
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(sys.executable, *launch, str(path / "program.py"))
+    steps = [line.split() for line in printed.splitlines() if line.startswith("step")]
+    assert [step[3] for step in steps[:6]] == [f"{loss:.6f}" for loss in losses]
+
+
+def closed() -> dict[str, Tensor]:
+    """This rank's weights once the program is closed."""
+    program, batches = program_of(METHODS["pipedream"], 2, "sgd", 2)
+    (stage,) = program._executor.stages.values()
+    for batch in batches:
+        program.step(**batch)
+    program.close()
+    return {name: tensor.detach() for name, tensor in stage.named.items()}
+
+
+def test_what_is_under_way_ends_before_a_program_closes() -> None:
+    """Other ranks wait for messages of this one, and their last updates are made."""
+    _, weights = simulated(METHODS["pipedream"], 2, "sgd")
+    first, second = run_ranks(closed, count=2)
+    assert len(first) == len(second) == 2
+    for name, tensor in (first | second).items():
+        assert torch.allclose(tensor, weights[name], rtol=0, atol=1e-12)
