@@ -105,6 +105,10 @@ class CostError(AutoparError):
     """A price that is NaN, negative or infinite; names the calibration entry."""
 
 
+class CollectiveError(AutoparError):
+    """A collective's program that is damaged, computes something else, or cannot end."""
+
+
 class CalibrationError(CostError):
     """A calibration that cannot be read, is nonsense, or was measured on another machine."""
 
