@@ -28,7 +28,7 @@ def all_reduce(shape: Shape) -> Written:
 
 def _parents(outer: int, inner: int, head: int, second: bool) -> dict[int, int]:
     """The parent of every rank but the root."""
-    found = {}
+    found: dict[int, int] = {}
     for node in range(outer):
         chain = [node * inner + (head + place) % inner for place in range(inner)]
         found.update(zip(chain[1:], chain, strict=False))
