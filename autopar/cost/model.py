@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import combinations
 from typing import Protocol
 
+from autopar.cost.algorithms import Level
 from autopar.cost.collective_seconds import collective_seconds
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.host_copies import HostCopy, host_seconds
 from autopar.cost.network import Network
+from autopar.cost.programs.played_seconds import Pace, choose, played_seconds
 from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
+from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -71,18 +76,37 @@ class AnalyticModel:
         return self._known[work]
 
     def collective(self, call: Collective, /) -> float:
-        """Seconds of a call over the levels of its axes (see `collective_seconds.py`),
-        and of the kernels of one that is quantised.
+        """Seconds of a call over the levels of its axes, and of kernels if it is quantised.
+
+        Those of a library's call are told in `collective_seconds.py`; one that names its algorithm
+        is played (`programs/played_seconds.py`).
 
         Raises:
             MeshError: an axis that the mesh does not have.
+            CollectiveError: there is no such algorithm, or not for so many devices.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
         if call not in self._sent:
-            seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
+            seconds = self._sent_by(call, self.network.levels(call.axes))
             seconds += sum(map(self.compute, quantising(call)))
             self._sent[call] = _price(seconds, call, call.nbytes)
         return self._sent[call]
+
+    def _sent_by(self, call: Collective, levels: tuple[Level, ...]) -> float:
+        if not call.algorithm or not levels:
+            return collective_seconds(call.kind, levels, call.nbytes)
+        by = Algorithm.parse(call.algorithm)
+        order = sorted(call.axes, key=self.mesh.names.index)
+        written = by.over([self.mesh.axis_size(name) for name in order])
+        pace = Pace.of(self.device, levels)
+        return played_seconds(call.kind, replace(by, shape=written), levels, call.nbytes, pace)
+
+    def algorithms(self) -> ChosenAlgorithms:
+        """The cheapest algorithm of every collective over every set of axes, by its size."""
+        names = [axis.name for axis in self.mesh.axes if axis.size > 1]
+        sets = (axes for n in range(1, len(names) + 1) for axes in combinations(names, n))
+        groups = ((axes, self.network.levels(axes)) for axes in sets)
+        return choose(self.mesh, groups, self.device)
 
     def host(self, copy: HostCopy) -> float:
         """Seconds of a copy to host memory or back (see cost/host_copies.py)."""

@@ -57,17 +57,21 @@ class Collective:
         nbytes: the payload.
         quantised: bytes that kernels move on a device to make int8 blocks of the payload and
             numbers of what arrives; 0 where it goes as it is. See `quantise.py`.
+        algorithm: what runs it, "2d_torus"; "" for the library's own choice. See
+            `chosen_algorithms.py`.
     """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
     quantised: int = 0
+    algorithm: str = ""
 
     @property
     def title(self) -> str:
-        """Its name to a person: "all_gather", "int8 all_gather"."""
-        return f"int8 {self.kind}" if self.quantised else self.kind
+        """Its name to a person: "all_gather", "int8 all_gather", "all_gather by ho_ring"."""
+        by = f" by {self.algorithm}" if self.algorithm else ""
+        return f"int8 {self.kind}{by}" if self.quantised else f"{self.kind}{by}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Resharder:
         mesh: the mesh.
         price: seconds of one Collective on that mesh.
         widened: dtype -> the one in which sums of it are sent.
+        named: gives a call the algorithm that runs it; by default the library chooses.
     """
 
     def __init__(
@@ -111,8 +116,9 @@ class Resharder:
         mesh: Mesh,
         price: Callable[[Collective], float],
         widened: Mapping[str, str] | None = None,
+        named: Callable[[Collective], Collective] | None = None,
     ) -> None:
-        self.mesh, self.widened = mesh, dict(widened or {})
+        self.mesh, self.widened, self.named = mesh, dict(widened or {}), named
         self.price = price
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
@@ -233,6 +239,8 @@ class Resharder:
             if wide is not None:
                 factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
                 found = (_wider(move, factor) for move in found)
+            if self.named is not None:
+                found = (_with_algorithms(move, self.named) for move in found)
             self._moves[key] = [
                 (sum(self._price(c) for c in move.collectives), move) for move in found
             ]
@@ -278,6 +286,14 @@ def _wider(step: Step, factor: int) -> Step:
         if call is not None and call.kind in SUMS
         else call
         for call in (step.forward, step.backward)
+    )
+    return replace(step, forward=forward, backward=backward)
+
+
+def _with_algorithms(step: Step, named: Callable[[Collective], Collective]) -> Step:
+    """The step whose calls have the algorithms that run them."""
+    forward, backward = (
+        None if call is None else named(call) for call in (step.forward, step.backward)
     )
     return replace(step, forward=forward, backward=backward)
 

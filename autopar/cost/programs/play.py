@@ -39,7 +39,6 @@ class Flow:
     Attributes:
         program: the program, whose messages are numbered round by round.
         source, target: the ranks of each message.
-        level: the outermost one that it crosses.
         parts: by how many chunks it is.
         adds: whether the target adds them.
         waits: how many messages must end before it begins.
@@ -49,7 +48,6 @@ class Flow:
     program: CollectiveProgram
     source: Numbers
     target: Numbers
-    level: Numbers
     parts: Floats
     adds: NDArray[np.bool_]
     waits: tuple[int, ...]
@@ -61,11 +59,6 @@ class Flow:
         messages = list(program.messages)
         source = np.array([m.source for m in messages], np.int64)
         target = np.array([m.target for m in messages], np.int64)
-        level = np.full(len(messages), len(program.shape) - 1, np.int64)
-        inside = 1
-        for place in range(len(program.shape) - 1, 0, -1):
-            inside *= program.shape[place]
-            level[source // inside != target // inside] = place - 1
         before = _in_step(program) if in_step else _by_data(program)
         after: list[list[int]] = [[] for _ in messages]
         for number, earlier in enumerate(before):
@@ -75,7 +68,6 @@ class Flow:
             program,
             source,
             target,
-            level,
             np.array([len(m.chunks) for m in messages], np.float64),
             np.array([m.adds for m in messages], np.bool_),
             tuple(map(len, before)),
@@ -145,19 +137,22 @@ class _Links:
             kind = np.array([names[level.resource] for level in levels], np.int64)
         one, other = flow.source, flow.target
         kinds = len(levels)
-        ports = [one * kinds + kind[flow.level], other * kinds + kind[flow.level]]
+        self.level = np.full(len(one), kinds - 1, np.int64)
+        inside = [math.prod(lv.size for lv in levels[place + 1 :]) for place in range(kinds)]
+        for place in range(kinds - 2, -1, -1):
+            self.level[one // inside[place] != other // inside[place]] = place
+        ports = [end * kinds + kind[self.level] for end in (one, other)]
         rates = np.array([max(level.bandwidth, level.alone) for level in levels])
-        self.users = [(port, rates[flow.level]) for port in ports]
-        # Cards of a part: of the level, and of all ranks in the part together.
-        inside = [math.prod(flow.program.shape[place + 1 :]) for place in range(kinds)]
-        shared = np.array([level.alone > level.bandwidth for level in levels])[flow.level]
+        self.users = [(port, rates[self.level]) for port in ports]
+        # Cards of a part: what its devices have together, where one alone may have more.
+        shared = np.array([level.alone > level.bandwidth for level in levels])[self.level]
         if shared.any():
-            size = np.array(inside)[flow.level]
+            size = np.array(inside)[self.level]
             total = np.array([n * lv.bandwidth for n, lv in zip(inside, levels, strict=True)])
-            rate = np.where(shared, total[flow.level], np.inf)
+            rate = np.where(shared, total[self.level], np.inf)
             ranks = flow.program.ranks
             for end in (one, other):
-                self.users.append(((end // size) + ranks * flow.level, rate))
+                self.users.append(((end // size) + ranks * self.level, rate))
         self.counts = flow.program.ranks * (kinds + 1)
 
     def rates(self, active: Numbers) -> Floats:
@@ -177,25 +172,25 @@ def play(
 
     Args:
         flow: of the program.
-        levels: one for each level of its shape, with the same sizes.
+        levels: of the network, outermost first, which its ranks fill row by row.
         nbytes: the payload of each device before the call.
         adding: seconds in which a receiver adds a byte.
         base: seconds of every message besides its latency.
 
     Raises:
-        CollectiveError: the levels are not those of the program.
+        CollectiveError: the program is written for another number of ranks.
     """
-    shape = tuple(level.size for level in levels)
-    if shape != flow.program.shape:
+    devices = math.prod(level.size for level in levels)
+    if devices != flow.program.ranks:
         raise CollectiveError(
-            f"a program over {flow.program.shape} is played over {shape}",
-            why="a program is written for the sizes of its levels",
+            f"a program over {flow.program.shape} is played by {devices} devices",
+            why="each of its ranks is a device",
         )
     count = len(flow.waits)
     size = flow.parts * flow.program.share * nbytes
-    latency = np.array([level.latency + base for level in levels])[flow.level]
-    late = np.where(flow.adds, size * adding, 0.0)
     links, waits = _Links(flow, levels), list(flow.waits)
+    latency = np.array([level.latency + base for level in levels])[links.level]
+    late = np.where(flow.adds, size * adding, 0.0)
     begins, ends = np.zeros(count), np.zeros(count)
     # (time, message, whether it has ended): latencies that pass, and messages that are added.
     events = [(float(latency[i]), i, False) for i in range(count) if not waits[i]]
