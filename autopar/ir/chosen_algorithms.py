@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import CollectiveError
-from autopar.ir.collective import Collective
+from autopar.ir.collective import Collective, Step
 from autopar.ir.mesh import Mesh
 
 LIBRARY = "library"
@@ -159,6 +159,12 @@ class ChosenAlgorithms:
             sizes = [mesh.axis_size(name) for name in row.axes]
             if row.by != LIBRARY:
                 Algorithm.parse(row.by).over(sizes)
+
+
+def directions(step: Step) -> dict[str, str]:
+    """The algorithms of a step's two directions, as the runtime's arguments `by` and `back`."""
+    calls = {"by": step.forward, "back": step.backward}
+    return {way: call.algorithm for way, call in calls.items() if call and call.algorithm}
 
 
 LIBRARY_ONLY = ChosenAlgorithms()

@@ -57,8 +57,7 @@ class Collective:
         nbytes: the payload.
         quantised: bytes that kernels move on a device to make int8 blocks of the payload and
             numbers of what arrives; 0 where it goes as it is. See `quantise.py`.
-        algorithm: what runs it, "2d_torus"; "" for the library's own choice. See
-            `chosen_algorithms.py`.
+        algorithm: what runs it, "2d_torus"; "" if the library. See `chosen_algorithms.py`.
     """
 
     kind: str
@@ -238,9 +237,9 @@ class Resharder:
             found = moves(layout, tensor, self.mesh, grad)
             if wide is not None:
                 factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
-                found = (_wider(move, factor) for move in found)
-            if self.named is not None:
-                found = (_with_algorithms(move, self.named) for move in found)
+                found = (_changed(move, lambda call: _wider(call, factor)) for move in found)
+            if (named := self.named) is not None:
+                found = (_changed(move, named) for move in found)
             self._moves[key] = [
                 (sum(self._price(c) for c in move.collectives), move) for move in found
             ]
@@ -279,23 +278,15 @@ class _Net:
         return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)
 
 
-def _wider(step: Step, factor: int) -> Step:
-    """The step whose sums are sent in so many times as many bytes."""
-    forward, backward = (
-        replace(call, nbytes=factor * call.nbytes)
-        if call is not None and call.kind in SUMS
-        else call
-        for call in (step.forward, step.backward)
-    )
+def _changed(step: Step, change: Callable[[Collective], Collective]) -> Step:
+    """The step with other calls in both directions."""
+    forward, backward = (call and change(call) for call in (step.forward, step.backward))
     return replace(step, forward=forward, backward=backward)
 
 
-def _with_algorithms(step: Step, named: Callable[[Collective], Collective]) -> Step:
-    """The step whose calls have the algorithms that run them."""
-    forward, backward = (
-        None if call is None else named(call) for call in (step.forward, step.backward)
-    )
-    return replace(step, forward=forward, backward=backward)
+def _wider(call: Collective, factor: int) -> Collective:
+    """A sum that is sent in so many times as many bytes; other calls as they are."""
+    return replace(call, nbytes=factor * call.nbytes) if call.kind in SUMS else call
 
 
 def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:
