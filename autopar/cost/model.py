@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import combinations
 from typing import Protocol
 
 from autopar.cost.algorithms import Level
@@ -13,10 +12,10 @@ from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.host_copies import HostCopy, host_seconds
 from autopar.cost.network import Network
-from autopar.cost.programs.played_seconds import Pace, choose, played_seconds
+from autopar.cost.programs.played_seconds import Pace, played_seconds
 from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
-from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, Algorithm, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -53,10 +52,15 @@ class Checked:
 class AnalyticModel:
     """Closed forms over the figures of a mesh's device and links; nothing is measured.
 
+    Attributes:
+        chosen: the algorithms of calls that name none, as a plan says them.
+
     Raises:
         UnknownDeviceError: the device is neither described nor in devices.toml.
         CostError: figures of the device or of an axis that make no sense.
     """
+
+    chosen: ChosenAlgorithms = LIBRARY_ONLY
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -86,6 +90,7 @@ class AnalyticModel:
             CollectiveError: there is no such algorithm, or not for so many devices.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
+        call = self.chosen.named(call)
         if call not in self._sent:
             seconds = self._sent_by(call, self.network.levels(call.axes))
             seconds += sum(map(self.compute, quantising(call)))
@@ -100,13 +105,6 @@ class AnalyticModel:
         written = by.over([self.mesh.axis_size(name) for name in order])
         pace = Pace.of(self.device, levels)
         return played_seconds(call.kind, replace(by, shape=written), levels, call.nbytes, pace)
-
-    def algorithms(self) -> ChosenAlgorithms:
-        """The cheapest algorithm of every collective over every set of axes, by its size."""
-        names = [axis.name for axis in self.mesh.axes if axis.size > 1]
-        sets = (axes for n in range(1, len(names) + 1) for axes in combinations(names, n))
-        groups = ((axes, self.network.levels(axes)) for axes in sets)
-        return choose(self.mesh, groups, self.device)
 
     def host(self, copy: HostCopy) -> float:
         """Seconds of a copy to host memory or back (see cost/host_copies.py)."""

@@ -74,14 +74,14 @@ def moves(graph: Graph, plan: StagePlan, price: Callable[[Collective], float]) -
         PlanMismatchError: the plan has no layout for a node.
         LayoutError: a layout does not fit its value.
     """
-    resharder = Resharder(plan.mesh, price, plan.precision.widened)
+    resharder = Resharder(plan.mesh, price, plan.precision.widened, plan.collectives.named)
     _, reached = repetitions(graph, plan.recompute)
     carried = {user for r in graph.repeats for entry, _ in r.carried for user in graph.users[entry]}
     found = []
     for value, reader, tensor, src, dst, times in _changes(graph, plan):
         steps = resharder.steps(tensor, src, dst, graph[value].requires_grad)
         calls = tuple(
-            Call(call.kind, call.axes, call.nbytes, price(call), backward)
+            Call(call.title, call.axes, call.nbytes, price(call), backward)
             for step in steps
             for backward, call in ((False, step.forward), (True, step.backward))
             if call is not None
@@ -116,7 +116,7 @@ def _of_parameters(
             # What is computed again gathers as in the forward, and has it for the backward then.
             calls = tuple(
                 Call(
-                    hop.call.title,
+                    plan.collectives.title(hop.call, hop.together(plan.bucket).nbytes),
                     hop.call.axes,
                     hop.call.nbytes,
                     hop.seconds(price, plan.bucket) * hop.times / plan.microbatches,
@@ -142,7 +142,7 @@ def _exchanges(
             continue
         forward, backward = exchanged(node, types, layouts, plan.mesh)
         calls = [
-            Call(call.kind, call.axes, call.nbytes, price(call), direction)
+            Call(plan.collectives.named(call).title, call.axes, call.nbytes, price(call), direction)
             for direction, made in ((False, forward), (True, backward))
             for call in made
         ]

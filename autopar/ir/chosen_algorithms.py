@@ -7,7 +7,7 @@ of the call's axes. A plan and a generated program say in rows which calls have 
     "all_reduce over node, gpu from 65536: 2d_torus"
 
 are calls with a payload of 64 KiB or more on each device, up to the next row of the same call. What
-no row tells is left to the library, and so is what a row leaves to it by the name "library".
+no row tells is left to the library, and so is what is run by "library".
 """
 
 from __future__ import annotations
@@ -142,11 +142,15 @@ class ChosenAlgorithms:
         return found
 
     def named(self, call: Collective) -> Collective:
-        """The call with its algorithm; as it is, if it has one or goes as int8 blocks."""
-        if not self.rows or call.algorithm or call.quantised:
+        """The call with its algorithm; as it is, if it has one already or none is chosen."""
+        if not self.rows or call.algorithm:
             return call
         by = self.by(call.kind, call.axes, call.nbytes)
         return replace(call, algorithm=by) if by else call
+
+    def title(self, call: Collective, nbytes: int) -> str:
+        """The name of a call to a person, where it goes with others in so many bytes."""
+        return self.named(replace(call, nbytes=nbytes)).title
 
     def check(self, mesh: Mesh) -> None:
         """Refuses rows that do not fit a mesh.

@@ -18,6 +18,7 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
 from autopar.intra_op.table import table
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
@@ -41,6 +42,7 @@ class Options:
         fuse: the patterns in whose place kernels go; see `autopar.ir.fusion.choose`.
         stages: into how many the model is cut, or "auto" for a search for the fastest pipeline.
         microbatches: of a step; "auto" chooses them.
+        collectives: the algorithms of collectives, or "auto" for the cheapest ones.
         global_batch: samples of a step for such a search; None takes those of the example.
 
     Raises:
@@ -69,6 +71,7 @@ class Options:
     stages: int | str = 1
     schedule: str = SCHEDULE
     global_batch: int | None = None
+    collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
     def __post_init__(self) -> None:
         find(self.solver)  # refuses an unknown name before anything is captured
@@ -117,6 +120,7 @@ class Options:
             precision=plan.precision,
             fuse=plan.fuse,
             offload=plan.asked.offload,
+            collectives=plan.collectives,
             state_bytes=plan.state_bytes,
         )
         if said.memory == math.inf:  # the plan says no limit

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.ir.chosen_algorithms import directions
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms, directions
 from autopar.ir.collective import GATHERS, Step
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.tensor import Layout
@@ -129,6 +129,8 @@ class Groups:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
+    chosen: ChosenAlgorithms = LIBRARY_ONLY  # set before the first group is asked for
+
     def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
         # A mesh of one device needs no process group.
@@ -171,8 +173,7 @@ class Groups:
         """The group along `axes`, one name or several, outermost first; see `Communicator`."""
         names = (axes,) if isinstance(axes, str) else axes
         if (names, by) not in self._groups:
-            group = self._describe(names)
-            self._groups[names, by] = programmed(group, by) if by else group
+            self._groups[names, by] = programmed(self._describe(names), by, self.chosen)
         return self._groups[names, by]
 
     def _describe(self, names: tuple[str, ...]) -> Group:
@@ -195,7 +196,7 @@ class Communicator(Groups, Across):
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one
     returns its input. Parts of a dimension may differ by one element; a call that gathers such
     parts is told the `size` of what it gathers. `by` names the algorithm of a call, `back` that of
-    its gradient's; "" leaves it to the library.
+    its gradient's; "" leaves it to `chosen`.
 
     Attributes:
         gradients: where the gradients of parameters are taken to, and the parameters; without it

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.cost.collectives import written
 from autopar.cost.programs.collective_program import CollectiveProgram, Script
-from autopar.ir.chosen_algorithms import Algorithm
+from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms
 from autopar.ir.tensor import part_of
 from autopar.runtime.communication.group import Group
 from autopar.runtime.ranks.channel import Channel, Waiting
@@ -53,46 +53,54 @@ class _Work(NamedTuple):
     passing: int
 
 
+# The algorithm of a collective that brings so many bytes to each device, "" for the library's.
+Pick = Callable[[str, int], str]
+
+
 class ProgrammedChannel(Channel):
-    """A channel whose collectives an algorithm runs; what it has no program for is the library's.
+    """A channel whose collectives algorithms run; what has no program is the library's.
 
     Args:
         channel: what messages and all other calls go through.
-        algorithm: the algorithm.
+        pick: says the algorithm of a call.
         sizes: of the axes of its ranks, outermost first.
-
-    Raises:
-        CollectiveError: the algorithm is for another number of ranks.
     """
 
-    def __init__(self, channel: Channel, algorithm: Algorithm, sizes: Sequence[int]) -> None:
+    def __init__(self, channel: Channel, pick: Pick, sizes: Sequence[int]) -> None:
         super().__init__(
             channel.name,
             channel.ranks,
             lambda: None if channel.closed else channel.handle,
             channel.recorder,
         )
-        self.algorithm = algorithm
-        self._shape = algorithm.over(sizes)
+        self._pick, self._sizes = pick, sizes
         self._me = channel.ranks.index(dist.get_rank())
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Adds x over the ranks, in its place; other reductions are the library's."""
-        if op != dist.ReduceOp.SUM or not x.is_contiguous():
+        by = self._pick("all_reduce", x.nbytes)
+        if not by or op != dist.ReduceOp.SUM or not x.is_contiguous():
             super().all_reduce(x, op)
             return
-        self._play("all_reduce", x.numel(), x.nbytes, [x.view(-1)])
+        self._play("all_reduce", by, x.numel(), x.nbytes, [x.view(-1)])
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Adds x over the ranks, and puts this rank's part into `out`; both are flat."""
+        by = self._pick("reduce_scatter", x.nbytes)
+        if not by:
+            super().reduce_scatter(out, x)
+            return
         whole = x.clone()
-        self._play("reduce_scatter", out.numel(), x.nbytes, [whole])
+        self._play("reduce_scatter", by, out.numel(), x.nbytes, [whole])
         out.copy_(whole.narrow(0, self._me * out.numel(), out.numel()))
 
     def all_gather(self, out: Tensor, x: Tensor, ahead: bool = False) -> Waiting | None:
-        """Puts every rank's x into `out`, both flat, and has it when it returns."""
+        """Puts every rank's x into `out`, both flat; by a program at once, ahead or not."""
+        by = self._pick("all_gather", x.nbytes)
+        if not by:
+            return super().all_gather(out, x, ahead)
         out.narrow(0, self._me * x.numel(), x.numel()).copy_(x)
-        self._play("all_gather", x.numel(), x.nbytes, [out])
+        self._play("all_gather", by, x.numel(), x.nbytes, [out])
         return None
 
     def all_to_all(
@@ -103,46 +111,56 @@ class ProgrammedChannel(Channel):
         sends: Sequence[int] | None = None,
     ) -> None:
         """Sends one block of x to every rank; uneven blocks are the library's."""
-        flat, into = x.view(-1), out.view(-1)
-        each = flat.numel() // len(self.ranks)
-        if takes is not None or sends is not None:
+        by = "" if takes is not None or sends is not None else self._pick("all_to_all", x.nbytes)
+        if not by:
             super().all_to_all(out, x, takes, sends)
             return
+        flat, into = x.view(-1), out.view(-1)
+        each = flat.numel() // len(self.ranks)
         own = slice(self._me * each, (self._me + 1) * each)
         into[own] = flat[own]
-        self._play("all_to_all", each, x.nbytes, [flat, into])
+        self._play("all_to_all", by, each, x.nbytes, [flat, into])
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Puts the x of a global rank into all others; the library's, but from the first rank."""
-        if source != self.ranks[0] or not x.is_contiguous():
+        by = self._pick("broadcast", x.nbytes)
+        if not by or source != self.ranks[0] or not x.is_contiguous():
             super().broadcast(x, source)
             return
-        self._play("broadcast", x.numel(), x.nbytes, [x.view(-1)])
+        self._play("broadcast", by, x.numel(), x.nbytes, [x.view(-1)])
 
-    def _play(self, kind: str, each: int, nbytes: int, buffers: list[Tensor]) -> None:
+    def _play(self, kind: str, by: str, each: int, nbytes: int, buffers: list[Tensor]) -> None:
         """Runs this rank's rounds on its buffers; `each` are the elements of one block."""
-        work = _work(kind, self.algorithm, self._shape, self._me, each)
+        algorithm = Algorithm.parse(by)
+        work = _work(kind, algorithm, algorithm.over(self._sizes), self._me, each)
         if work.passing:
             buffers.append(buffers[0].new_empty(work.passing))
-        event = self.recorder.begin(
-            self.name, self.ranks, f"{kind} by {self.algorithm.name}", nbytes
-        )
+        event = self.recorder.begin(self.name, self.ranks, f"{kind} by {by}", nbytes)
         _Run(self.handle, self.ranks, buffers).play(work)
         self.recorder.end(event)
 
 
-def programmed(group: Group, by: str) -> Group:
-    """The group whose collectives the algorithm `by` runs.
+def programmed(group: Group, by: str, chosen: ChosenAlgorithms) -> Group:
+    """The group whose collectives are run by algorithms.
+
+    Args:
+        group: whose collectives are the library's.
+        by: the algorithm of all of them, LIBRARY for none; "" if it is the one that is `chosen`.
+        chosen: the algorithms by kind, axes and size.
 
     Raises:
-        CollectiveError: it cannot be read, or is for another number of ranks.
+        CollectiveError: the algorithm cannot be read, or is for another number of ranks.
     """
-    algorithm = Algorithm.parse(by)
     sizes = [group.sizes[place] for place in group.order]
-    algorithm.over(sizes)
-    if group.channel is None:
+    if by and by != LIBRARY:
+        Algorithm.parse(by).over(sizes)
+    if group.channel is None or by == LIBRARY or not (by or chosen):
         return group
-    return replace(group, channel=ProgrammedChannel(group.channel, algorithm, sizes))
+
+    def pick(kind: str, nbytes: int) -> str:
+        return by or chosen.by(kind, group.axes, nbytes)
+
+    return replace(group, channel=ProgrammedChannel(group.channel, pick, sizes))
 
 
 class _Run:
