@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,10 +34,11 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """The messages of a program as arrays, with what each of them waits for.
+    """Messages as arrays, with what each of them waits for.
 
     Attributes:
-        program: the program, whose messages are numbered round by round.
+        ranks: how many there are.
+        share: the part of what a device brings to the call that a chunk is.
         source, target: the ranks of each message.
         parts: by how many chunks it is.
         adds: whether the target adds them.
@@ -45,7 +46,8 @@ class Flow:
         after: the messages that wait for it.
     """
 
-    program: CollectiveProgram
+    ranks: int
+    share: float
     source: Numbers
     target: Numbers
     parts: Floats
@@ -55,21 +57,38 @@ class Flow:
 
     @classmethod
     def of(cls, program: CollectiveProgram, in_step: bool = False) -> Flow:
-        """The flow of a program."""
-        messages = list(program.messages)
-        source = np.array([m.source for m in messages], np.int64)
-        target = np.array([m.target for m in messages], np.int64)
+        """The flow of a program, whose messages are numbered round by round."""
         before = _in_step(program) if in_step else _by_data(program)
-        after: list[list[int]] = [[] for _ in messages]
+        rows = [(m.source, m.target, len(m.chunks), m.adds) for m in program.messages]
+        return cls.of_messages(program.ranks, program.share, rows, before)
+
+    @classmethod
+    def of_messages(
+        cls,
+        ranks: int,
+        share: float,
+        rows: Sequence[tuple[int, int, int, bool]],
+        before: Sequence[Collection[int]],
+    ) -> Flow:
+        """The flow of messages: source, target, chunks and whether they are added.
+
+        Args:
+            ranks: how many there are.
+            share: the part of what a device brings to the call that a chunk is.
+            rows: the messages.
+            before: of each message those that must end before it begins.
+        """
+        after: list[list[int]] = [[] for _ in rows]
         for number, earlier in enumerate(before):
             for other in earlier:
                 after[other].append(number)
         return cls(
-            program,
-            source,
-            target,
-            np.array([len(m.chunks) for m in messages], np.float64),
-            np.array([m.adds for m in messages], np.bool_),
+            ranks,
+            share,
+            np.array([row[0] for row in rows], np.int64),
+            np.array([row[1] for row in rows], np.int64),
+            np.array([row[2] for row in rows], np.float64),
+            np.array([row[3] for row in rows], np.bool_),
             tuple(map(len, before)),
             tuple(map(tuple, after)),
         )
@@ -150,10 +169,10 @@ class _Links:
             size = np.array(inside)[self.level]
             total = np.array([n * lv.bandwidth for n, lv in zip(inside, levels, strict=True)])
             rate = np.where(shared, total[self.level], np.inf)
-            ranks = flow.program.ranks
+            ranks = flow.ranks
             for end in (one, other):
                 self.users.append(((end // size) + ranks * self.level, rate))
-        self.counts = flow.program.ranks * (kinds + 1)
+        self.counts = flow.ranks * (kinds + 1)
 
     def rates(self, active: Numbers) -> Floats:
         """Bytes/s of each of the messages that are under way."""
@@ -181,13 +200,13 @@ def play(
         CollectiveError: the program is written for another number of ranks.
     """
     devices = math.prod(level.size for level in levels)
-    if devices != flow.program.ranks:
+    if devices != flow.ranks:
         raise CollectiveError(
-            f"a program over {flow.program.shape} is played by {devices} devices",
+            f"a program of {flow.ranks} ranks is played by {devices} devices",
             why="each of its ranks is a device",
         )
     count = len(flow.waits)
-    size = flow.parts * flow.program.share * nbytes
+    size = flow.parts * flow.share * nbytes
     links, waits = _Links(flow, levels), list(flow.waits)
     latency = np.array([level.latency + base for level in levels])[links.level]
     late = np.where(flow.adds, size * adding, 0.0)
