@@ -223,7 +223,9 @@ def planning_options(
         plan: one that is given, which says its precision and kernels by itself.
 
     Raises:
-        PlanMismatchError: the plan has another precision than is asked for.
+        PlanMismatchError: the plan has another precision, or other algorithms of collectives, than
+            are asked for.
+        CollectiveError: a row of algorithms cannot be read.
         OptionError, PrecisionError, ProblemError, ProgramError, PlanError: an option is nonsense.
     """
     said = {**DEFAULTS, **given}
@@ -261,9 +263,16 @@ def running(given: Mapping[str, Any]) -> Running:
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
     """What a plan says, "auto", or the rows that are wanted."""
-    if plan is not None:
-        return plan.stages[0].collectives
-    return wanted if isinstance(wanted, str) else ChosenAlgorithms.parse(wanted or ())
+    if plan is None:
+        return wanted if isinstance(wanted, str) else ChosenAlgorithms.parse(wanted or ())
+    said = plan.stages[0].collectives
+    if wanted is not None and (isinstance(wanted, str) or ChosenAlgorithms.parse(wanted) != said):
+        raise PlanMismatchError(
+            "the plan says by itself which algorithms run its collectives",
+            why=f"collectives={wanted!r} is asked for, and it has {len(said.rows)} rows",
+            todo="leave out collectives, or plan again",
+        )
+    return said
 
 
 def _precision(plan: Plan | None, wanted: str | Precision | None) -> Precision:

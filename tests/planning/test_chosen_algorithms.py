@@ -14,7 +14,7 @@ from autopar.cost.model import AnalyticModel
 from autopar.cost.network import Network
 from autopar.cost.programs.choice import choose
 from autopar.cost.programs.played_seconds import Pace, played_seconds
-from autopar.errors import CollectiveError, MeshError, OptionError
+from autopar.errors import CollectiveError, MeshError, OptionError, PlanMismatchError
 from autopar.explain.moves import moves
 from autopar.ir.chosen_algorithms import (
     LIBRARY_ONLY,
@@ -198,3 +198,5 @@ def test_what_makes_no_sense_is_refused_before_planning() -> None:
         planned(collectives="fastest")
     with pytest.raises(OptionError):
         planned(collectives=3)
+    with pytest.raises(PlanMismatchError, match="algorithms"):
+        autopar.compile(model(), "cpu: gpu=1", plan=planned(), collectives="auto")

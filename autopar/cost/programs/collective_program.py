@@ -240,5 +240,9 @@ def _parse_spans(text: str, number: int) -> Iterator[int]:
     for span in text.split(","):
         match = _SPAN.fullmatch(span)
         if match is None or int(match[2] or match[1]) > MOST_CHUNKS:
-            raise CollectiveError(f"cannot read the chunks {text[:80]!r}", where=f"round {number}")
+            raise CollectiveError(
+                f"cannot read the chunks {text[:80]!r}",
+                where=f"round {number}",
+                todo='write e.g. "0-3,7"',
+            )
         yield from range(int(match[1]), int(match[2] or match[1]) + 1)

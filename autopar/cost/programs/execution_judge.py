@@ -99,6 +99,8 @@ class _Trial:
 
     def _place(self, rank: int, buffer: str, chunk: int) -> Place:
         """Where a chunk lies: in place, input and output are one buffer."""
+        if rank >= len(self.plan.gpus):
+            raise self._wrong(f"there is no rank {rank}", f"there are {len(self.plan.gpus)}")
         gpu = self.plan.gpus[rank]
         limit = {"i": gpu.inputs, "o": gpu.outputs, "s": gpu.scratch}[buffer]
         if not 0 <= chunk < limit:
@@ -190,7 +192,10 @@ class _Trial:
 
     def _channel(self, thread: _Thread, number: int) -> tuple[int, int, str]:
         if number >= len(thread.channels):
-            raise self._wrong(f"rank {thread.rank} has no channel {number}", "")
+            raise self._wrong(
+                f"rank {thread.rank} has no channel {number}",
+                f"its threadblock names {len(thread.channels)}",
+            )
         return thread.channels[number]
 
     def _wait(self, thread: _Thread, operation: Operation) -> bool:
@@ -205,9 +210,11 @@ class _Trial:
         return True
 
     def _semaphore(self, thread: _Thread, operation: Operation) -> bool:
-        keys = [(thread.rank, n) for n in operation.more.get("semaphore_ids", ())]
-        if not all(key in self.semaphores for key in keys):
-            raise self._wrong(f"rank {thread.rank} has no such semaphore", str(keys))
+        numbers = operation.more.get("semaphore_ids")
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        keys = [(thread.rank, n) for n in numbers if isinstance(n, int)]
+        if len(keys) != len(numbers) or not all(key in self.semaphores for key in keys):
+            raise self._wrong(f"rank {thread.rank} has no such semaphore", f"{numbers}"[:80])
         if operation.name == "sem_release":
             for key in keys:
                 self.semaphores[key].append((dict(thread.clock), set(thread.after)))
@@ -237,6 +244,8 @@ class _Trial:
         return [self._place(peer, buffer, chunk) for chunk in chunks]
 
     def _move(self, thread: _Thread, operation: Operation) -> bool:
+        if len(operation.source) != len(operation.target):
+            raise self._wrong(f"{operation.name} moves unequal chunks", f"rank {thread.rank}")
         pairs = zip(operation.source, operation.target, strict=True)
         rows = [[self._places(thread, operation, part) for part in pair] for pair in pairs]
         reads = [place for source, _ in rows for place in source]
@@ -254,7 +263,7 @@ class _Trial:
     def _sum(self, thread: _Thread, operation: Operation) -> bool:
         sources = [self._places(thread, operation, part) for part in operation.source]
         targets = [self._places(thread, operation, part) for part in operation.target]
-        if len({len(row) for row in (*sources, *targets)}) != 1:
+        if not sources or len({len(row) for row in (*sources, *targets)}) != 1:
             raise self._wrong(f"{operation.name} adds unequal chunks", f"rank {thread.rank}")
         if not self._there(operation, [place for row in sources[1:] for place in row]):
             return False

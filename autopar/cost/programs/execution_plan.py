@@ -174,7 +174,11 @@ class ExecutionPlan:
         """Reads the text of a plan; CollectiveError names what is wrong with it."""
         table = FILE.json(text, where)
         if not isinstance(table, dict):
-            raise CollectiveError("the execution plan is no object", where=where)
+            raise CollectiveError(
+                "the execution plan is no object",
+                where=where,
+                why=f"it is a {type(table).__name__}",
+            )
         known = ("name", "collective", "protocol", "inplace", "gpus")
         fields = Fields(
             {k: v for k, v in table.items() if k in known}, CollectiveError, "the plan", where
@@ -309,7 +313,9 @@ def _operation(entry: dict[str, Any], where: str, depth: int = 0) -> Operation:
     )
     inner = fields.take("ops", Row(dict), ())
     if inner and depth:
-        raise CollectiveError("a pipeline holds a pipeline", where=where)
+        raise CollectiveError(
+            "a pipeline holds a pipeline", where=where, why="it repeats plain operations"
+        )
     made = Operation(
         fields.take("name", Text(100)),
         tuple(_part(each, where) for each in fields.take("src_buff", Row(dict), ())),
@@ -330,6 +336,8 @@ def _part(entry: dict[str, Any], where: str) -> Part:
         raise CollectiveError("chunks name one buffer", where=where, why=f"keys: {list(entry)}")
     check = Text(known=("i", "o", "s")) if kinds == ["type"] else _SMALL
     buffer = fields.take(kinds[0], check)
-    made = Part(kinds[0], buffer, fields.take("index", _SMALL), fields.take("size", _SMALL))
+    made = Part(
+        kinds[0], buffer, fields.take("index", _SMALL), fields.take("size", Whole(1, 2**20))
+    )
     fields.end()
     return made
