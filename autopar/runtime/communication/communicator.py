@@ -129,7 +129,7 @@ class Groups:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
-    chosen: ChosenAlgorithms = LIBRARY_ONLY  # set before the first group is asked for
+    chosen: ChosenAlgorithms = LIBRARY_ONLY  # what runs calls that name no algorithm
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
@@ -146,7 +146,7 @@ class Groups:
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
         self._lease, self._channels = self._create()
-        self._groups: dict[tuple[tuple[str, ...], str], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], str, ChosenAlgorithms], Group] = {}
         self._direct: dict[tuple[str, ...], bool] = {}
 
     def _create(self) -> tuple[Lease, dict[frozenset[str], Channel]]:
@@ -172,9 +172,10 @@ class Groups:
     def group(self, axes: Axes, by: str = "") -> Group:
         """The group along `axes`, one name or several, outermost first; see `Communicator`."""
         names = (axes,) if isinstance(axes, str) else axes
-        if (names, by) not in self._groups:
-            self._groups[names, by] = programmed(self._describe(names), by, self.chosen)
-        return self._groups[names, by]
+        key = names, by, self.chosen
+        if key not in self._groups:
+            self._groups[key] = programmed(self._describe(names), by, self.chosen)
+        return self._groups[key]
 
     def _describe(self, names: tuple[str, ...]) -> Group:
         sizes = tuple(self.mesh.axis_size(name) for name in names)

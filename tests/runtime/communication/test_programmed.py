@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.cost.collectives import algorithms
 from autopar.errors import CollectiveError
-from autopar.ir.chosen_algorithms import Algorithm, directions
+from autopar.ir.chosen_algorithms import Algorithm, ChosenAlgorithms, directions
 from autopar.ir.collective import Collective, Resharder
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout, TensorType
@@ -146,3 +146,24 @@ def refused() -> str:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     assert {"2d_torus over 2x2 runs among 2 ranks" in text for text in run_ranks(refused)} == {True}
     assert "telepathy" not in algorithms("all_reduce")
+
+
+def switched() -> list[str]:
+    """What runs the same call before and after another table of algorithms is set."""
+    comm, x = Communicator(Mesh.parse("cpu: node=2, gpu=2")), torch.ones(64)
+    row = "all_reduce over node, gpu from 100: {}"
+    for rows in ([], [row.format("2d_torus")], [row.format("h_ring")]):
+        comm.chosen = ChosenAlgorithms.parse(rows)
+        for tensor in (x, x[:8]):
+            comm.group(("node", "gpu")).reduce(tensor)
+        comm.group(("node", "gpu"), "library").reduce(x)
+    kinds = [event.kind for event in comm.peers.recorder.events]
+    return [kind for kind in kinds if kind.startswith("all_reduce")][-9:]
+
+
+def test_calls_that_name_none_are_run_as_the_table_says() -> None:
+    plain = "all_reduce"
+    expected = [plain] * 3
+    for name in ("2d_torus", "h_ring"):
+        expected += [f"{plain} by {name}", plain, plain]  # 32 bytes are less than the row says
+    assert run_ranks(switched) == [expected] * 4
