@@ -154,7 +154,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.compiled import Compiled
+from autopar.session.compiled import Compiled
 from autopar.intra_op.proofs.prove import prove
 from autopar.intra_op.rule_table import table
 from autopar.planning.capturing import Call, capture_call
