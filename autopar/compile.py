@@ -173,7 +173,7 @@ def compile(
         PrecisionError: there is no such precision, or the device does not compute in it.
         ProgramError: the optimizer, its groups or the average are nonsense.
         OptionError: an argument is of another type, or a number out of its range.
-        CalibrationError: see `cost_model`.
+        CalibrationError, CollectiveError: see `cost_model`.
         CaptureError, BatchError, InfeasibleError, UnknownOperatorError, UnknownDeviceError,
         PlanError, PlanMismatchError: see `autopar.planning`; with
             example_inputs at once, otherwise at the first batch.

@@ -215,6 +215,10 @@ class CostError(AutoparError):
     """
 
 
+class CollectiveError(AutoparError):
+    """A collective's program that is damaged, computes something else, or cannot end."""
+
+
 class CalibrationError(CostError):
     """A calibration that cannot be read, is nonsense, or was measured on another machine.
 

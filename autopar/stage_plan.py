@@ -20,6 +20,7 @@ from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
 from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload
@@ -72,6 +73,7 @@ class StagePlan:
             the optimizer's step is one.
         fused: kernel -> where it was placed, and what it saves.
         precision: in which dtypes it computes, updates and sends gradients.
+        collectives: the algorithms that run collectives in place of the library's own calls.
         asked: options of the search that the layouts do not show.
         solver: how it was found. It is no part of what the plan says, so plans that differ in it
             only are equal.
@@ -97,6 +99,7 @@ class StagePlan:
     fuse: tuple[str, ...] = ()
     fused: dict[str, Fused] = field(default_factory=dict)
     precision: Precision = AS_IS
+    collectives: ChosenAlgorithms = LIBRARY_ONLY
     asked: Asked = UNASKED
     solver: SolverReport = field(default=UNSEARCHED, compare=False)
     calibration: str = field(default="", compare=False)
@@ -159,6 +162,8 @@ class StagePlan:
             table["fuse"] = list(self.fuse)
         if self.bucket != 1:
             table["bucket"] = self.bucket
+        if self.collectives:
+            table["collectives"] = list(self.collectives.texts)
         if self.limit < math.inf:
             table["limit"] = self.limit
         if self.state_bytes != STATE_BYTES:
@@ -211,6 +216,7 @@ class StagePlan:
             fuse=fields.take("fuse", Row(Text(known=switches()), unique=True), ()),
             fused=fields.take("fused", fused_entries, {}),
             precision=fields.take("precision", _precision, AS_IS),
+            collectives=fields.take("collectives", _collectives, LIBRARY_ONLY),
             asked=fields.take("asked", Asked.from_table, UNASKED),
             solver=fields.take("solver", SolverReport.from_table, UNSEARCHED),
             calibration=fields.take("calibration", Text(), ""),
@@ -234,6 +240,10 @@ def mesh_of(text: Any) -> Mesh:
 
 def _precision(text: Any) -> Precision:
     return Precision.read(Text()(text))
+
+
+def _collectives(rows: Any) -> ChosenAlgorithms:
+    return ChosenAlgorithms.parse(Row(Text(1000))(rows))
 
 
 def _recompute(table: Any) -> dict[str, Recompute]:

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a slow link joins. Needs root, ip and tc."""
+"""Hosts on one machine: network namespaces that slow links join. Needs root, ip and tc."""
 
 from __future__ import annotations
 
@@ -63,6 +63,42 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
         for host in hosts:  # the link goes with them
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
         subprocess.run(["ip", "link", "del", first.interface], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def several_hosts(count: int, rate: str) -> Iterator[tuple[Host, ...]]:
+    """Namespaces on a switch, each behind a link of `rate` in each direction; removed after.
+
+    Leaves the program if they cannot be made, with the command that failed.
+    """
+    tag = f"ap{os.getpid()}"
+    switch = f"{tag}-s"
+    hosts = tuple(Host(f"{tag}-{n}", f"10.213.78.{n + 1}", f"{tag}v{n}") for n in range(count))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # past `finally`
+    shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+    try:
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for number, host in enumerate(hosts):
+            port = f"{tag}p{number}"
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "link", "add", host.interface, "type", "veth", "peer", "name", port)
+            _run("ip", "link", "set", host.interface, "netns", host.name)
+            _run("ip", "link", "set", port, "netns", switch)
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            _run("ip", "-n", switch, "link", "set", port, "up")
+            inside = ("ip", "-n", host.name)
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*inside, "link", "set", "lo", "up")
+            _run(*inside, "link", "set", host.interface, "up")
+            _run("tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *shape)
+            _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+        yield hosts
+    finally:
+        for name in (*(host.name for host in hosts), switch):  # the links go with them
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
         signal.signal(signal.SIGTERM, before)
 
 

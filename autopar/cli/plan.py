@@ -25,6 +25,7 @@ from autopar.cost.device import device
 from autopar.errors import ProgramError
 from autopar.explain import Explanation, render_fused, render_parameters, render_summary
 from autopar.intra_op.rule_table import table
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import ASKED_FOR, choose
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
@@ -32,7 +33,7 @@ from autopar.ir.units import format_bytes
 from autopar.plan import Plan
 from autopar.plan_entries import ModelSpec
 from autopar.planning import frontier
-from autopar.planning.options import Options
+from autopar.planning.options import AUTO, Options
 from autopar.planning.pipelines.automatic import plan_pipeline
 from autopar.planning.planner import Planner, make_plan
 from autopar.planning.prices import cost_model
@@ -104,6 +105,12 @@ from autopar.stage_plan import StagePlan
     "such as 'activations 8'.",
 )
 @click.option(
+    "--collectives",
+    metavar="HOW",
+    help="Algorithms of collectives: auto, or rows joined by ';', such as 'all_reduce over node, "
+    "gpu from 65536: 2d_torus'; else the library's own.",
+)
+@click.option(
     "--fuse/--no-fuse",
     default=None,
     help="Whether kernels take the place of what a model writes out.",
@@ -154,6 +161,7 @@ def command(
     calibration: Path | None,
     recompute: str | None,
     offload: str | None,
+    collectives: str | None,
     fuse: bool | None,
     also: tuple[str, ...],
     as_frontier: bool,
@@ -187,6 +195,7 @@ def command(
         "solver": solver,
         "recompute": recompute,
         "offload": offload,
+        "collectives": _algorithms(collectives),
         "state": state,
         "precision": None if precision is None else Precision.read(precision),
         "stages": None if global_batch is None else "auto",
@@ -231,6 +240,13 @@ def command(
         plan.save(output)
         more = "" if is_data(model) else f" --model {model}"
         say(f"written to {output}; next: autopar explain {output}{more}", err=True)
+
+
+def _algorithms(text: str | None) -> ChosenAlgorithms | str | None:
+    """What `--collectives` says; CollectiveError for a row that cannot be read."""
+    if text is None or text == AUTO:
+        return text
+    return ChosenAlgorithms.parse([row.strip() for row in text.split(";")])
 
 
 def _frontier(spec: ModelSpec, mesh: Mesh, options: Options, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.ops import expression
 from autopar.codegen.printer import Printer
+from autopar.ir.chosen_algorithms import directions
 from autopar.ir.graph import WRITE
 from autopar.ir.recompute import Recompute
 from autopar.lower.lines import (
@@ -123,7 +124,8 @@ class Body:
             if at is not None
         )
         size = self.printer.gathered(step, line.tensor)
-        arguments = f"{self.read(line.source)}{places}, axis={names_text(step.axes)}{size}"
+        by = "".join(f", {way}={quoted(name)}" for way, name in directions(step).items())
+        arguments = f"{self.read(line.source)}{places}, axis={names_text(step.axes)}{size}{by}"
         note = self.printer.step_note(step, line.tensor)
         self._statement(f"{line.target} = mesh.{step.op}({arguments})", note)
 

@@ -97,6 +97,7 @@ def emit(
         + f"OUTPUTS = {{\n{outputs}}}\n"
         + (f"LOSS = {quoted(loss)}\n" if loss else "LOSS = None\n")
         + (f"PRECISION = {quoted(str(plan.precision))}\n" if plan.precision != AS_IS else "")
+        + _collectives(plan)
         + (_HOST_STATE if plan.offload.optimizer else "")
         + (_FUSED_UPDATE if plan.fuses_update else "")
         + (_ASIDE if graph.aside else "")
@@ -111,6 +112,16 @@ def emit(
 _ASIDE = "ASIDE = True  # whether there are outputs that forward(..., outputs=False) leaves out\n"
 _FUSED_UPDATE = "FUSED_UPDATE = True  # AdamW's step is a kernel\n"
 _HOST_STATE = "HOST_STATE = True  # optimizer state lies in host memory between updates\n"
+
+
+def _collectives(plan: StagePlan) -> str:
+    """The rows that say what runs collectives, where it is not the library."""
+    rows = "".join(f"    {quoted(row)},\n" for row in plan.collectives.texts)
+    return (
+        f"COLLECTIVES = (  # what runs collectives that name no algorithm\n{rows})\n"
+        if rows
+        else ""
+    )
 
 
 def _written(graph: Graph) -> str:

@@ -22,6 +22,7 @@ from autopar.cost.calibration import Calibration, Product, Timing
 from autopar.cost.host_copies import HostCopy
 from autopar.cost.model import AnalyticModel
 from autopar.cost.work import Gemm, Work, quantising
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -41,10 +42,15 @@ class MeasuredModel:
         calibration: measurements on `whole`.
         whole: the mesh of which `mesh` is a part; by default `mesh` itself.
 
+    Attributes:
+        chosen: the algorithms of calls that name none, as a plan says them.
+
     Raises:
         CalibrationError: measured on another device or other mesh axes.
         UnknownDeviceError, CostError: see `AnalyticModel`.
     """
+
+    chosen: ChosenAlgorithms = LIBRARY_ONLY
 
     def __init__(self, mesh: Mesh, calibration: Calibration, whole: Mesh | None = None) -> None:
         calibration.check(whole or mesh)
@@ -78,12 +84,13 @@ class MeasuredModel:
         Raises:
             MeshError, CostError: see `AnalyticModel.collective`.
         """
+        call = self.chosen.named(call)
         if call.quantised:
             kernels = sum(map(self.compute, quantising(call)))
             return kernels + self.collective(replace(call, quantised=0))
         seconds = self.analytic.collective(call)
         curve = self._calls.get((call.kind, self._ordered(call.axes)))
-        if not seconds or curve is None:
+        if not seconds or curve is None or call.algorithm:
             return seconds * self._scale.get(call.kind, self._scale["collective"])
         return curve(call.nbytes)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Protocol
 
+from autopar.cost.algorithms import Level
 from autopar.cost.collective_seconds import collective_seconds
 from autopar.cost.compute import kernel_seconds
 from autopar.cost.device import device
 from autopar.cost.host_copies import HostCopy, host_seconds
 from autopar.cost.network import Network
+from autopar.cost.programs.played_seconds import Pace, played_seconds
 from autopar.cost.work import Gemm, NodeWork, Work, quantising
 from autopar.errors import CostError
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, Algorithm, ChosenAlgorithms
 from autopar.ir.collective import Collective
 from autopar.ir.mesh import Mesh
 
@@ -48,10 +52,15 @@ class Checked:
 class AnalyticModel:
     """Closed forms over the figures of a mesh's device and links, without measurements.
 
+    Attributes:
+        chosen: the algorithms of calls that name none, as a plan says them.
+
     Raises:
         UnknownDeviceError: the device is neither described nor in devices.toml.
         CostError: impossible figures of the device or of an axis.
     """
+
+    chosen: ChosenAlgorithms = LIBRARY_ONLY
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -73,15 +82,29 @@ class AnalyticModel:
     def collective(self, call: Collective, /) -> float:
         """Returns the seconds of a collective, with the kernels that quantise its payload if any.
 
+        A call of the library is priced by `collective_seconds.py`; one that names its algorithm
+        is played (`programs/played_seconds.py`).
+
         Raises:
             MeshError: the mesh has no such axis.
+            CollectiveError: there is no such algorithm, or not for so many devices.
             CostError: an unknown kind, a negative payload, or a price that is not finite.
         """
+        call = self.chosen.named(call)
         if call not in self._sent:
-            seconds = collective_seconds(call.kind, self.network.levels(call.axes), call.nbytes)
+            seconds = self._sent_by(call, self.network.levels(call.axes))
             seconds += sum(map(self.compute, quantising(call)))
             self._sent[call] = _price(seconds, call, call.nbytes)
         return self._sent[call]
+
+    def _sent_by(self, call: Collective, levels: tuple[Level, ...]) -> float:
+        if not call.algorithm or not levels:
+            return collective_seconds(call.kind, levels, call.nbytes)
+        by = Algorithm.parse(call.algorithm)
+        order = sorted(call.axes, key=self.mesh.names.index)
+        written = by.over([self.mesh.axis_size(name) for name in order])
+        pace = Pace.of(self.device, levels)
+        return played_seconds(call.kind, replace(by, shape=written), levels, call.nbytes, pace)
 
     def host(self, copy: HostCopy) -> float:
         """Returns the seconds of a copy to or from host memory (see cost/host_copies.py)."""

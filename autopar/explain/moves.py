@@ -203,7 +203,7 @@ class _Reading:
             # What is computed again gathers as in the forward, and has it for the backward then.
             calls = tuple(
                 Call(
-                    hop.call.title,
+                    plan.collectives.title(hop.call, hop.together(plan.bucket).nbytes),
                     hop.call.axes,
                     hop.call.nbytes,
                     hop.seconds(self.placed.price, plan.bucket) * hop.times / plan.microbatches,
@@ -220,8 +220,11 @@ class _Reading:
     ) -> tuple[Call, ...]:
         """Collectives with their prices, from those of each direction."""
         return tuple(
-            Call(call.kind, call.axes, call.nbytes, self.placed.price(call), backward)
+            Call(self._title(call), call.axes, call.nbytes, self.placed.price(call), backward)
             for pair in pairs
             for backward, call in zip((False, True), pair, strict=True)
             if call is not None
         )
+
+    def _title(self, call: Collective) -> str:
+        return self.plan.collectives.named(call).title

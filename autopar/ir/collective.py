@@ -55,17 +55,21 @@ class Collective:
             local tensor for reduce_scatter, all_reduce and all_to_all.
         quantised: bytes moved by the kernels that convert the payload to int8 blocks and back; 0 if
             it is sent unchanged. See `int8_blocks.py`.
+        algorithm: name of the algorithm that runs it, "2d_torus"; "" leaves it to the library. See
+            `chosen_algorithms.py`.
     """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
     quantised: int = 0
+    algorithm: str = ""
 
     @property
     def title(self) -> str:
-        """Display name: "all_gather", "int8 all_gather"."""
-        return f"int8 {self.kind}" if self.quantised else self.kind
+        """Display name: "all_gather", "int8 all_gather", "all_gather by ho_ring"."""
+        by = f" by {self.algorithm}" if self.algorithm else ""
+        return f"int8 {self.kind}{by}" if self.quantised else f"{self.kind}{by}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Resharder:
         mesh: the mesh.
         price: seconds of one Collective on that mesh.
         widened: dtype -> the dtype in which sums of it are sent.
+        named: gives a call the algorithm that runs it; by default the library chooses.
     """
 
     def __init__(
@@ -109,8 +114,9 @@ class Resharder:
         mesh: Mesh,
         price: Callable[[Collective], float],
         widened: Mapping[str, str] | None = None,
+        named: Callable[[Collective], Collective] | None = None,
     ) -> None:
-        self.mesh, self.widened = mesh, dict(widened or {})
+        self.mesh, self.widened, self.named = mesh, dict(widened or {}), named
         self.price = price
         self._prices: dict[Collective, float] = {}
         self._moves: dict[tuple[TensorType, Layout, bool], list[tuple[float, Step]]] = {}
@@ -230,7 +236,9 @@ class Resharder:
             steps = moves(layout, tensor, self.mesh, grad)
             if wide is not None:
                 factor = DTYPE_BYTES[wide] // DTYPE_BYTES[tensor.dtype]
-                steps = (_wider(move, factor) for move in steps)
+                steps = (_changed(move, lambda call: _wider(call, factor)) for move in steps)
+            if (named := self.named) is not None:
+                steps = (_changed(move, named) for move in steps)
             self._moves[key] = [
                 (sum(self._price(c) for c in move.collectives), move) for move in steps
             ]
@@ -274,15 +282,15 @@ class _Net:
         return np.where(there, rows[:, [end or 0 for end in ends]], np.inf)
 
 
-def _wider(step: Step, factor: int) -> Step:
-    """Returns the step with sums sent in `factor` times as many bytes."""
-    forward, backward = (
-        replace(call, nbytes=factor * call.nbytes)
-        if call is not None and call.kind in SUMS
-        else call
-        for call in (step.forward, step.backward)
-    )
+def _changed(step: Step, change: Callable[[Collective], Collective]) -> Step:
+    """Returns the step with other calls in both directions."""
+    forward, backward = (call and change(call) for call in (step.forward, step.backward))
     return replace(step, forward=forward, backward=backward)
+
+
+def _wider(call: Collective, factor: int) -> Collective:
+    """A sum that is sent in so many times as many bytes; other calls as they are."""
+    return replace(call, nbytes=factor * call.nbytes) if call.kind in SUMS else call
 
 
 def _no_way(tensor: TensorType, src: Layout, dst: Layout) -> LayoutError:

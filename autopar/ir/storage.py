@@ -67,10 +67,15 @@ class Hop:
         """Returns the seconds of one call: its part of a call for `bucket` bytes of parameters."""
         if self.whole >= bucket:
             return price(self.call)
+        return price(self.together(bucket)) * self.whole / bucket
+
+    def together(self, bucket: int) -> Collective:
+        """The collective that it goes in: one for several parameters in `bucket` bytes."""
+        if self.whole >= bucket:
+            return self.call
         sizes = self.call.nbytes, self.call.quantised
         nbytes, quantised = (size * bucket // max(self.whole, 1) for size in sizes)
-        several = replace(self.call, nbytes=nbytes, quantised=quantised)
-        return price(several) * self.whole / bucket
+        return replace(self.call, nbytes=nbytes, quantised=quantised)
 
     @property
     def way(self) -> tuple[str, tuple[str, ...], bool]:

@@ -125,6 +125,7 @@ def _format_move(line: Move) -> str:
         if call is not None:
             words = (call.kind, str(call.nbytes), str(call.quantised), *call.axes)
             text += _attribute(direction, words)
+            text += _attribute(f"{direction}-by", (call.algorithm,) if call.algorithm else ())
     return text + _attribute("beside", [node.name for node in line.beside])
 
 
@@ -239,7 +240,9 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     (src,), (dst,) = _layouts(before), _layouts(after)
     dim, to_dim = (int(attributes[key][0]) if key in attributes else None for key in ("dim", "to"))
     forward, backward = (
-        _parse_collective(attributes[key]) if key in attributes else None
+        _parse_collective(attributes[key], attributes.get(f"{key}-by", ()))
+        if key in attributes
+        else None
         for key in ("forward", "backward")
     )
     axes = attributes.get("over", ())
@@ -248,6 +251,6 @@ def _parse_node(match: re.Match[str], attributes: dict[str, tuple[str, ...]], gr
     return Move(node.name, node.type, step, read, target, beside)
 
 
-def _parse_collective(words: tuple[str, ...]) -> Collective:
+def _parse_collective(words: tuple[str, ...], by: tuple[str, ...]) -> Collective:
     kind, nbytes, quantised, *axes = words
-    return Collective(kind, tuple(axes), int(nbytes), int(quantised))
+    return Collective(kind, tuple(axes), int(nbytes), int(quantised), " ".join(by))

@@ -36,7 +36,8 @@ class Placed:
     @cached_property
     def resharder(self) -> Resharder:
         """Chooses the steps of a change of layout, by price."""
-        return Resharder(self.plan.mesh, self.price, self.plan.precision.widened)
+        plan = self.plan
+        return Resharder(plan.mesh, self.price, plan.precision.widened, plan.collectives.named)
 
     def planned(self, name: str) -> NodePlan:
         """The plan's entry for a node of any block.

@@ -193,7 +193,8 @@ def _rotated(
     graph: Graph, plan: StagePlan, prices: CostModel
 ) -> Iterator[tuple[Node, Node, Resharder]]:
     """Rotary embeddings that may pack what they send, each with what reads it."""
-    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened)
+    named = plan.collectives.named
+    resharder = Resharder(plan.mesh, prices.collective, plan.precision.widened, named)
     for node in graph.folded if PACK in plan.fuse else ():
         if (read := reader(graph, node)) is not None:
             yield node, read, resharder

@@ -19,6 +19,7 @@ from autopar.intra_op.rule_table import table
 from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import find
 from autopar.intra_op.states import lies_of
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
@@ -42,6 +43,7 @@ class Options:
         fuse: the patterns in whose place kernels go; see `autopar.ir.fusion.choose`.
         stages: into how many the model is cut, or "auto" for a search for the fastest pipeline.
         microbatches: of a step; "auto" chooses them.
+        collectives: the algorithms of collectives, or "auto" for the cheapest ones.
         global_batch: samples of a step for such a search; None takes those of the example.
         allow: what schedules may change that one device would not compute so.
 
@@ -72,6 +74,7 @@ class Options:
     schedule: str = SCHEDULE
     global_batch: int | None = None
     allow: str = ""
+    collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
     def __post_init__(self) -> None:
         check_allowed(self.schedule, self.allow)
@@ -121,6 +124,7 @@ class Options:
             precision=plan.precision,
             fuse=plan.fuse,
             offload=plan.asked.offload,
+            collectives=plan.collectives,
             state_bytes=plan.state_bytes,
         )
         if said.memory == math.inf:  # the plan says no limit

@@ -181,6 +181,7 @@ class Planner:
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
                 precision=options.precision,
+                collectives=self.prices.chosen,
                 fuse=self.fuse,
                 offload=offload,
             )

@@ -8,7 +8,10 @@ from autopar.cost.calibration import Calibration
 from autopar.cost.device import device
 from autopar.cost.measured import MeasuredModel
 from autopar.cost.model import AnalyticModel, CostModel
+from autopar.cost.network import Network
+from autopar.cost.programs.choice import choose
 from autopar.errors import PrecisionError
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh, parse_quantity
 from autopar.ir.precision import Precision
 from autopar.planning.options import Options
@@ -24,11 +27,20 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
         CalibrationError: the file cannot be read, or was measured on another device or mesh.
         UnknownDeviceError, CostError: the mesh's device or links cannot be priced.
         PrecisionError: the device has no such arithmetic.
+        MeshError, CollectiveError: an algorithm is for axes or sizes that the mesh does not have.
     """
     refuse_what_device_lacks(mesh, options.precision)
+    model: AnalyticModel | MeasuredModel
     if options.calibration is None:
-        return AnalyticModel(mesh)
-    return MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
+        model = AnalyticModel(mesh)
+    else:
+        model = MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
+    if isinstance(options.collectives, ChosenAlgorithms):
+        options.collectives.check(mesh)
+        model.chosen = options.collectives
+    else:
+        model.chosen = choose(Network(mesh, model.device), model.collective)
+    return model
 
 
 def refuse_what_device_lacks(mesh: Mesh, precision: Precision) -> None:

@@ -59,6 +59,7 @@ class Executor:
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
+        runtime.chosen = program.collectives
         self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)

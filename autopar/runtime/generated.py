@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ProgramError
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.tensor import Layout
@@ -37,6 +38,7 @@ _OPTIONAL: Mapping[str, type] = {
     "FUSED_UPDATE": bool,
     "ASIDE": bool,
     "WRITTEN": tuple,
+    "COLLECTIVES": tuple,
 }
 
 
@@ -59,6 +61,7 @@ class Generated:
         aside: whether `forward(..., outputs=False)` leaves outputs out.
         written: the buffers that `forward` writes, by key.
         random: whether it draws random numbers.
+        collectives: the algorithms that run collectives which name none.
     """
 
     module: ModuleType
@@ -75,6 +78,7 @@ class Generated:
     aside: bool
     written: tuple[str, ...]
     random: bool
+    collectives: ChosenAlgorithms
 
     @classmethod
     def of(cls, module: ModuleType) -> Generated:
@@ -102,6 +106,7 @@ class Generated:
                 aside=given.get("ASIDE", False),
                 written=given.get("WRITTEN", ()),
                 random=given["RANDOM"],
+                collectives=ChosenAlgorithms.parse(given.get("COLLECTIVES", ())),
             )
         except (AttributeError, TypeError) as error:
             raise ProgramError(

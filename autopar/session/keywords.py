@@ -17,6 +17,7 @@ from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, T
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
@@ -93,6 +94,10 @@ class PlanKeywords(AverageKeywords, total=False):
             keep for their backward, "optimizer+activations", "activations 8" of the first eight
             blocks that are not computed again, "auto" what memory asks for, or nothing.
             Numerics stay.
+        collectives: the algorithms that run collectives: None leaves them to the library;
+            "auto" takes for each call, by its size and axes, the cheapest of all, the library's
+            own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
+            are made in the same dtype, in another order.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -113,6 +118,7 @@ class PlanKeywords(AverageKeywords, total=False):
     precision: str | Precision | None
     fuse: Fuse
     offload: str | None
+    collectives: str | Sequence[str] | None
     trace: str | Path | None
 
 
@@ -175,6 +181,7 @@ _CHECKS: dict[str, Check] = {
     "ema": Or((NOTHING, Number(-1e30, 1e30))),
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
+    "collectives": Or((NOTHING, Text(known=(AUTO,)), Of((list, tuple), "rows of algorithms"))),
     "backend": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
@@ -184,9 +191,9 @@ DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
-    "precision": None,
-    "fuse": False, "offload": None, "ema": None, "clip_norm": None, "groups": None,
-    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False,
+    "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
+    "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
+    "cuda_graph": False,
 }  # fmt: skip
 
 
@@ -226,7 +233,9 @@ def planning_options(
         plan: one that is given, which says its precision and kernels by itself.
 
     Raises:
-        PlanMismatchError: the plan has another precision than is asked for.
+        PlanMismatchError: the plan has another precision, or other algorithms of collectives, than
+            are asked for.
+        CollectiveError: a row of algorithms cannot be read.
         OptionError, PrecisionError, ProblemError, ProgramError, PlanError: an option is nonsense.
     """
     said = {**DEFAULTS, **given}
@@ -244,6 +253,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        collectives=_collectives(plan, said["collectives"]),
         state_bytes=state_bytes,
     )
 
@@ -259,6 +269,20 @@ def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
     return Running(said["backend"], said["cuda_graph"])
+
+
+def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
+    """What a plan says, "auto", or the rows that are wanted."""
+    if plan is None:
+        return wanted if isinstance(wanted, str) else ChosenAlgorithms.parse(wanted or ())
+    said = plan.stages[0].collectives
+    if wanted is not None and (isinstance(wanted, str) or ChosenAlgorithms.parse(wanted) != said):
+        raise PlanMismatchError(
+            "the plan says by itself which algorithms run its collectives",
+            why=f"collectives={wanted!r} is asked for, and it has {len(said.rows)} rows",
+            todo="leave out collectives, or plan again",
+        )
+    return said
 
 
 def _precision(plan: Plan | None, wanted: str | Precision | None) -> Precision:

@@ -17,8 +17,16 @@ import autopar
 from autopar.cli.common.pin_options import words
 from autopar.cli.solve import _choices
 from autopar.codegen.emit import emit
+from autopar.cost.algorithms import Level
 from autopar.cost.calibration import Calibration, Exchange, Kernel, Product, Timing
+from autopar.cost.collectives import written
 from autopar.cost.model import AnalyticModel
+from autopar.cost.programs.collective_judge import judge
+from autopar.cost.programs.collective_program import CollectiveProgram
+from autopar.cost.programs.execution_judge import judge_plan
+from autopar.cost.programs.execution_plan import ExecutionPlan
+from autopar.cost.programs.execution_writer import execution_plan
+from autopar.cost.programs.play import Flow, play
 from autopar.cost.work import Gemm
 from autopar.intra_op import legal
 from autopar.intra_op.contest import format_problem, read_problem
@@ -125,6 +133,19 @@ def _graph(path: Path) -> object:
     return fingerprint(found)
 
 
+def _collective(path: Path) -> object:
+    program = CollectiveProgram.parse(path.read_bytes().decode("utf-8", "replace"))
+    assert CollectiveProgram.parse(str(program)) == program
+    judge(program)
+    return play(Flow.of(program), [Level(program.ranks, 1e9, 1e-6)], 1e6)
+
+
+def _execution(path: Path) -> object:
+    plan = ExecutionPlan.load(path)
+    assert ExecutionPlan.parse(str(plan)) == plan
+    return judge_plan(plan)
+
+
 def _mesh(path: Path) -> object:
     mesh = Mesh.parse(path.read_bytes().decode("utf-8", "replace"))
     assert Mesh.parse(str(mesh)) == mesh
@@ -186,6 +207,9 @@ def formats() -> tuple[Format, ...]:
     def configured(path: Path) -> object:
         return build(read_config(path))
 
+    ring = written("all_reduce", "flat_ring", (2, 2))
+    collective, execution = str(ring), str(execution_plan(ring))
+
     return (
         Format("plan.toml", plan, tomllib.loads(plan), _plan),
         Format("pipeline.toml", pipeline, tomllib.loads(pipeline), _plan),
@@ -197,5 +221,7 @@ def formats() -> tuple[Format, ...]:
         Format("llama.json", json.dumps(LLAMA), LLAMA, configured),
         Format("program.toml", SETTINGS, tomllib.loads(SETTINGS), open_settings),
         Format("mesh.txt", MESH, None, _mesh),
+        Format("collective.txt", collective, None, _collective),
+        Format("execution.json", execution, json.loads(execution), _execution),
         Format("pins.txt", "head.weight=[8@a, 16] | [8@a@b, 16] | [8, 16] => [8, 16]", None, _pins),
     )

@@ -34,6 +34,7 @@ SECONDS, BYTES = 10.0, 800 * 2**20  # of one file; the processor's time
 NAMES = (
     "plan.toml", "pipeline.toml", "graph.txt", "calibration.toml", "problem.json", "solution.json",
     "gpt2.json", "llama.json", "program.toml", "mesh.txt", "pins.txt",
+    "collective.txt", "execution.json",
 )  # fmt: skip
 
 

@@ -43,9 +43,12 @@ def prices(
         if plan.calibration:
             missing = f"the plan was made under the calibration {plan.calibration}"
             _differ(missing, "it is not given, and closed forms are other prices", must)
-        return AnalyticModel(plan.mesh)
+        model = AnalyticModel(plan.mesh)
+        model.chosen = plan.collectives
+        return model
     known = Calibration.load(file)
     made = MeasuredModel(plan.mesh, known, whole)
+    made.chosen = plan.collectives
     own = plan.calibration or "closed forms"
     if known.fingerprint != plan.calibration:
         what = f"the plan was made under {own}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
+from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms, directions
 from autopar.ir.collective import GATHERS, Step
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.tensor import Layout
@@ -34,6 +35,7 @@ from autopar.runtime.communication.async_linear import (
 )
 from autopar.runtime.communication.fetch import Fetch
 from autopar.runtime.communication.group import Group
+from autopar.runtime.communication.programmed import programmed
 from autopar.runtime.communication.refetch import Refetch
 from autopar.runtime.offload.activations import Stow
 from autopar.runtime.parameters.gradients import Gradients
@@ -128,6 +130,8 @@ class Groups:
         MeshError: the mesh and the number of ranks differ in size.
     """
 
+    chosen: ChosenAlgorithms = LIBRARY_ONLY  # what runs calls that name no algorithm
+
     def __init__(self, mesh: Mesh, ranks: Sequence[int] | None = None) -> None:
         self.mesh = mesh
         # A mesh of one device needs no process group.
@@ -143,7 +147,7 @@ class Groups:
         self.rank = self.ranks.index(me) if me in self.ranks else -1
         self.coordinate = mesh.coordinate(self.rank) if self.rank >= 0 else {}
         self._lease, self._channels = self._create()
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], str, ChosenAlgorithms], Group] = {}
         self._direct: dict[tuple[str, ...], bool] = {}
 
     def _create(self) -> tuple[Lease, dict[frozenset[str], Channel]]:
@@ -166,12 +170,16 @@ class Groups:
         """Releases the process groups; using them afterwards raises ProgramError."""
         self._lease.close()
 
-    def group(self, axes: Axes) -> Group:
-        """Returns the group along `axes`, one name or several, outermost first."""
+    def group(self, axes: Axes, by: str = "") -> Group:
+        """Returns the group along `axes`, one name or several, outermost first.
+
+        `by` names an algorithm, as in `Communicator`.
+        """
         names = (axes,) if isinstance(axes, str) else axes
-        if names not in self._groups:
-            self._groups[names] = self._describe(names)
-        return self._groups[names]
+        key = names, by, self.chosen
+        if key not in self._groups:
+            self._groups[key] = programmed(self._describe(names), by, self.chosen)
+        return self._groups[key]
 
     def _describe(self, names: tuple[str, ...]) -> Group:
         sizes = tuple(self.mesh.axis_size(name) for name in names)
@@ -192,7 +200,8 @@ class Communicator(Groups, Across):
 
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one returns
     its input. Parts of a dimension may differ by one element; calls that gather such parts need the
-    `size` of the whole dimension.
+    `size` of the whole dimension. `by` names the algorithm of a call, `back` that of its gradient's
+    call; "" leaves it to `chosen`.
 
     Attributes:
         gradients: collects the gradients of parameters; without it parameters are unknown, and each
@@ -231,14 +240,14 @@ class Communicator(Groups, Across):
         )
         return moved
 
-    def all_reduce(self, x: Tensor, axis: Axes) -> Tensor:
+    def all_reduce(self, x: Tensor, axis: Axes, by: str = "") -> Tensor:
         """P to R: the sum of x over `axis`; the gradient is unchanged."""
-        group = self.group(axis)
+        group = self.group(axis, by)
         return self._move(x, group, lambda t: group.reduce(t, self._wide(t)), _same)
 
-    def to_varying(self, x: Tensor, axis: Axes) -> Tensor:
+    def to_varying(self, x: Tensor, axis: Axes, back: str = "") -> Tensor:
         """R to V: x itself; its gradient is summed over `axis`."""
-        group = self.group(axis)
+        group = self.group(axis, back)
         return self._move(x, group, _same, lambda g: group.reduce(g, self._wide(g)))
 
     def from_varying(self, x: Tensor, axis: Axes) -> Tensor:
@@ -251,38 +260,48 @@ class Communicator(Groups, Across):
         group = self.group(axis)
         return self._move(x, group, group.first, _same)
 
-    def reduce_scatter(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, dim: int, axis: Axes, by: str = "", back: str = ""
+    ) -> Tensor:
         """P to S: this rank's block along `dim` of the sum; the gradient is gathered."""
-        group, extent = self.group(axis), int(x.shape[dim])
+        group, home, extent = self.group(axis, by), self.group(axis, back), int(x.shape[dim])
         return self._move(
             x,
             group,
             lambda t: group.reduce_scatter(t, dim, self._wide(t)),
-            lambda g: group.gather(g, dim, extent),
+            lambda g: home.gather(g, dim, extent),
         )
 
-    def all_gather(self, x: Tensor, dim: int, axis: Axes, size: int | None = None) -> Tensor:
+    def all_gather(
+        self,
+        x: Tensor,
+        dim: int,
+        axis: Axes,
+        size: int | None = None,
+        by: str = "",
+        back: str = "",
+    ) -> Tensor:
         """S to V: the blocks of all ranks along `dim`; the gradient is summed and scattered."""
-        group = self.group(axis)
+        group, home = self.group(axis, by), self.group(axis, back)
         return self._move(
             x,
             group,
             lambda t: group.gather(t, dim, size),
-            lambda g: group.reduce_scatter(g, dim, self._wide(g)),
+            lambda g: home.reduce_scatter(g, dim, self._wide(g)),
         )
 
     def all_gather_invariant(
-        self, x: Tensor, dim: int, axis: Axes, size: int | None = None
+        self, x: Tensor, dim: int, axis: Axes, size: int | None = None, by: str = ""
     ) -> Tensor:
         """S to R: like `all_gather`, for a result used alike everywhere; the gradient is sliced."""
-        group = self.group(axis)
+        group = self.group(axis, by)
         return self._move(
             x, group, lambda t: group.gather(t, dim, size), lambda g: group.slice(g, dim)
         )
 
-    def slice_invariant(self, x: Tensor, dim: int, axis: Axes) -> Tensor:
+    def slice_invariant(self, x: Tensor, dim: int, axis: Axes, back: str = "") -> Tensor:
         """R to S: this rank's block of x along `dim`; the gradient is gathered."""
-        group, extent = self.group(axis), int(x.shape[dim])
+        group, extent = self.group(axis, back), int(x.shape[dim])
         return self._move(
             x, group, lambda t: group.slice(t, dim), lambda g: group.gather(g, dim, extent)
         )
@@ -295,15 +314,22 @@ class Communicator(Groups, Across):
         )
 
     def all_to_all(
-        self, x: Tensor, dim: int, to_dim: int, axis: Axes, size: int | None = None
+        self,
+        x: Tensor,
+        dim: int,
+        to_dim: int,
+        axis: Axes,
+        size: int | None = None,
+        by: str = "",
+        back: str = "",
     ) -> Tensor:
         """S to S': gathers `dim` and splits `to_dim`; the gradient does the reverse."""
-        group, extent = self.group(axis), int(x.shape[to_dim])
+        group, home, extent = self.group(axis, by), self.group(axis, back), int(x.shape[to_dim])
         return self._move(
             x,
             group,
             lambda t: group.exchange(t, dim, to_dim, size),
-            lambda g: group.exchange(g, to_dim, dim, extent),
+            lambda g: home.exchange(g, to_dim, dim, extent),
         )
 
     def rotary_all_to_all(self, x: Tensor, cos: Tensor, sin: Tensor, axis: Axes) -> Tensor:
@@ -352,7 +378,7 @@ class Communicator(Groups, Across):
         if step.op in GATHERS and step.dim is not None:
             where["size"] = self.part(shape[step.dim], step.dst.dims[step.dim])
         keywords = {name: value for name, value in where.items() if value is not None}
-        moved: Tensor = getattr(self, step.op)(x, axis=step.axes, **keywords)
+        moved: Tensor = getattr(self, step.op)(x, axis=step.axes, **keywords, **directions(step))
         return moved
 
     def shard(self, full: Tensor, layout: Layout) -> Tensor:

@@ -86,6 +86,7 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     runtimes[key] = Runtime(module.mesh, device, members, seed=number)
                     runtimes[key].widened = module.widened
+                    runtimes[key].chosen = module.collectives
                 state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]

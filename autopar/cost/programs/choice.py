@@ -1,0 +1,82 @@
+"""Which algorithm is the cheapest for a collective, by its kind, its axes and its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+from autopar.cost.collectives import algorithms
+from autopar.cost.network import Network
+from autopar.cost.programs.play import flow_of
+from autopar.ir.chosen_algorithms import LIBRARY, Algorithm, ChosenAlgorithms, ChosenRow
+from autopar.ir.collective import Collective
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # that plans have
+MOST_RANKS = 128  # of a group whose algorithms are compared; of larger ones the library's is taken
+MOST_MESSAGES = 20_000
+PIECES = (4, 16)  # into which chunks are cut, besides none
+NEAR = 2.0  # what is this many times as slow as the best is not tried in pieces
+SIZES = tuple(1 << power for power in range(10, 33))
+GAIN = 1.02  # an algorithm that is no faster than this is not worth leaving the library for
+
+Price = Callable[[Collective], float]
+
+
+def choose(network: Network, price: Price) -> ChosenAlgorithms:
+    """The cheapest way to run every collective over every set of axes, by its size.
+
+    Args:
+        network: the levels under the axes of a mesh.
+        price: seconds of a call, of one that names its algorithm and of one that does not.
+    """
+    mesh = network.mesh
+    names = [axis.name for axis in mesh.axes if axis.size > 1]
+    rows: list[ChosenRow] = []
+    for axes in (axes for n in range(1, len(names) + 1) for axes in combinations(names, n)):
+        shape = tuple(level.size for level in network.levels(axes))
+        sizes = tuple(mesh.axis_size(name) for name in axes)
+        for kind in KINDS:
+            ways = list(_ways(kind, shape, () if shape == sizes else shape))
+            before = LIBRARY
+            for nbytes in SIZES if ways else ():
+                best = _best(Collective(kind, axes, nbytes), ways, price)
+                if best != before:
+                    rows.append(ChosenRow(kind, axes, nbytes, best))
+                before = best
+    return ChosenAlgorithms(tuple(rows))
+
+
+def _ways(
+    kind: str, shape: tuple[int, ...], named: tuple[int, ...]
+) -> Iterator[tuple[Algorithm, int]]:
+    """The algorithms that are compared, each with its messages; `named` is what a call must say."""
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    for name in algorithms(kind) if 2 < ranks <= MOST_RANKS else ():
+        messages = len(flow_of(kind, name, shape).waits)
+        if messages <= MOST_MESSAGES:
+            yield Algorithm(name, 1, named), messages
+
+
+def _best(call: Collective, ways: list[tuple[Algorithm, int]], price: Price) -> str:
+    best, least = LIBRARY, price(call) / GAIN
+    near: list[tuple[Algorithm, int]] = []
+    for way, messages in ways:
+        if price(_by(call, way, 0)) >= least:
+            continue  # its latencies alone take longer
+        seconds = price(_by(call, way, call.nbytes))
+        near += [(way, messages)] if seconds < NEAR * least else []
+        if seconds < least:
+            best, least = str(way), seconds
+    for way, messages in near:
+        for pieces in (n for n in PIECES if n * messages <= MOST_MESSAGES):
+            finer = Algorithm(way.name, pieces, way.shape)
+            seconds = price(_by(call, finer, call.nbytes))
+            if seconds < least:
+                best, least = str(finer), seconds
+    return best
+
+
+def _by(call: Collective, way: Algorithm, nbytes: int) -> Collective:
+    return Collective(call.kind, call.axes, nbytes, 0, str(way))

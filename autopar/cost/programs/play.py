@@ -1,0 +1,257 @@
+"""The price of a collective's program: its messages are played over the levels of the network.
+
+Two ranks with something to say to one another have one message under way at a time, in the order of
+the rounds. A message begins when its sender has what it sends. It waits for the latency of the
+outermost level that it crosses, and then shares links with all others that are under way: each rank
+has a port out and one in for each kind of link, and where a device alone may have more than its
+share, the devices of a part share its cards, out and in. Shares are equal, and the scarcest link
+of a message decides. What is added takes time at the receiver, if that is given.
+
+With `in_step` a rank begins a round when all its messages of the one before have ended, as calls
+follow one another on a stream; then a round of equal messages takes a + m / b, the model of Thakur,
+Rabenseifner & Gropp (IJHPCA 19(1), 2005).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.algorithms import Level
+from autopar.cost.collectives import written
+from autopar.cost.programs.collective_program import CollectiveProgram
+from autopar.errors import CollectiveError
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Messages as arrays, with what each of them waits for.
+
+    Attributes:
+        ranks: how many there are.
+        share: the part of what a device brings to the call that a chunk is.
+        source, target: the ranks of each message.
+        parts: by how many chunks it is.
+        adds: whether the target adds them.
+        waits: how many messages must end before it begins.
+        after: the messages that wait for it.
+    """
+
+    ranks: int
+    share: float
+    source: Numbers
+    target: Numbers
+    parts: Floats
+    adds: NDArray[np.bool_]
+    waits: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, program: CollectiveProgram, in_step: bool = False) -> Flow:
+        """The flow of a program, whose messages are numbered round by round."""
+        before = _in_step(program) if in_step else _by_data(program)
+        rows = [(m.source, m.target, len(m.chunks), m.adds) for m in program.messages]
+        return cls.of_messages(program.ranks, program.share, rows, before)
+
+    @classmethod
+    def of_messages(
+        cls,
+        ranks: int,
+        share: float,
+        rows: Sequence[tuple[int, int, int, bool]],
+        before: Sequence[Collection[int]],
+    ) -> Flow:
+        """The flow of messages: source, target, chunks and whether they are added.
+
+        Args:
+            ranks: how many there are.
+            share: the part of what a device brings to the call that a chunk is.
+            rows: the messages.
+            before: of each message those that must end before it begins.
+        """
+        after: list[list[int]] = [[] for _ in rows]
+        for number, earlier in enumerate(before):
+            for other in earlier:
+                after[other].append(number)
+        return cls(
+            ranks,
+            share,
+            np.array([row[0] for row in rows], np.int64),
+            np.array([row[1] for row in rows], np.int64),
+            np.array([row[2] for row in rows], np.float64),
+            np.array([row[3] for row in rows], np.bool_),
+            tuple(map(len, before)),
+            tuple(map(tuple, after)),
+        )
+
+
+def _by_data(program: CollectiveProgram) -> list[set[int]]:
+    """For each message those that brought its chunks, and the one before between the two ranks."""
+    wrote: dict[tuple[int, int], tuple[int, ...]] = {}
+    last: dict[tuple[int, int], int] = {}
+    found: list[set[int]] = []
+    for messages in program.rounds:
+        fresh = []
+        for source, target, chunks, adds in messages:
+            number = len(found)
+            earlier = {writer for chunk in chunks for writer in wrote.get((source, chunk), ())}
+            if (source, target) in last:
+                earlier.add(last[source, target])
+            last[source, target] = number
+            found.append(earlier)
+            fresh.append((number, target, chunks, adds))
+        for number, target, chunks, adds in fresh:
+            for chunk in chunks:
+                kept = wrote.get((target, chunk), ()) if adds else ()
+                wrote[target, chunk] = (*kept, number)
+    return found
+
+
+def _in_step(program: CollectiveProgram) -> list[set[int]]:
+    """For each message those of the rounds before of both its ranks."""
+    last: dict[int, list[int]] = {}
+    found: list[set[int]] = []
+    for messages in program.rounds:
+        fresh: dict[int, list[int]] = {}
+        for source, target, _, _ in messages:
+            number = len(found)
+            found.append({*last.get(source, ()), *last.get(target, ())})
+            for rank in (source, target):
+                fresh.setdefault(rank, []).append(number)
+        last.update(fresh)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """How long a program took.
+
+    Attributes:
+        seconds: until the last message had ended.
+        begins, ends: of each message, in the order of the program.
+    """
+
+    seconds: float
+    begins: Floats
+    ends: Floats
+
+
+class _Links:
+    """Which links the messages of a flow use, and how fast they are."""
+
+    def __init__(self, flow: Flow, levels: Sequence[Level]) -> None:
+        names = {name: i for i, name in enumerate(dict.fromkeys(lv.resource for lv in levels))}
+        if len(names) == 1 and "" in names:
+            kind = np.arange(len(levels))  # nothing is said of what they share
+        else:
+            kind = np.array([names[level.resource] for level in levels], np.int64)
+        one, other = flow.source, flow.target
+        kinds = len(levels)
+        self.level = np.full(len(one), kinds - 1, np.int64)
+        inside = [math.prod(lv.size for lv in levels[place + 1 :]) for place in range(kinds)]
+        for place in range(kinds - 2, -1, -1):
+            self.level[one // inside[place] != other // inside[place]] = place
+        ports = [end * kinds + kind[self.level] for end in (one, other)]
+        rates = np.array([max(level.bandwidth, level.alone) for level in levels])
+        self.users = [(port, rates[self.level]) for port in ports]
+        # Cards of a part: what its devices have together, where one alone may have more.
+        shared = np.array([level.alone > level.bandwidth for level in levels])[self.level]
+        if shared.any():
+            size = np.array(inside)[self.level]
+            total = np.array([n * lv.bandwidth for n, lv in zip(inside, levels, strict=True)])
+            rate = np.where(shared, total[self.level], np.inf)
+            ranks = flow.ranks
+            for end in (one, other):
+                self.users.append(((end // size) + ranks * self.level, rate))
+        self.counts = flow.ranks * (kinds + 1)
+
+    def rates(self, active: Numbers) -> Floats:
+        """Bytes/s of each of the messages that are under way."""
+        found = np.full(len(active), np.inf)
+        for link, rate in self.users:
+            here = link[active]
+            shares = np.bincount(here, minlength=self.counts)
+            np.minimum(found, rate[active] / shares[here], out=found)
+        return found
+
+
+def play(
+    flow: Flow, levels: Sequence[Level], nbytes: float, adding: float = 0.0, base: float = 0.0
+) -> Played:
+    """Plays a program.
+
+    Args:
+        flow: of the program.
+        levels: of the network, outermost first, which its ranks fill row by row.
+        nbytes: the payload of each device before the call.
+        adding: seconds in which a receiver adds a byte.
+        base: seconds of every message besides its latency.
+
+    Raises:
+        CollectiveError: the program is written for another number of ranks.
+    """
+    devices = math.prod(level.size for level in levels)
+    if devices != flow.ranks:
+        raise CollectiveError(
+            f"a program of {flow.ranks} ranks is played by {devices} devices",
+            why="each of its ranks is a device",
+        )
+    count = len(flow.waits)
+    size = flow.parts * flow.share * nbytes
+    links, waits = _Links(flow, levels), list(flow.waits)
+    latency = np.array([level.latency + base for level in levels])[links.level]
+    late = np.where(flow.adds, size * adding, 0.0)
+    begins, ends = np.zeros(count), np.zeros(count)
+    # (time, message, whether it has ended): latencies that pass, and messages that are added.
+    events = [(float(latency[i]), i, False) for i in range(count) if not waits[i]]
+    heapq.heapify(events)
+    active, left = np.zeros(0, np.int64), np.zeros(0)
+    now = 0.0
+    rates = np.zeros(0)
+    while events or len(active):
+        durations = left / rates
+        step = float(durations.min(initial=math.inf))
+        if events:
+            step = min(step, max(events[0][0] - now, 0.0))
+        now += step
+        # Nothing is left of what ends with the step, whatever the last digits of `now`.
+        arrived = durations - step <= 1e-12 * now + 1e-9 * durations
+        left = left - rates * step
+        limit = now * (1 + 1e-12)
+        for number in active[arrived].tolist():
+            heapq.heappush(events, (now + float(late[number]), number, True))
+        joining: list[int] = []
+        while events and events[0][0] <= limit:
+            _, number, over = heapq.heappop(events)
+            if not over:
+                joining.append(number)
+                continue
+            ends[number] = now
+            for later in flow.after[number]:
+                waits[later] -= 1
+                if not waits[later]:
+                    begins[later] = now
+                    heapq.heappush(events, (now + float(latency[later]), later, False))
+        if joining or arrived.any():
+            new = np.array(joining, np.int64)
+            active = np.concatenate([active[~arrived], new])
+            left = np.concatenate([left[~arrived], size[new]])
+            rates = links.rates(active)
+    return Played(now, begins, ends)
+
+
+@lru_cache(maxsize=64)
+def flow_of(
+    kind: str, name: str, shape: tuple[int, ...], pieces: int = 1, in_step: bool = False
+) -> Flow:
+    """The flow of an algorithm's program, kept for the next size; see `written`."""
+    return Flow.of(written(kind, name, shape, pieces), in_step)

@@ -1,0 +1,174 @@
+"""Which algorithm runs a collective, as text: "2d_torus", "h_ring/4 over 2x8", and when which one.
+
+Behind the slash stands into how many pieces each chunk is cut, which follow one another; behind
+`over` the sizes of the levels that the algorithm is written for, outermost first, by default those
+of the call's axes. A plan and a generated program say in rows which calls have one:
+
+    "all_reduce over node, gpu from 65536: 2d_torus"
+
+are calls with a payload of 64 KiB or more on each device, up to the next row of the same call. What
+no row tells is left to the library, and so is what is run by "library".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.errors import CollectiveError
+from autopar.ir.collective import Collective, Step
+from autopar.ir.mesh import Mesh
+
+LIBRARY = "library"
+_ALGORITHM = re.compile(r"(\w{1,64})(?:/(\d{1,4}))?(?: over (\d{1,8}(?:x\d{1,8})*))?")
+_ROW = re.compile(r"(\w{1,64}) over ([\w, ]{1,1000}) from (\d{1,18}): (.{1,200})")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm as a call names it.
+
+    Attributes:
+        name: of the algorithm.
+        pieces: into how many each chunk is cut.
+        shape: the sizes of the levels; () for those of the axes.
+    """
+
+    name: str
+    pieces: int = 1
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        pieces = f"/{self.pieces}" if self.pieces > 1 else ""
+        shape = f" over {'x'.join(map(str, self.shape))}" if self.shape else ""
+        return f"{self.name}{pieces}{shape}"
+
+    @classmethod
+    def parse(cls, text: str) -> Algorithm:
+        """Reads what `str` gives; CollectiveError for anything else."""
+        match = _ALGORITHM.fullmatch(text)
+        shape = tuple(map(int, match[3].split("x"))) if match and match[3] else ()
+        if match is None or not int(match[2] or 1) or not all(shape):
+            raise CollectiveError(
+                f"cannot read the algorithm {text[:80]!r}",
+                todo='write e.g. "2d_torus", or "h_ring/4 over 2x8" with pieces and levels',
+            )
+        return cls(match[1], int(match[2] or 1), shape)
+
+    def over(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of its levels among ranks along axes of these sizes, outermost first.
+
+        Raises:
+            CollectiveError: it is written for another number of ranks.
+        """
+        wide = tuple(size for size in sizes if size > 1) or (1,)
+        shape = self.shape or wide
+        if math.prod(shape) != math.prod(wide):
+            raise CollectiveError(
+                f"{self} runs among {math.prod(wide)} ranks",
+                why=f"it is written for {math.prod(shape)}",
+            )
+        return shape
+
+
+@dataclass(frozen=True)
+class ChosenRow:
+    """One row: calls of a kind over axes, from so many bytes on, run by an algorithm."""
+
+    kind: str
+    axes: tuple[str, ...]
+    least: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {', '.join(self.axes)} from {self.least}: {self.by}"
+
+    @classmethod
+    def parse(cls, text: str) -> ChosenRow:
+        """Reads what `str` gives; CollectiveError for anything else."""
+        match = _ROW.fullmatch(text)
+        if match is None:
+            raise CollectiveError(
+                f"cannot read {text[:80]!r}",
+                todo='write e.g. "all_reduce over node, gpu from 65536: 2d_torus"',
+            )
+        if match[4] != LIBRARY:
+            Algorithm.parse(match[4])
+        axes = tuple(name.strip() for name in match[2].split(","))
+        return cls(match[1], axes, int(match[3]), match[4])
+
+
+@dataclass(frozen=True)
+class ChosenAlgorithms:
+    """Which calls have an algorithm of their own; none, if there are no rows."""
+
+    rows: tuple[ChosenRow, ...] = ()
+
+    @classmethod
+    def parse(cls, rows: Sequence[str]) -> ChosenAlgorithms:
+        """Reads rows of text; CollectiveError names one that cannot be read."""
+        return cls(tuple(map(ChosenRow.parse, rows)))
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The rows as text, which `parse` reads back."""
+        return tuple(map(str, self.rows))
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, frozenset[str]], list[ChosenRow]]:
+        found: dict[tuple[str, frozenset[str]], list[ChosenRow]] = {}
+        for row in sorted(self.rows, key=lambda row: row.least):
+            found.setdefault((row.kind, frozenset(row.axes)), []).append(row)
+        return found
+
+    def by(self, kind: str, axes: Sequence[str], nbytes: int) -> str:
+        """The algorithm of a call, "" for the library's own.
+
+        Args:
+            kind: the collective.
+            axes: over which it is.
+            nbytes: what each device brings to it.
+        """
+        found = ""
+        for row in self._rows.get((kind, frozenset(axes)), ()):
+            if row.least <= nbytes:
+                found = "" if row.by == LIBRARY else row.by
+        return found
+
+    def named(self, call: Collective) -> Collective:
+        """The call with its algorithm; as it is, if it has one already or none is chosen."""
+        if not self.rows or call.algorithm:
+            return call
+        by = self.by(call.kind, call.axes, call.nbytes)
+        return replace(call, algorithm=by) if by else call
+
+    def title(self, call: Collective, nbytes: int) -> str:
+        """The name of a call to a person, where it goes with others in so many bytes."""
+        return self.named(replace(call, nbytes=nbytes)).title
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuses rows that do not fit a mesh.
+
+        Raises:
+            MeshError: an axis that it does not have.
+            CollectiveError: an algorithm for another number of ranks.
+        """
+        for row in self.rows:
+            sizes = [mesh.axis_size(name) for name in row.axes]
+            if row.by != LIBRARY:
+                Algorithm.parse(row.by).over(sizes)
+
+
+def directions(step: Step) -> dict[str, str]:
+    """The algorithms of a step's two directions, as the runtime's arguments `by` and `back`."""
+    calls = {"by": step.forward, "back": step.backward}
+    return {way: call.algorithm for way, call in calls.items() if call and call.algorithm}
+
+
+LIBRARY_ONLY = ChosenAlgorithms()

@@ -1,0 +1,243 @@
+"""MSCCL++'s execution plans: read, judged and priced; ours are written and read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.algorithms import Level
+from autopar.cost.collectives import written
+from autopar.cost.programs.execution_judge import judge_plan
+from autopar.cost.programs.execution_plan import ExecutionPlan, Operation
+from autopar.cost.programs.execution_writer import execution_plan, played_plan
+from autopar.cost.programs.play import flow_of, play
+from autopar.errors import CollectiveError
+from tests.cost.programs.grids import ALGORITHMS
+
+
+def own(buffer: str, index: int, size: int = 1) -> dict[str, Any]:
+    return {"type": buffer, "index": index, "size": size}
+
+
+def far(number: int, index: int, size: int = 1) -> dict[str, Any]:
+    return {"buffer_id": number, "index": index, "size": size}
+
+
+def move(name: str, source: dict[str, Any], target: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "src_buff": [source], "dst_buff": [target]}
+
+
+def plan(gpus: list[dict[str, Any]], protocol: str = "Simple") -> str:
+    """Two GPUs with four chunks each, a channel to one another, and all of the other's buffers."""
+    made = [
+        {
+            "id": rank,
+            "input_chunks": 4,
+            "output_chunks": 4,
+            "scratch_chunks": 4,
+            "channels": [{"channel_type": "memory", "connected_to": [1 - rank]}],
+            "remote_buffers": [
+                {"rank": 1 - rank, "type": kind, "access_channel_types": ["memory"]}
+                for kind in ("i", "s")
+            ],
+            "semaphores": [{"init_value": 0}],
+            "threadblocks": [
+                {
+                    "id": number,
+                    "channels": [{"channel_type": "memory", "channel_ids": [0]}],
+                    "remote_buffer_refs": [
+                        {"access_channel_type": "memory", "remote_buffer_ids": [0, 1]}
+                    ],
+                    "ops": ops,
+                }
+                for number, ops in enumerate(gpu["blocks"])
+            ],
+        }
+        for rank, gpu in enumerate(gpus)
+    ]
+    head = {"name": "mine", "collective": "allreduce", "protocol": protocol, "inplace": True}
+    return json.dumps({**head, "num_threads_per_block": 1024, "gpus": made})
+
+
+SIGNAL = {"name": "signal", "channel_ids": [0], "channel_type": "memory"}
+WAIT = {**SIGNAL, "name": "wait"}
+
+
+def halves() -> str:
+    """Each GPU adds a half of the other's input to its own and writes the sum to both."""
+    gpus = []
+    for rank in range(2):
+        ends = own("i", 2 * rank, 2), far(0, 2 * rank, 2)
+        add = {"name": "rres", "src_buff": ends, "dst_buff": ends, "channel_type": "memory"}
+        ops = [SIGNAL, WAIT, {**add, "reduce_op": "sum"}, {"name": "nop"}, SIGNAL, WAIT]
+        gpus.append({"blocks": [ops]})
+    return plan(gpus)
+
+
+def packets() -> str:
+    """The same in packets, which need no signals: one threadblock sends and adds, one unpacks."""
+    gpus = []
+    for rank in range(2):
+        mine, other = 2 * rank, 2 * (1 - rank)
+        send = {
+            "name": "ppkt", "src_buff": [own("i", other, 2)], "dst_buff": [far(1, 0, 2)],
+            "channel_type": "memory",
+        }  # fmt: skip
+        add = {
+            "name": "respkt", "src_buff": [own("i", mine, 2), own("s", 0, 2)],
+            "dst_buff": [own("i", mine, 2), far(1, 2, 2)], "channel_type": "memory",
+        }  # fmt: skip
+        unpack = {"name": "upkt", "src_buff": [own("s", 2, 2)], "dst_buff": [own("i", other, 2)]}
+        gpus.append({"blocks": [[send, add], [unpack]]})
+    return plan(gpus, "LL")
+
+
+@pytest.mark.parametrize("text", [halves(), packets()])
+def test_plans_are_read_judged_priced_and_written_back(text: str, tmp_path: Path) -> None:
+    read = ExecutionPlan.parse(text)
+    assert json.loads(str(read)) == json.loads(text)
+    judge_plan(read)
+    # Two chunks of four there and two back, each after the other one's: 2 (a + m / 2b).
+    there_and_back = played_plan(read, [Level(2, 100.0, 1.0)], 400).seconds
+    assert there_and_back == pytest.approx(2 * (1 + 200 / 100))
+    read.save(tmp_path / "plan.json")
+    assert ExecutionPlan.load(tmp_path / "plan.json") == read
+
+
+def changed(text: str, rank: int, block: int, place: int, new: dict[str, Any] | None) -> str:
+    table = json.loads(text)
+    ops = table["gpus"][rank]["threadblocks"][block]["ops"]
+    ops[place : place + 1] = [] if new is None else [new]
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (changed(halves(), 0, 0, 0, None), "wait for one another"),
+        (changed(halves(), 0, 0, 4, None), "wait for one another"),
+        (changed(halves(), 0, 0, 2, {"name": "nop"}), "wrong chunk"),
+        (changed(packets(), 0, 1, 0, {"name": "nop"}), "wrong chunk"),
+        (changed(packets(), 1, 0, 0, {"name": "nop"}), "wait for one another"),
+        (changed(halves(), 0, 0, 2, {"name": "glres"}), "not judged"),
+        (changed(halves(), 0, 0, 3, {"name": "nop", "tbg_info": {"tb_id": 0}}), "not judged"),
+        (changed(halves(), 0, 0, 3, {**WAIT, "channel_ids": [7]}), "no channel 7"),
+        (
+            changed(halves(), 0, 0, 3, {"name": "sem_acquire", "semaphore_ids": [0]}),
+            "wait for one another",
+        ),
+        (
+            changed(halves(), 0, 0, 3, move("copy", own("s", 0), own("i", 0))),
+            "before anything is there",
+        ),
+        (
+            changed(halves(), 0, 0, 3, move("copy", own("i", 9), own("i", 0))),
+            "no chunk 9",
+        ),
+        (
+            changed(halves(), 0, 0, 3, move("put", own("i", 0), far(5, 0))),
+            "does not name",
+        ),
+        (halves().replace("allreduce", "gossip"), "not judged"),
+    ],
+)  # fmt: skip
+def test_broken_plans_are_caught(text: str, says: str) -> None:
+    with pytest.raises(CollectiveError) as caught:
+        judge_plan(ExecutionPlan.parse(text))
+    assert says in str(caught.value)
+
+
+def test_a_race_is_caught_whatever_came_of_it() -> None:
+    """A GPU reads what another one is about to write, or writes it, without having waited."""
+    get = {
+        "name": "get", "src_buff": [far(1, 0)], "dst_buff": [own("s", 1)], "channel_ids": [0],
+        "channel_type": "memory",
+    }  # fmt: skip
+    put = {
+        "name": "put", "src_buff": [own("i", 0)], "dst_buff": [far(1, 1)], "channel_ids": [0],
+        "channel_type": "memory",
+    }  # fmt: skip
+    copy = {"name": "copy", "src_buff": [own("i", 0)], "dst_buff": [own("s", 0)]}
+    for blocks in (
+        [{"blocks": [[copy]]}, {"blocks": [[get]]}],
+        [{"blocks": [[put]]}, {"blocks": [[{**copy, "dst_buff": [own("s", 1)]}]]}],
+    ):
+        with pytest.raises(CollectiveError, match=r"may not be there yet|may still use"):
+            judge_plan(ExecutionPlan.parse(plan(blocks)))
+
+
+def test_semaphores_join_threadblocks_of_one_gpu() -> None:
+    copy = {"name": "copy", "src_buff": [own("i", 0)], "dst_buff": [own("s", 0)]}
+    add = {"name": "copy", "src_buff": [own("s", 0)], "dst_buff": [own("s", 1)]}
+    release = {"name": "sem_release", "semaphore_ids": [0]}
+    acquire = {**release, "name": "sem_acquire"}
+    joined = [{"blocks": [[copy, release], [acquire, add]]}, {"blocks": []}]
+    with pytest.raises(CollectiveError, match="ends with the wrong chunk"):
+        judge_plan(ExecutionPlan.parse(plan(joined)))  # ends, and is no all_reduce
+    apart = [{"blocks": [[copy], [add]]}, {"blocks": []}]
+    with pytest.raises(CollectiveError, match="may not be there yet"):
+        judge_plan(ExecutionPlan.parse(plan(apart)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"protocol": "Simple"', '"protocol": "Fast"'),
+        ('"inplace": true', '"inplace": 3'),
+        ('"id": 0', '"id": 7'),
+        ('"input_chunks": 4', '"input_chunks": "four"'),
+        ('"channel_type": "memory"', '"channel_type": "pigeon"'),
+        ('{"type": "i", "index": 0, "size": 2}', '{"index": 0, "size": 2}'),
+        ('{"type": "i", "index": 0, "size": 2}', '{"type": "z", "index": 0, "size": 2}'),
+        ('"gpus"', '"cpus"'),
+        ("{", "["),
+    ],
+)
+def test_damaged_files_are_refused_by_name(old: str, new: str) -> None:
+    assert old in halves()
+    with pytest.raises(CollectiveError):
+        ExecutionPlan.parse(halves().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(("kind", "name"), ALGORITHMS)
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 2, 2)])
+def test_ours_are_written_read_back_and_judged(
+    kind: str, name: str, shape: tuple[int, ...]
+) -> None:
+    for pieces in (1, 2):
+        made = execution_plan(written(kind, name, shape, pieces))
+        assert ExecutionPlan.parse(str(made)) == made
+        judge_plan(made)
+
+
+@settings(deadline=None, max_examples=80)
+@given(algorithm=st.sampled_from(ALGORITHMS), pieces=st.integers(1, 2), data=st.data())
+def test_every_operation_is_needed(
+    algorithm: tuple[str, str], pieces: int, data: st.DataObject
+) -> None:
+    made = execution_plan(written(*algorithm, (2, 3), pieces))
+    rank = data.draw(st.integers(0, 5))
+    gpu = made.gpus[rank]
+    (block,) = gpu.threadblocks
+    real = [n for n, op in enumerate(block.operations) if op.name != "nop"]
+    place = data.draw(st.sampled_from(real))
+    operations = list(block.operations)
+    operations[place] = Operation("nop")
+    broken = replace(gpu, threadblocks=(replace(block, operations=tuple(operations)),))
+    gpus = (*made.gpus[:rank], broken, *made.gpus[rank + 1 :])
+    with pytest.raises(CollectiveError):
+        judge_plan(replace(made, gpus=gpus))
+
+
+def test_a_plan_is_priced_as_its_program_is() -> None:
+    levels = [Level(2, 1e9, 1e-5), Level(4, 1e10, 1e-6)]
+    for kind, name in (("all_reduce", "halving_doubling"), ("broadcast", "chain")):
+        plan = execution_plan(written(kind, name, (2, 4)))
+        played = play(flow_of(kind, name, (2, 4)), levels, 1e6).seconds
+        assert played_plan(plan, levels, 1e6).seconds == pytest.approx(played)
