@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -160,7 +161,7 @@ def play(kill: Kill, folder: Path) -> Outcome:
             wrong.append(f"rank {rank} lives")
         elif process.exitcode == 0:
             wrong.append(f"rank {rank} ended with 0")
-        lines = [line for line in text.splitlines() if " lost" in line or "did not come" in line]
+        lines = [line for line in text.splitlines() if re.search(r" lost|(did|has) not come", line)]
         named = [line for line in lines if f"{kill.victim}" in line and "rank" in line]
         said = said or (named[-1] if named else "")
         if not named:
