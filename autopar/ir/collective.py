@@ -42,6 +42,7 @@ from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 # Steps that concatenate parts, whose lengths may differ.
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
+_Dims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,9 @@ class Collective:
     Attributes:
         kind: name of the collective.
         axes: mesh axes of the group.
-        nbytes: payload in bytes per device before the call: the shard for all_gather, the whole
-            local tensor for reduce_scatter, all_reduce and all_to_all.
-        quantised: bytes moved by the kernels that convert the payload to int8 blocks and back; 0 if
-            it is sent unchanged. See `int8_blocks.py`.
-        algorithm: name of the algorithm that runs it, "2d_torus"; "" leaves it to the library. See
-            `chosen_algorithms.py`.
+        nbytes: bytes per device before the call: the shard of an all_gather, else the whole tensor.
+        quantised: bytes moved by kernels that convert the payload to int8 blocks and back, or 0.
+        algorithm: the algorithm that runs it, "2d_torus"; "" is the library's own.
     """
 
     kind: str
@@ -68,8 +66,8 @@ class Collective:
     @property
     def title(self) -> str:
         """Display name: "all_gather", "int8 all_gather", "all_gather by ho_ring"."""
-        by = f" by {self.algorithm}" if self.algorithm else ""
-        return f"int8 {self.kind}{by}" if self.quantised else f"{self.kind}{by}"
+        int8, by = "int8 " * bool(self.quantised), f" by {self.algorithm}" * bool(self.algorithm)
+        return f"{int8}{self.kind}{by}"
 
 
 @dataclass(frozen=True)
@@ -398,7 +396,5 @@ def _gathers(
                 yield Step("all_to_all", (axis,), dim, other, layout, dst, call, back)
 
 
-def _put(
-    dims: tuple[tuple[str, ...], ...], dim: int, axes: tuple[str, ...]
-) -> tuple[tuple[str, ...], ...]:
+def _put(dims: _Dims, dim: int, axes: tuple[str, ...]) -> _Dims:
     return (*dims[:dim], axes, *dims[dim + 1 :])

@@ -15,7 +15,7 @@ from itertools import groupby
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
-from autopar.ir.verify import verify
+from autopar.passes.verify import verify
 
 # Names of the first block may lack a number, and those in the second, too.
 LEAST = 4

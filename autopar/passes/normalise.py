@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from autopar.ir.graph import Graph
 from autopar.ir.rewrite import eliminate_dead
-from autopar.ir.verify import verify
 from autopar.operators.interpret import annotate
 from autopar.passes.attention_masks import causal_masks, group_heads, simplify_masks
 from autopar.passes.bags import lower_bags
@@ -17,6 +16,7 @@ from autopar.passes.projections import split_fused
 from autopar.passes.repeats import find_repeats
 from autopar.passes.routing import find_mixtures, lower_grouped
 from autopar.passes.simplify import drop_identities, lower_splits
+from autopar.passes.verify import verify
 
 Pass = Callable[[Graph], Graph]
 Trace = Callable[[str, Graph], None]

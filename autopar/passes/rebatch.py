@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
-from autopar.ir.verify import verify
+from autopar.passes.verify import verify
 
 Value = TypeVar("Value")
 

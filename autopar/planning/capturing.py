@@ -18,11 +18,11 @@ from autopar.intra_op.proofs.own_function_rules import split_functions
 from autopar.ir.fusion import EXPERTS
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph
-from autopar.ir.verify import verify
 from autopar.operators.mixture import with_kernels
 from autopar.passes.fusion import fuse
 from autopar.passes.normalise import NORMALISING, PASSES, Pass, prepare
 from autopar.passes.projections import split_fused
+from autopar.passes.verify import verify
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace
 

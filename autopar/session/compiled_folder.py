@@ -32,7 +32,7 @@ from autopar.files.checked_values import Fields, Row, Table, Text, Whole
 from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
-from autopar.ir.verify import verify
+from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.runtime import folder
 from autopar.runtime.checkpoint.values import decode, encode

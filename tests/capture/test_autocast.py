@@ -15,9 +15,9 @@ from autopar.capture.capture import capture
 from autopar.capture.decompose import decompose_unknown
 from autopar.errors import CaptureError
 from autopar.intra_op.rules import rules
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
 from autopar.passes.normalise import NORMALISING, prepare
+from autopar.passes.verify import verify
 from tests.support.ranks import run_ranks
 
 RULES = rules()

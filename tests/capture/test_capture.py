@@ -19,8 +19,8 @@ from autopar.capture.capture import Captured, capture
 from autopar.errors import BatchError
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
+from autopar.passes.verify import verify
 from autopar.zoo.construction import build, example_inputs
 from tests.support import models
 

@@ -13,8 +13,8 @@ from autopar.capture.capture import capture
 from autopar.capture.decompose import decompose_unknown
 from autopar.intra_op.rules import rules
 from autopar.ir.graph import Graph
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
+from autopar.passes.verify import verify
 
 KNOWN = set(rules())
 

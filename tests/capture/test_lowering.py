@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autopar.capture.capture import capture
 from autopar.errors import CaptureError
 from autopar.ir.rewrite import writes
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
+from autopar.passes.verify import verify
 
 Outcome = Tensor | tuple[Tensor, ...]
 

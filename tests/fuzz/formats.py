@@ -37,7 +37,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph, parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.pipeline_step import Wiring
-from autopar.ir.verify import verify
+from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options

@@ -13,9 +13,9 @@ from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.stage_graphs import alike, cut
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.passes.verify import verify
 from tests.support import models
 
 

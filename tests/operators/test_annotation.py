@@ -16,10 +16,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.ir.verify import verify
 from autopar.operators.annotation import Annotation
 from autopar.operators.interpret import run
 from autopar.passes.normalise import prepare
+from autopar.passes.verify import verify
 
 MESH = Mesh.parse("cpu: data=2, tensor=4, one=1")
 

@@ -15,9 +15,9 @@ from autopar.errors import GraphError
 from autopar.ir.graph import Graph, Node, Ref, Repeat
 from autopar.ir.graph_text import format_graph, parse_graph
 from autopar.ir.tensor import TensorType
-from autopar.ir.verify import verify
 from autopar.operators.interpret import annotate, execute, run
 from autopar.passes.norms import lower_batch_norms
+from autopar.passes.verify import verify
 from tests.support import models
 
 CPU = torch.device("cpu")

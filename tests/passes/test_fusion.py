@@ -15,10 +15,10 @@ from autopar.errors import ProgramError
 from autopar.intra_op.rules import rules
 from autopar.ir.fusion import choose, names, switches
 from autopar.ir.graph import PREFIX, Graph
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
 from autopar.passes.fusion import fuse
 from autopar.passes.normalise import FINDING, NORMALISING, prepare
+from autopar.passes.verify import verify
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
 from autopar.planning.trace import Trace

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.verify import verify
 from autopar.passes.linear import lower_linears
 from autopar.passes.projections import split_fused
 from autopar.passes.simplify import drop_identities, lower_splits
+from autopar.passes.verify import verify
 from tests.support.graphs import assert_equal_runs, captured_double, checked, ops
 
 CONV1D = """

@@ -12,10 +12,10 @@ from autopar.intra_op.rules import rules
 from autopar.intra_op.solvers import solve
 from autopar.ir.graph_text import parse_graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.verify import verify
 from autopar.operators.interpret import run
 from autopar.passes.normalise import prepare
 from autopar.passes.norms import lower_batch_norms
+from autopar.passes.verify import verify
 from tests.support.graphs import assert_equal_runs, captured_double, leaf_values
 from tests.support.models import conv_net
 

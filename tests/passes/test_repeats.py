@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from autopar.ir.graph import Graph, Repeat
 from autopar.ir.graph_text import parse_graph
-from autopar.ir.verify import verify
 from autopar.operators.interpret import execute
 from autopar.passes.normalise import prepare
 from autopar.passes.repeats import find_repeats
+from autopar.passes.verify import verify
 from tests.support.graphs import Values, assert_equal_runs, captured_double, evaluate, leaf_values
 from tests.support.models import MODELS, mlp
 

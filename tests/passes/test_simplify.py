@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir.graph_text import parse_graph
-from autopar.ir.verify import verify
 from autopar.passes.simplify import drop_identities, lower_splits
+from autopar.passes.verify import verify
 from tests.support.graphs import assert_equal_runs, checked, leaf_values, ops
 
 IDENTITIES = """

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from autopar.capture.capture import Captured, capture
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import parse_graph
-from autopar.ir.verify import verify
 from autopar.operators.interpret import TORCH_DTYPES, run
+from autopar.passes.verify import verify
 
 Values = dict[str, Tensor]
 

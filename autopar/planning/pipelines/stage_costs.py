@@ -40,8 +40,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
 from autopar.ir.tensor import TensorType
-from autopar.ir.verify import verify
 from autopar.passes.normalise import FINDING, prepare
+from autopar.passes.verify import verify
 from autopar.planning.kernel_savings import applicable
 from autopar.planning.offloading import told as offloaded
 from autopar.planning.options import Options

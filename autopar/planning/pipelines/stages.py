@@ -19,8 +19,8 @@ from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.rewrite import writes
 from autopar.ir.stage_graphs import alike, cut, free_values
-from autopar.ir.verify import verify
 from autopar.passes.normalise import FINDING, prepare
+from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.planning.fitting import ALIKE
 from autopar.planning.options import Options

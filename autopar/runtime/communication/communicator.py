@@ -171,10 +171,7 @@ class Groups:
         self._lease.close()
 
     def group(self, axes: Axes, by: str = "") -> Group:
-        """Returns the group along `axes`, one name or several, outermost first.
-
-        `by` names an algorithm, as in `Communicator`.
-        """
+        """Returns the group along `axes`, outermost first; `by` as in `Communicator`."""
         names = (axes,) if isinstance(axes, str) else axes
         key = names, by, self.chosen
         if key not in self._groups:
@@ -199,9 +196,8 @@ class Communicator(Groups, Across):
     """The communication methods of a generated program over one mesh; arguments as in `Groups`.
 
     `axis` is a mesh axis or a tuple of them, outermost first. A call along axes of size one returns
-    its input. Parts of a dimension may differ by one element; calls that gather such parts need the
-    `size` of the whole dimension. `by` names the algorithm of a call, `back` that of its gradient's
-    call; "" leaves it to `chosen`.
+    its input. Parts of a dimension may differ by one element; calls that gather them need its whole
+    `size`. `by` names the algorithm of a call, `back` that of its gradient's; "" is `chosen`'s.
 
     Attributes:
         gradients: collects the gradients of parameters; without it parameters are unknown, and each

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import GraphError
 from autopar.ir.graph_text import parse_graph
-from autopar.ir.verify import CHECKS, verify
+from autopar.passes.verify import CHECKS, verify
 
 GOOD = """\
 graph 'good'
