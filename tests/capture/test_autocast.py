@@ -132,7 +132,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
             with torch.no_grad():
                 return super().forward(x)
 
-    with pytest.raises(CaptureError, match="switched on inside of an autocast block"):
+    with pytest.raises(CaptureError, match="switched on inside an autocast block"):
         capture(Around(switched_on, torch.bfloat16), (x,))
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import autopar
 from autopar.cli import main
 from autopar.errors import OptionError
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.pins import data_parallel
@@ -40,9 +41,13 @@ OTHERS: dict[str, Any] = {
     "fuse": ("gated",),
     "offload": "optimizer",
     "state_bytes": 1.0,
+    "collectives": ChosenAlgorithms.parse(["all_reduce over gpu from 1: halving_doubling"]),
 }
 # A plan cannot say these: functions and files, and how its own stage came to be.
-BESIDE = {"loss_fn", "trace", "table", "calibration", "whole", "stages", "schedule", "global_batch"}
+BESIDE = {
+    "loss_fn", "trace", "table", "calibration", "whole", "stages", "schedule", "global_batch",
+    "allow",
+}  # fmt: skip
 
 
 def test_every_option_is_kept_by_plans_or_named_beside_them() -> None:

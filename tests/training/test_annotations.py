@@ -202,8 +202,8 @@ def losses(found: Planned | None) -> tuple[list[float], Batch]:
     """Four steps of SGD: on this rank by autopar as planned, without a plan by torch alone."""
     model, batch = gpt({})
     if found is not None:
-        compiler = importlib.import_module("autopar.session.session")
-        with patch.object(compiler, "capture_graph", lambda *_: found.captured):
+        compiler = importlib.import_module("autopar.session.compiler")
+        with patch.object(compiler, "capture_call", lambda *_: found.captured):
             program = autopar.compile(
                 model,
                 MESH,

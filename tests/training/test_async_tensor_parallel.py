@@ -81,11 +81,11 @@ class Case:
         """This rank's runs, apart and by torch's operators, and how often these were called."""
         called, runs = Called(), []
         library = with_torch_s_operators(called)
-        compiler = importlib.import_module("autopar.session.session")
+        compiler = importlib.import_module("autopar.session.compiler")
         for direct in (False, True):
             model, batch = small(self.name)
             with (
-                patch.object(compiler, "capture_graph", lambda *_: found),
+                patch.object(compiler, "capture_call", lambda *_: found),
                 patch.object(collectives, "reach_one_another", lambda group, direct=direct: direct),
             ):
                 program = autopar.compile(

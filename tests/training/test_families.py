@@ -86,11 +86,11 @@ class Jobs:
 
     def train(self, mesh: str) -> dict[str, Run]:
         """The runs of this rank."""
-        compiler = importlib.import_module("autopar.session.session")
+        compiler = importlib.import_module("autopar.session.compiler")
         runs = {}
         for name, captured in self.captured.items():
             model, batch = make(name)
-            with patch.object(compiler, "capture_graph", lambda *_, found=captured: found):
+            with patch.object(compiler, "capture_call", lambda *_, found=captured: found):
                 program = autopar.compile(model, mesh, optimizer=sgd, example_inputs=batch)
             torch.manual_seed(1)
             losses = [program.step(**batch).item() for _ in range(STEPS)]

@@ -200,8 +200,7 @@ def planned(name: str) -> tuple[StagePlan, str]:
     model, x = made(name)
     with tempfile.TemporaryDirectory() as folder:
         plan = autopar.plan(model, MESH, example_inputs=x, trace=folder)
-        assert isinstance(plan, StagePlan)
-        return plan, next(Path(folder).glob("*decompose_unknown.txt")).read_text()
+        return plan.stage, next(Path(folder).glob("*decompose_unknown.txt")).read_text()
 
 
 @pytest.mark.parametrize(("name", "spec"), SPECS.items())
@@ -219,7 +218,8 @@ def test_a_rule_of_the_users_comes_first() -> None:
     own = autopar.rule(Steep, "... -> ...", examples=["f64[4, 6]"])
     assert own.op == f"{OWN}:Steep"
     plan = autopar.plan(made("steep")[0], MESH, example_inputs=x, rules=[own], unknown_ops="error")
-    assert isinstance(plan, StagePlan)
+    assert any("function" in node for node in plan.stage.nodes)
+    assert not plan.stage.replicated
     wrong = autopar.rule(PerRow, "... -> ...", examples=["f64[4, 6]"])
     with pytest.raises(autopar.errors.RuleError, match="wrong"):
         autopar.plan(model, MESH, example_inputs=x, rules=[wrong])

@@ -152,7 +152,7 @@ def storages(jobs: Jobs, number: int) -> list[dict[str, Storage]]:
     captured = jobs.captured[case.captured(plan.precision)]
     return [
         {
-            leaf.target: stage.plan.storage(
+            leaf.target: stage.storage(
                 graph.template[leaf.name], graph.template[graph.users[leaf.name][0]]
             )
             for leaf in graph.leaves("param")

@@ -59,11 +59,11 @@ def planned(found: Captured, fuse: Fuse) -> StagePlan:
 
 def trained(found: list[Captured]) -> list[Run]:
     """The runs of this rank, one for each of `WAYS`."""
-    compiler = importlib.import_module("autopar.session.session")
+    compiler = importlib.import_module("autopar.session.compiler")
     runs = []
     for fuse, graph in zip(WAYS, found, strict=True):
         model, batch = llama()
-        with patch.object(compiler, "capture_graph", lambda *_, graph=graph: graph):
+        with patch.object(compiler, "capture_call", lambda *_, graph=graph: graph):
             program = autopar.compile(
                 model, MESH, optimizer=optimizer, example_inputs=batch, pins=PINS, fuse=fuse
             )

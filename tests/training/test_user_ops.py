@@ -109,14 +109,14 @@ def test_training_is_the_unsharded_one(own: tuple[autopar.OpRule, ...]) -> None:
 def test_what_runs_whole_is_in_the_plan_with_its_price() -> None:
     model, x = made()
     plan = autopar.plan(model, MESH, example_inputs=x)
-    assert "[replicated]" in plan.to_toml()
+    assert "[stages.replicated]" in plan.to_toml()
     assert Plan.from_toml(plan.to_toml()) == plan
     (seconds,) = plan.stage.replicated.values()
     # It reads and writes 8 x 4 x 32 doubles, forwards and backwards, at the memory's pace at best.
     assert 0 < seconds < plan.predicted.compute_seconds
     ruled = autopar.plan(model, MESH, example_inputs=x, rules=[RULE])
     assert not ruled.stage.replicated
-    assert "[replicated]" not in ruled.to_toml()
+    assert "[stages.replicated]" not in ruled.to_toml()
     assert ruled.predicted.step_seconds < plan.predicted.step_seconds
 
 
@@ -125,7 +125,9 @@ def test_a_damaged_price_is_named(table: str) -> None:
     model, x = made()
     text = autopar.plan(model, MESH, example_inputs=x, rules=[RULE]).to_toml()
     with pytest.raises(PlanError, match="damaged"):
-        Plan.from_toml(text.replace("[predicted]", f"replicated {table}\n[predicted]"))
+        Plan.from_toml(
+            text.replace("[stages.predicted]", f"replicated {table}\n[stages.predicted]")
+        )
 
 
 def test_a_rule_is_a_value_and_is_not_remembered() -> None:
