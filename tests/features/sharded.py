@@ -139,11 +139,11 @@ def made_once() -> Iterator[list[Any]]:
         )
 
     def planned(graph: Any, mesh: Any, options: Any, trace: Any, state: Any) -> Any:
-        what = (fingerprint(graph), mesh, replace(options, table={}), state)
+        what = (key, fingerprint(graph), mesh, replace(options, table={}), state)
         return once(what, lambda: plan(graph, mesh, options, trace, state))
 
     def in_stages(found: Any, mesh: Any, request: Any, options: Any, *more: Any) -> Any:
-        what = (fingerprint(found.graph), mesh, request, replace(options, table={}), more[1])
+        what = (key, fingerprint(found.graph), mesh, request, replace(options, table={}), more[1])
         return once(what, lambda: cut(found, mesh, request, options, *more))
 
     with (
