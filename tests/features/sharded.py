@@ -139,7 +139,7 @@ def made_once() -> Iterator[list[Any]]:
         )
 
     def planned(found: Captured, mesh: Any, options: Any, trace: Any) -> Any:
-        what = (fingerprint(found.graph), mesh, replace(options, table={}))
+        what = (key, fingerprint(found.graph), mesh, replace(options, table={}))
         return once(what, lambda: plan(found, mesh, options, trace))
 
     with patch.multiple(compiler, capture_call=captured, plan_captured=planned):
