@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "a branch": (lambda x, i: x if x.sum() > 0 else -x, "torch.where"),
     "sparse tensors": (lambda x, i: x * x.detach().to_sparse(), "layout torch.sparse_coo"),
     "an unusual dtype": (lambda x, i: i.to(torch.uint64), "torch.uint64"),
-    "a size by values": (lambda x, i: torch.nonzero(x), "sizes depend on values"),
+    "a size by values": (lambda x, i: x[x.nonzero()].sum(), "sizes depend on values"),
     "out of another size": (
         lambda x, i: x * torch.add(x.detach(), 1, out=torch.zeros(0, dtype=x.dtype)),
         "resizes",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import autopar
@@ -63,6 +63,7 @@ def boxes_in(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(boxes_in())
+@example(((0, 1), [Box((0, 0), (0, 0))]))
 @settings(max_examples=150, deadline=None)
 def test_boxes_tile_a_tensor_if_each_element_is_in_one(case: tuple[Any, list[Box]]) -> None:
     shape, boxes = case
@@ -71,9 +72,9 @@ def test_boxes_tile_a_tensor_if_each_element_is_in_one(case: tuple[Any, list[Box
         if box.inside(shape):
             count[box.slices] += 1
     expected = all(box.inside(shape) for box in boxes) and bool((count == 1).all())
-    if all(box.volume for box in boxes) or not count.size:
-        expected = expected and (len(boxes) == 1 or bool(count.size))
-    else:
+    if not count.size:
+        expected = boxes == [Box.whole(shape)]  # with no element to count, sizes must be its own
+    elif not all(box.volume for box in boxes):
         expected = False  # a part without elements has nothing to say
     assert tile(boxes, shape) == expected
 
