@@ -13,7 +13,18 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from autopar.errors import OptionError, PlanMismatchError
-from autopar.files.checked_values import FLAG, NOTHING, Check, Number, Of, Or, Text, Whole, checked
+from autopar.files.checked_values import (
+    FLAG,
+    NOTHING,
+    Check,
+    Number,
+    Of,
+    Or,
+    Row,
+    Text,
+    Whole,
+    checked,
+)
 from autopar.intra_op.pins.wordings import PinsLike
 from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
@@ -181,7 +192,7 @@ _CHECKS: dict[str, Check] = {
     "ema": Or((NOTHING, Number(-1e30, 1e30))),
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
-    "collectives": Or((NOTHING, Text(known=(AUTO,)), Of((list, tuple), "rows of algorithms"))),
+    "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "backend": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),

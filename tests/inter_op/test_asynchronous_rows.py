@@ -212,7 +212,7 @@ def test_options_that_are_none_are_refused(name: str, options: dict[str, int], w
 def test_a_further_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(next(iter(package.__path__)), "two_buffered.py").read_text("utf-8")
     source = source.replace('NAME = "2bw"', 'NAME = "mine"')
-    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "fifth_method.py").write_text(source)
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     assert "mine" in candidates("stale gradients")
     assert "mine" not in candidates()
