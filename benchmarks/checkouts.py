@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,14 @@ def _normal(part: str, text: str) -> str:
     if part != "plan" or "[" not in text:
         return text
     from autopar import Plan
+    from autopar.plan_entries import UNASKED
 
     plan, _, figures = text.rpartition("\n")
     known = {name: figure for name, figure in json.loads(figures).items() if figure}
-    written = Plan.from_toml(plan).without_solver().to_toml()
-    return f"{written}\n{json.dumps(known, sort_keys=True)}"
+    read = Plan.from_toml(plan).without_solver()
+    # Plans of version 1 do not say what they were asked for.
+    stages = tuple(replace(stage, asked=UNASKED) for stage in read.stages)
+    return f"{replace(read, stages=stages).to_toml()}\n{json.dumps(known, sort_keys=True)}"
 
 
 def main() -> None:

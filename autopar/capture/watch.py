@@ -300,6 +300,9 @@ class State:
             if not type(module).__module__.startswith("torch.")
         }
         self._held = {key: _Held.of(value) for key, value in self._attributes()}
+        # A library may install hooks in the first call, and remember it in an attribute.
+        tables = (vars(module)[name] for module in model.modules() for name in _HOOKS)
+        self._hooks = [(table, dict(table)) for table in tables]
         self._random = random.getstate(), np.random.get_state()
 
     def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -333,7 +336,10 @@ class State:
         return frozenset(names)
 
     def restore(self) -> None:
-        """Restores the modules' attributes, so that no tensor of the trace remains."""
+        """Restores the modules' attributes and hooks, so that nothing of the trace remains."""
+        for table, before in self._hooks:
+            table.clear()
+            table.update(before)
         for (path, name), value in list(self._attributes()):
             before = self._held.get((path, name))
             if before is None:
@@ -354,6 +360,7 @@ def changed(module: nn.Module, name: str) -> CaptureError:
 
 
 _COMMON = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and value == {})
 
 
 def _mark(value: object) -> object:

@@ -159,3 +159,25 @@ def test_the_models_own_method_computes_frequencies() -> None:
         model = transformers.LlamaForCausalLM(config)
     found = computed(model, {name: model.get_buffer(name)})
     torch.testing.assert_close(found[name], whole.get_buffer(name))
+
+
+class Recording(nn.Module):
+    """A model that installs a hook in its first call, as libraries do to record outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "installed"):
+            self.inner.register_forward_hook(lambda module, given, result: result * 2)
+            self.installed = True
+        return self.inner(x).sum()
+
+
+def test_a_capture_leaves_no_hooks_behind() -> None:
+    model, batch = Recording(), {"x": torch.ones(2, 4)}
+    graphs = [capture(model, (), batch).graph for _ in range(3)]
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert not model.inner._forward_hooks
+    assert not hasattr(model, "installed")
