@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def _captured(
 
 def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """Returns the traced wrapper; raises CaptureError at the user's line if it cannot be traced."""
+    collects = gc.isenabled()
+    gc.disable()  # what a collected program does with tensors would be traced, too
     try:
         return torch.export.export(wrapper, examples, strict=False)
     except AutoparError as error:
@@ -133,6 +136,9 @@ def _export(wrapper: _Flat, examples: tuple[Tensor, ...]) -> ExportedProgram:
         raise
     except Exception as error:
         raise explain(error, wrapper.watch.failed, wrapper.watch.opaque) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _signature(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> inspect.Signature:
