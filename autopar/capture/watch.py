@@ -337,9 +337,9 @@ class State:
 
     def restore(self) -> None:
         """Restores the modules' attributes and hooks, so that nothing of the trace remains."""
-        for table, before in self._hooks:
+        for table, kept in self._hooks:
             table.clear()
-            table.update(before)
+            table.update(kept)
         for (path, name), value in list(self._attributes()):
             before = self._held.get((path, name))
             if before is None:
