@@ -59,7 +59,7 @@ class Autocast:
                     _take_apart(node, made)
 
     def _treats(self, node: fx.Node) -> bool:
-        """Whether autocast looks at an operator itself, not at those that it is made of."""
+        """Returns whether autocast looks at an operator itself, not at those that it is made of."""
         target, key = node.target, f"Autocast{self.device.upper()}"
         return isinstance(target, OpOverload) and has_kernel(target, key)
 

@@ -20,7 +20,7 @@ class GradientsInAutocast:
         self._off = 0  # blocks in which they were switched off, all inside of autocast
 
     def switch(self, on: bool) -> bool:
-        """Whether a switch can be kept: not if it turns on, in autocast, what is off outside."""
+        """Returns whether a switch can be kept: one that restores gradients or turns them off."""
         if not _in_autocast() or on == torch.is_grad_enabled():
             return True
         self._off += -1 if on else 1
@@ -28,7 +28,7 @@ class GradientsInAutocast:
 
     @property
     def off(self) -> bool:
-        """Whether they are switched off inside of autocast now."""
+        """Returns whether they are switched off inside of autocast now."""
         return bool(self._off) and not torch.is_grad_enabled()
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def _detached(value: Any) -> Any:
 
 
 def _in_autocast() -> bool:
-    """Whether a block of autocast is open, one that switches it off included."""
+    """Returns whether a block of autocast is open, one that switches it off included."""
     depth = torch.autocast_increment_nesting() - 1  # nothing tells without counting
     torch.autocast_decrement_nesting()
     return depth > 0

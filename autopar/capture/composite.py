@@ -31,7 +31,7 @@ def is_composite(node: fx.Node, known: Container[str]) -> bool:
 
 
 def has_kernel(operator: OpOverload, key: str) -> bool:
-    """Whether torch has a kernel of an operator for one of its dispatcher's keys."""
+    """Returns whether torch has a kernel of an operator for one of its dispatcher's keys."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
 
 

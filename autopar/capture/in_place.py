@@ -212,7 +212,7 @@ def _has_gradient(call: Functional, flows: Callable[[fx.Node], bool]) -> bool:
 
 
 def _is_unseen(node: fx.Node, flows: Callable[[fx.Node], bool]) -> bool:
-    """Whether autograd does not notice a write: what is written keeps the gradient that it had."""
+    """Returns whether autograd misses a write: what is written keeps the gradient that it had."""
 
     def flowing(item: fx.Node) -> Any:
         value = item.meta["val"]

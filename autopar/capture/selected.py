@@ -83,7 +83,7 @@ class Selected:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a function of torch is of selected rows."""
+        """Returns the rows that a function of torch gives for selected rows."""
         return apply(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +99,7 @@ class Selected:
         return self.ndim
 
     def is_floating_point(self) -> bool:
-        """Whether its elements are floating."""
+        """Returns whether its elements are floating."""
         return self.rows.is_floating_point()
 
     def __getitem__(self, index: Any) -> Any:
@@ -128,7 +128,7 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def selects(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call takes the rows that a mask selects, or is of such rows."""
+    """Returns whether a call takes the rows that a mask selects, or is of such rows."""
     lists = (arg for arg in args if isinstance(arg, (tuple, list)))
     if any(isinstance(arg, Selected) for arg in chain(args, *lists)):
         return True
