@@ -215,9 +215,9 @@ def explained(
             limit,
             hidden,
             peak,
-            stowed=stowed[0],
-            stowing=stowed[1],
-            coming=0.0 if builder.away is None else builder.away.seconds,
+            offloaded=stowed[0],
+            offload_seconds=stowed[1],
+            state_byte_seconds=0.0 if builder.away is None else builder.away.seconds,
         ),
         builder.replicated,
     )
