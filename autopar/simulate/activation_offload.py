@@ -1,4 +1,4 @@
-"""What blocks keep in host memory for their backward; see `runtime/offload/activations.py`."""
+"""Activations of blocks in host memory between forward and backward; see `runtime/offload/`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from autopar.simulate.buffers import Buffer, Recorder
 
 
 @dataclass(eq=False, slots=True)
-class _Stowed:
-    """A buffer in host memory.
+class _OffloadedBuffer:
+    """A buffer that is offloaded to host memory.
 
     Attributes:
-        source: on the device, in the forward.
-        back: on the device, in the backward.
-        going, coming: the tasks that move it, -1 for none.
-        came: whether it has come, or is on its way.
+        source: the buffer on the device, in the forward.
+        back: the buffer on the device, in the backward.
+        going, coming: the tasks that copy it, -1 for none.
+        came: whether it has been fetched, or the copy is under way.
     """
 
     source: Buffer
@@ -26,64 +26,64 @@ class _Stowed:
 
 
 @dataclass(eq=False, slots=True)
-class Stowed:
-    """A block on the tape whose buffers come back before its backward.
+class OffloadedBlock:
+    """A block on the tape whose buffers are fetched before its backward.
 
     Attributes:
-        before: the block before it, which the backward reaches next.
-        buffers: that it keeps.
-        sent: those that it was the first to stow.
+        before: the previous block, whose backward comes next.
+        buffers: that it saves.
+        sent: those that this block was the first to offload.
     """
 
-    before: Stowed | None
-    buffers: list[_Stowed] = field(default_factory=list)
-    sent: list[_Stowed] = field(default_factory=list)
+    before: OffloadedBlock | None
+    buffers: list[_OffloadedBuffer] = field(default_factory=list)
+    sent: list[_OffloadedBuffer] = field(default_factory=list)
 
     def come(self, recorder: Recorder, beside: bool) -> None:
-        """Its backward begins: they are there, and those of the block before begin to come."""
+        """Fetches its buffers for its backward, and starts to fetch the previous block's."""
         self._depart(recorder, beside)
-        tasks = [stowed.coming for stowed in self.buffers if stowed.coming >= 0]
+        tasks = [buffer.coming for buffer in self.buffers if buffer.coming >= 0]
         if tasks:
             recorder.compute("wait for activations", "", (), tasks)
         if beside and self.before is not None:
             self.before._depart(recorder, beside)
 
     def _depart(self, recorder: Recorder, beside: bool) -> None:
-        for stowed in self.buffers:
-            if not stowed.came:
-                stowed.came = True
+        for buffer in self.buffers:
+            if not buffer.came:
+                buffer.came = True
                 with recorder.aside(beside):
-                    nbytes, name = stowed.back.nbytes, stowed.back.name
-                    stowed.coming = recorder.copy(name, nbytes, True, not beside, [stowed.going])
-                    recorder.arrive(stowed.back)
+                    nbytes, name = buffer.back.nbytes, buffer.back.name
+                    buffer.coming = recorder.copy(name, nbytes, True, not beside, [buffer.going])
+                    recorder.arrive(buffer.back)
 
 
 @dataclass
-class Stow:
-    """The blocks of a forward that stow what they keep.
+class ActivationOffload:
+    """The blocks of a forward that offload their activations.
 
     Attributes:
-        recorder: takes the tasks.
-        beside: whether copies run beside what is computed.
-        block: the one that is played, None for none that stows.
-        last: the last one that was.
-        known: what has been stowed, by the id of the buffer.
-        staying: gathered parameters, which are not, by their id.
+        recorder: records the tasks.
+        beside: whether copies overlap with compute.
+        block: the current block, None if it offloads nothing.
+        last: the last block that offloaded.
+        known: offloaded buffers, by the id of the buffer on the device.
+        staying: gathered parameters, which stay on the device, by id.
     """
 
     recorder: Recorder
     beside: bool
-    block: Stowed | None = None
-    last: Stowed | None = None
-    known: dict[int, _Stowed] = field(default_factory=dict)
+    block: OffloadedBlock | None = None
+    last: OffloadedBlock | None = None
+    known: dict[int, _OffloadedBuffer] = field(default_factory=dict)
     staying: dict[int, Buffer] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A block begins that stows what it keeps."""
-        self.block = Stowed(self.last)
+        """Starts a block that offloads."""
+        self.block = OffloadedBlock(self.last)
 
-    def end(self) -> Stowed:
-        """It ends; what the block before it has sent is gone."""
+    def end(self) -> OffloadedBlock:
+        """Ends the block, and frees the buffers that the previous block has offloaded."""
         block, self.block = self.block, None
         assert block is not None
         if self.last is not None:
@@ -91,22 +91,22 @@ class Stow:
         self.last = block
         return block
 
-    def gone(self, block: Stowed | None = None) -> None:
-        """Wait until what a block has stowed, by default the last, is in host memory."""
+    def gone(self, block: OffloadedBlock | None = None) -> None:
+        """Waits until a block's buffers, by default those of the last one, are in host memory."""
         block = block or self.last
         going = [] if block is None else [b for b in block.sent if b.going >= 0]
         if going:
             self.recorder.compute("wait for the host", "", (), [b.going for b in going])
-        for stowed in going:
-            self.recorder.drop(stowed.source)
+        for buffer in going:
+            self.recorder.drop(buffer.source)
 
     def leave(self, buffer: Buffer) -> None:
-        """A gathered parameter, or what is kept of one, stays."""
+        """Marks a gathered parameter, or its kept part, to stay on the device."""
         if self.block is not None:
             self.staying[id(buffer)] = buffer
 
     def put(self, saved: list[Buffer]) -> list[Buffer]:
-        """What an operator keeps, held: in the place of what goes what will come back."""
+        """Returns the buffers to save for an operator, held; offloaded ones are replaced."""
         return [self._put(buffer) for buffer in saved]
 
     def _put(self, buffer: Buffer) -> Buffer:
@@ -114,16 +114,16 @@ class Stow:
         if self.block is None or stays or not buffer.nbytes:
             return buffer
         recorder = self.recorder
-        stowed = self.known.get(id(buffer))
-        if stowed is None:
+        offloaded = self.known.get(id(buffer))
+        if offloaded is None:
             back = Buffer("activation", buffer.name, buffer.nbytes)
             with recorder.aside(self.beside):
                 going = recorder.copy(buffer.name, buffer.nbytes, False, not self.beside)
-            stowed = self.known[id(buffer)] = _Stowed(buffer, back, going)
-            self.block.sent.append(stowed)
+            offloaded = self.known[id(buffer)] = _OffloadedBuffer(buffer, back, going)
+            self.block.sent.append(offloaded)
             if self.beside:
                 recorder.hold(buffer)
-        if stowed not in self.block.buffers:
-            self.block.buffers.append(stowed)
+        if offloaded not in self.block.buffers:
+            self.block.buffers.append(offloaded)
         recorder.drop(buffer)
-        return recorder.hold(stowed.back)
+        return recorder.hold(offloaded.back)
