@@ -127,7 +127,7 @@ def test_no_plan_of_the_batch_in_equal_stages_is_faster(searched: Plan) -> None:
         ({"stages": "auto", "microbatches": 4}, "also chooses microbatches"),
         ({"stages": "auto", "schedule": "gpipe"}, "also chooses microbatches"),
         ({"stages": "auto", "offload": "activations"}, "does not support offload"),
-        ({"stages": 2, "global_batch": 16}, "needs stages="auto""),
+        ({"stages": 2, "global_batch": 16}, 'needs stages="auto"'),
         ({"stages": "many"}, "stages"),
         ({"stages": "auto", "global_batch": 0}, "global_batch"),
     ],
