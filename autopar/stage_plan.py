@@ -19,7 +19,7 @@ import tomlkit
 from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.files.checked_values import Fields, Number, Row, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Fields, Number, Row, Table, Text, Whole
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.fusion import UPDATE, switches
 from autopar.ir.mesh import Mesh
@@ -74,6 +74,8 @@ class StagePlan:
         fused: kernel -> where it was placed, and what it saves.
         precision: in which dtypes it computes, updates and sends gradients.
         collectives: the algorithms that run collectives in place of the library's own calls.
+        late_loss: whether the loss leaves the program as each device has it, to be added up over
+            devices when it is reported; otherwise it is whole on every device.
         asked: options of the search that the layouts do not show.
         solver: how it was found. It is no part of what the plan says, so plans that differ in it
             only are equal.
@@ -100,6 +102,7 @@ class StagePlan:
     fused: dict[str, Fused] = field(default_factory=dict)
     precision: Precision = AS_IS
     collectives: ChosenAlgorithms = LIBRARY_ONLY
+    late_loss: bool = False
     asked: Asked = UNASKED
     solver: SolverReport = field(default=UNSEARCHED, compare=False)
     calibration: str = field(default="", compare=False)
@@ -164,6 +167,8 @@ class StagePlan:
             table["bucket"] = self.bucket
         if self.collectives:
             table["collectives"] = list(self.collectives.texts)
+        if self.late_loss:
+            table["late_loss"] = True
         if self.limit < math.inf:
             table["limit"] = self.limit
         if self.state_bytes != STATE_BYTES:
@@ -217,6 +222,7 @@ class StagePlan:
             fused=fields.take("fused", fused_entries, {}),
             precision=fields.take("precision", _precision, AS_IS),
             collectives=fields.take("collectives", _collectives, LIBRARY_ONLY),
+            late_loss=fields.take("late_loss", FLAG, False),
             asked=fields.take("asked", Asked.from_table, UNASKED),
             solver=fields.take("solver", SolverReport.from_table, UNSEARCHED),
             calibration=fields.take("calibration", Text(), ""),

@@ -162,9 +162,12 @@ def _call(writer: Writer, run: int, outside: Sequence[str]) -> None:
 
 
 def output_layout(placed: Placed, node: str) -> Layout:
-    """The layout of an output: the loss is whole on every device, others stay as they are."""
+    """The layout of an output: the loss is whole on every device, others stay as they are.
+
+    So does the loss where the plan says that it is added up later.
+    """
     graph = placed.graph
-    if node == graph.loss:
+    if node == graph.loss and not placed.plan.late_loss:
         return Layout.replicated(len(graph[node].type.shape))
     for repeat in graph.repeats:
         last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))

@@ -100,6 +100,7 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._late_loss = repeated is not None and repeated.late_loss
         self._bucket = bucket_of(graph)
 
     def plan(self, limit: float) -> StagePlan:
@@ -137,6 +138,7 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            late_loss=self._late_loss,
         )
         try:
             return build(
@@ -184,6 +186,7 @@ class Planner:
                 collectives=self.prices.chosen,
                 fuse=self.fuse,
                 offload=offload,
+                late_loss=self._late_loss,
             )
             found = packed(self.graph, found, self.prices)
             found = replace(found, fused=savings(self.graph, found, options.table, self.prices))

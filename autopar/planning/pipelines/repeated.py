@@ -30,12 +30,14 @@ class Repeated:
         beside: what all stages of a device keep, in units of what this one keeps. They compute in
             turn, so that what one needs for a while the next one may have again.
         further: copies of the weights that are held beside them: older versions, for the most part.
+        late_loss: see `StagePlan`.
     """
 
     microbatches: int
     in_flight: float = 1.0
     beside: float = 1.0
     further: int = 0
+    late_loss: bool = False
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
         """The problem of one microbatch in the midst of a step, given that of a step of one.

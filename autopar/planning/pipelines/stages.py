@@ -174,7 +174,9 @@ def plan_stages(
 
     def planning(one: int, most: float) -> Callable[[], StagePlan]:
         own = replace(options, pins=pins[one], recompute=again[one])
-        repeated = Repeated(microbatches, most, shared[one], further_copies(made, one))
+        # Replicas that may be steps apart would meet where the loss is added up.
+        late = made.pending > 0 and parts[one].loss is not None
+        repeated = Repeated(microbatches, most, shared[one], further_copies(made, one), late)
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
     ready = _at_once(
