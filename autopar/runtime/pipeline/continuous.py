@@ -206,7 +206,7 @@ class Continuous:
         broken = torch.full_like(token, float(self._broken))
         self._broken = False
         if self.ahead:  # differing generators are seen here, where ranks do not meet
-            token = token + (zlib.crc32(torch.get_rng_state().numpy()) & 2**_BITS - 1)
+            token = token + (zlib.crc32(torch.get_rng_state().numpy().tobytes()) & 2**_BITS - 1)
         numbers = [loss.detach().double(), token, token.square(), broken, squares.to(token)]
         report = torch.stack(numbers)
         if self._everyone is None:
