@@ -38,6 +38,7 @@ from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
+from autopar.ir.update import NO_STATES
 from autopar.lower.program import lower
 from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import linears
@@ -226,7 +227,7 @@ def explained(
 def _assumptions(plan: StagePlan) -> Assumptions:
     """How the model of a plan is trained; states are listed by themselves."""
     return Assumptions(
-        state_bytes=0.0,
+        update=NO_STATES,
         slowdown=device(plan.mesh).slowdown,
         recompute=plan.recompute,
         microbatches=plan.microbatches,

@@ -46,10 +46,7 @@ class Printer(Placed):
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
         """The collectives of a parameter in a step."""
-        plan = self.plan
-        return storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        return self.plan.hops(leaf, storage)
 
     def use(self, leaf: Node, storage: Storage) -> str:
         """The call that gives operators a parameter, "{}" for what is held."""

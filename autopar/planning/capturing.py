@@ -175,7 +175,7 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
-    if not options.elementwise:  # pieces of a parameter would be updated each by itself
+    if options.update.mixes:  # pieces of a parameter would be updated each by itself
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:

@@ -31,7 +31,7 @@ def simulated_peak(
     """
     if not is_trained(graph):
         return plan.predicted.peak_bytes
-    settings = settings_on(plan.mesh.device, plan.state_bytes)
+    settings = settings_on(plan.mesh.device)
     done = tasks(graph, plan, works(graph, plan, known), prices, settings)
     peak = run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
     if repeated is None:

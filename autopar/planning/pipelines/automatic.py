@@ -13,6 +13,7 @@ from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
+from autopar.ir.update import State
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
@@ -173,9 +174,11 @@ def find_pipeline(
     for name in [one for one in candidates(options.allow) if one not in exact]:
         # It keeps another copy of its weights, which is priced as one of what the optimizer has.
         made = schedule_of(name, 2, 8)
-        more = options.state_bytes + max(further_copies(made, n) for n in range(made.stages))
+        update, copies = options.update, max(further_copies(made, n) for n in range(made.stages))
+        for number in range(copies):
+            update = update.with_state(State(f"older_weights_{number + 1}"))
         try:
-            other = found(replace(with_state(options, made), state_bytes=more), (name,))
+            other = found(replace(with_state(options, made), update=update), (name,))
         except InfeasibleError:
             continue
         best = min(best, other, key=lambda one: one.seconds)

@@ -39,7 +39,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
-from autopar.ir.tensor import TensorType
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.planning.kernel_savings import applicable
@@ -125,7 +124,7 @@ class StageCosts:
         # Of each (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
-        self._updated: dict[tuple[Mesh, TensorType, bool, bool], dict[Storage | None, float]] = {}
+        self._updated: dict[tuple[object, ...], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """The model on one microbatch."""
@@ -340,7 +339,7 @@ class StageCosts:
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
-            state_bytes=self.options.state_bytes,
+            update=self.options.update,
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
             recompute=told(graph, recompute),
@@ -383,12 +382,13 @@ class StageCosts:
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
         """Seconds of the update of a parameter under each of its choices."""
-        known = self._updated.setdefault((mesh, node.type, node.requires_grad, fused), {None: 0.0})
+        rule = self.options.update.rule(node.target, node.type.shape)
+        key = (mesh, node.type, node.requires_grad, fused, rule)
+        known = self._updated.setdefault(key, {None: 0.0})
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision)
-                works = update_works([updated], self.options.state_bytes, fused)
-                known[storage] = sum(map(model.compute, works))
+                updated = updated_in(storage, node, mesh, self.options.precision, rule)
+                known[storage] = sum(map(model.compute, update_works([updated], fused)))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
