@@ -190,12 +190,8 @@ class Builder:
         alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]
-        among = set(left)
-        costs = [
-            self._stored_cost(share, each)
-            for option, each in zip(every, traffic, strict=True)
-            if option in among
-        ]
+        among, pairs = set(left), zip(every, traffic, strict=True)
+        costs = [self._stored_cost(share, each) for option, each in pairs if option in among]
         remaining = undominated(left, costs)
         if not pinned:
             self.alike[alike] = remaining

@@ -23,7 +23,7 @@ from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.storage import BUCKET, EACH, REDUCED, Storage
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import Rule, owner_hops
-from autopar.ir.update.owners import OWNERS
+from autopar.ir.update.ownership import OWNERS
 
 
 @dataclass(frozen=True)

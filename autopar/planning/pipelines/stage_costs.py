@@ -369,7 +369,7 @@ class StageCosts:
         for name, options in zip(built.names, built.options, strict=True):
             node, found = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
-                found += self._updates(model, node, options, mesh, fused)
+                found += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * found)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import ProgramError
 from autopar.ir.update import Rule, Update, deal
-from autopar.ir.update.owners import is_dealt
+from autopar.ir.update.ownership import is_dealt
 from autopar.runtime.communication.communicator import Groups
 from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.updates import replaced
