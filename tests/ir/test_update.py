@@ -17,6 +17,7 @@ from autopar.errors import PlanError, ProgramError
 from autopar.ir.tensor import TensorType
 from autopar.ir.update import ADAMW, Update, deal
 from autopar.runtime.update.observation import observed
+from tests.support.mixing import Shampoo
 
 TEXTS = [
     "* -> step f32[] on host, exp_avg[*], exp_avg_sq[*]",
@@ -52,33 +53,6 @@ def test_text_reads_back(text: str) -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="of an update"):
         Update.parse([text])
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Two preconditioners of a matrix, by inverse fourth roots; SGD for the rest."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = p.grad
-                if p.ndim == 2:
-                    state = self.state[p]
-                    for side, name in ((0, "left"), (1, "right")):
-                        n = p.shape[side]
-                        if name not in state:
-                            state[name] = 1e-3 * torch.eye(n, dtype=p.dtype)
-                        square = p.grad @ p.grad.T if side == 0 else p.grad.T @ p.grad
-                        state[name] += square
-                        values, vectors = torch.linalg.eigh(state[name])
-                        root = (vectors * values.clamp(min=1e-12) ** -0.25) @ vectors.T
-                        update = root @ update if side == 0 else update @ root
-                p.sub_(group["lr"] * update)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
