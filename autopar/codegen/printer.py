@@ -46,10 +46,7 @@ class Printer(Placed):
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
         """Returns the collectives of a parameter in a step."""
-        plan = self.plan
-        return storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        return self.plan.hops(leaf, storage)
 
     def use(self, leaf: Node, storage: Storage) -> str:
         """Returns the call that brings a stored parameter, "{}", into its used layout."""

@@ -32,7 +32,7 @@ def simulated_peak(
     """
     if not is_trained(graph):
         return plan.predicted.peak_bytes
-    settings = settings_on(plan.mesh.device, plan.state_bytes)
+    settings = settings_on(plan.mesh.device)
     step = tasks(graph, plan, works(graph, plan, known), prices, settings)
     peak = run(step, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
     if repeated is None:

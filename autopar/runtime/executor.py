@@ -23,7 +23,6 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
 
@@ -85,7 +84,6 @@ class Executor:
             self.weights.scattered,
             [self.weights],
         )
-        refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.update.compare()
         self._written = [self.named[key] for key in program.written]
         self.grad_norm: Tensor | None = None
@@ -147,7 +145,7 @@ class Executor:
     def _step(self, inputs: Mapping[str, Tensor]) -> Results:
         """Runs a step on inputs on the device; returns the loss and the norm of the gradients."""
         part = self.runtime.peers.recorder.part
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         self.gradients.drop()  # of a step that failed
         self.update.check.keep(self._written)
         self.writes.drop()
@@ -227,7 +225,7 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """This rank's shards of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors, self.weights, averages=self.update.averages)
+        return held_of(self.state, self.tensors, self.weights, self.update)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
