@@ -24,7 +24,7 @@ from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.mixture import MIXTURE
+from autopar.operators.mixture import MIXTURE, dispatch_axes
 from autopar.stage_plan import StagePlan
 
 # Matrix products: indices of the multiplied operands.
@@ -232,7 +232,8 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     """
     down, x, ids, weights = local.operands[2:]
     experts, width, inner = down.shape
-    rows = ids.numel * experts // signature.sizes["e"]
+    over = math.prod(map(local.mesh.axis_size, dispatch_axes(local.into)))
+    rows = ids.numel * over * experts // signature.sizes["e"]
     each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
     wide, narrow = size * rows * width, size * rows * inner
     moved = down.nbytes + wide + narrow

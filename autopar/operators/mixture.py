@@ -77,11 +77,24 @@ def mixture(
     flat = x.flatten(0, -2)
     inverse = _inverse(places, ids.numel()) if kernels else None
     rows = flat[tokens] if inverse is None else _taken(flat, places, inverse)
-    inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-    given = _grouped(inner, down, ends)
+    given = through_experts(gate, up, down, rows, ends, act)
     if inverse is not None:
         return _added(given, inverse, weights.flatten(0, -2)).view(x.shape)
+    return added(given, places, x, weights)
+
+
+def through_experts(
+    gate: Tensor, up: Tensor, down: Tensor, rows: Tensor, ends: Tensor, act: str
+) -> Tensor:
+    """Returns [rows, width]: rows up to ends[0] through the first expert, and so on."""
+    inner = ACTIVATIONS[act](_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
+    return _grouped(inner, down, ends)
+
+
+def added(given: Tensor, places: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Returns a tensor like x: each token's weighted sum of the results at `places`."""
     given = given * weights.flatten()[places].unsqueeze(-1)
+    tokens = places // weights.shape[-1]
     # Unlike index_add, this is deterministic on every device, and its backward saves indices only.
     total = given.new_zeros(x.shape).flatten(0, -2).index_put_((tokens,), given, accumulate=True)
     return total.view(x.shape).to(x.dtype)
@@ -107,6 +120,12 @@ def _inverse(places: Tensor, count: int) -> Tensor:
     inverse = places.new_full((count,), -1)
     inverse[places] = torch.arange(places.shape[0], device=places.device)
     return inverse
+
+
+def dispatch_axes(into: Sequence[Layout]) -> tuple[str, ...]:
+    """Returns the axes that split both the experts and the tokens of a mixture's operands."""
+    tokens = {axis for dim in into[3].dims for axis in dim}
+    return tuple(axis for axis in into[0].dims[0] if axis in tokens)
 
 
 def rows_near(

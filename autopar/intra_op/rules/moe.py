@@ -13,6 +13,7 @@ RULES = (
         "autopar.mixture",
         "e f d!, e f d!, e d! f, ... d!, ... k!, ... k! -> ... d!",
         flops="6 ... k f d",
+        together="e ...",  # tokens travel to their experts
         examples=(
             f"{_EXPERTS}, f64[8, 3], i64[8, 2]<4, f64[8, 2], 'silu'",
             f"{_EXPERTS}, f64[4, 2, 3], i64[4, 2, 2]<3, f64[4, 2, 2], 'gelu'",
