@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.operators.dispatch import Hop, dispatched_mixture, takers
-from autopar.operators.mixture import mixture
+from autopar.operators.dispatch import Hop, dispatched, takers
+from autopar.operators.mixture import Biases, Experts, mixture
 from autopar.operators.peer_devices import Peers, cross_entropy, halo, softmax, summed, widened
 
 Axes = str | tuple[str, ...]
@@ -206,14 +206,14 @@ class Across(ABC):
 
     def mixture(
         self,
-        gate: Tensor,
+        gate: Tensor | None,
         up: Tensor,
         down: Tensor,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
         act: str,
-        *,
+        *biases: Tensor | None,
         kernels: bool = False,
         axis: Axes = (),
         size: int = 0,
@@ -224,11 +224,12 @@ class Across(ABC):
         Along the axes `over` tokens are split, too, and their rows travel to the experts: in one
         hop, or in one for each inner tuple of axes; see `dispatch.py`.
         """
+        experts = Experts(gate, up, down, act, _three(*biases))
         first = self.group(axis).own(size)[0] if axis else 0
         if not over:
-            return mixture(gate, up, down, x, ids, weights, act, first, size, kernels)
+            return mixture(experts, x, ids, weights, first, size, kernels)
         hops = self.hops(_axes(axis), _stages(over), size)
-        return dispatched_mixture((gate, up, down), x, ids, weights, act, hops, first)
+        return dispatched(experts, x, ids, weights, hops, first, kernels)
 
     def hops(self, axes: tuple[str, ...], stages: Stages, size: int) -> list[Hop]:
         """Returns the hops of rows to `size` experts that `axes` split, one for each stage."""
@@ -249,6 +250,12 @@ class Across(ABC):
         if before < 0 or after < 0:
             x = x.narrow(dim, max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0))
         return halo(x, dim, max(before, 0), max(after, 0), fill, self.group(axis))
+
+
+def _three(
+    gate: Tensor | None = None, up: Tensor | None = None, down: Tensor | None = None
+) -> Biases:
+    return gate, up, down
 
 
 def _axes(axes: Axes) -> tuple[str, ...]:

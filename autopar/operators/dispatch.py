@@ -23,10 +23,9 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import Layout
-from autopar.operators.mixture import added, through_experts
+from autopar.operators.mixture import Experts, added, gathered
 from autopar.operators.peer_devices import Peers, travelled
 
-Weights = tuple[Tensor, Tensor, Tensor]
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -74,62 +73,80 @@ def takers(
     return tuple(result)
 
 
-def dispatched(rows: Tensor, experts: Tensor, hops: Sequence[Hop], compute: Compute) -> Tensor:
-    """Returns `compute` of each row at the device of its expert, in the order of `rows`.
+def dispatched(
+    experts: Experts,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    hops: Sequence[Hop],
+    first: int,
+    kernels: bool = False,
+) -> Tensor:
+    """Returns what the experts of the hops contribute to this device's tokens.
 
     Every device takes part in every hop, also with no rows at all.
 
     Args:
-        rows: [rows, width].
-        experts: the expert of each row, [rows], of which some device of the hops has it.
-        hops: the hops, in the order in which they are taken.
-        compute: maps rows [n, width] and their experts [n] to results [n, any width].
-    """
-    if not hops:
-        return compute(rows, experts)
-    hop, *later = hops
-    order, arrived, sends, takes = _sorted(experts, hop)
-    there = travelled(rows[order], sends, takes, hop.peers)
-    results = dispatched(there, arrived, later, compute)
-    return travelled(results, takes, sends, hop.peers)[_inverse(order)]
-
-
-def dispatched_mixture(
-    weights: Weights,
-    x: Tensor,
-    ids: Tensor,
-    scores: Tensor,
-    act: str,
-    hops: Sequence[Hop],
-    first: int,
-) -> Tensor:
-    """Returns what the experts of the hops contribute to this device's tokens.
-
-    Args:
-        weights: gate, up and down of this device's experts, as for `mixture`.
-        x, ids, scores: this device's tokens, their experts and the weights of these.
-        act: the activation.
-        hops: how rows get to their experts.
+        experts: this device's experts.
+        x, ids, weights: this device's tokens, their experts and the weights of these.
+        hops: how rows get to their experts, at least one.
         first: number of this device's first expert.
+        kernels: as for `mixture`.
     """
-    gate, up, down = weights
-    experts = gate.shape[0]
 
     def compute(rows: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen - first, minlength=experts)
-        given = through_experts(gate, up, down, rows[order], counts.cumsum(0).int(), act)
-        return given[_inverse(order)]
+        counts = torch.bincount(chosen - first, minlength=experts.count)
+        return experts(rows[order], counts.cumsum(0).int())[_inverse(order)]
 
-    flat, places = ids.flatten(), _count(ids.flatten())
-    if -1 in hops[0].takers:
-        places = torch.tensor(hops[0].takers, device=ids.device)[flat].ge(0).nonzero().flatten()
-    rows = x.flatten(0, -2)[places // ids.shape[-1]]
-    return added(dispatched(rows, flat[places], hops, compute), places, x, scores)
+    (hop, *later), flat = hops, ids.flatten()
+    places = _count(flat)
+    if -1 in hop.takers:
+        places = torch.tensor(hop.takers, device=ids.device)[flat].ge(0).nonzero().flatten()
+    route = _route(flat[places], hop)
+    places = places[route.order]
+    rows, inverse = gathered(x, places, ids.shape[-1], kernels)
+    given = route.there_and_back(rows, lambda there: _onward(there, route.arrived, later, compute))
+    return added(given, places, inverse, x, weights)
 
 
-def _sorted(experts: Tensor, hop: Hop) -> tuple[Tensor, Tensor, list[int], list[int]]:
-    """Returns the order by taker and expert, the experts that arrive, and rows per device."""
+def _onward(rows: Tensor, experts: Tensor, hops: Sequence[Hop], compute: Compute) -> Tensor:
+    """Returns `compute` of each row at the device of its expert, in the order of `rows`."""
+    if not hops:
+        return compute(rows, experts)
+    hop, *later = hops
+    route = _route(experts, hop)
+    results = route.there_and_back(
+        rows[route.order], lambda there: _onward(there, route.arrived, later, compute)
+    )
+    return results[_inverse(route.order)]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One hop of these rows.
+
+    Attributes:
+        order: the rows in the order in which they are sent, by taker and expert.
+        arrived: the experts of the rows that arrive.
+        sends, takes: rows to and from each device.
+        peers: the devices.
+    """
+
+    order: Tensor
+    arrived: Tensor
+    sends: list[int]
+    takes: list[int]
+    peers: Peers
+
+    def there_and_back(self, rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what is computed of rows, in their order, where they arrive."""
+        there = travelled(rows, self.sends, self.takes, self.peers)
+        return travelled(compute(there), self.takes, self.sends, self.peers)
+
+
+def _route(experts: Tensor, hop: Hop) -> _Route:
+    """Returns the route of rows of these experts, once devices know how many arrive."""
     size, devices = len(hop.takers), hop.peers.size
     takers = torch.tensor(hop.takers, device=experts.device)
     places = takers[experts] * size + experts
@@ -139,7 +156,7 @@ def _sorted(experts: Tensor, hop: Hop) -> tuple[Tensor, Tensor, list[int], list[
     ids = torch.arange(size, device=experts.device).repeat(devices)
     arrived = ids.repeat_interleave(taken.flatten())
     sends, takes = torch.stack([sent.sum(1), taken.sum(1)]).tolist()
-    return order, arrived, sends, takes
+    return _Route(order, arrived, sends, takes, hop.peers)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
-from autopar.operators.mixture import MIXTURE, dispatch_axes
+from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
 from autopar.operators.window import halos, windowed, without_padding
 
 Types = tuple[TensorType, ...]
@@ -73,7 +73,7 @@ def across(node: Node, types: Types, operands: Layouts) -> tuple[Node, ...]:
     if form.sized:
         (dim,) = form.dims(node, types)
         more += (("size", types[form.operand].shape[dim]),)
-    if node.op == MIXTURE and (over := dispatch_axes(operands)):
+    if node.op == MIXTURE and (over := dispatch_axes(node, operands)):
         more += (("over", _one(over)),)
     return (replace(node, op=f"mesh.{form.method}", args=args, kwargs=(*kwargs, *more)),)
 
@@ -119,13 +119,14 @@ def _dispatch(
 
     Every device is assumed to have as many rows as the others.
     """
-    over = dispatch_axes(operands)
+    over = dispatch_axes(node, operands)
     if not over:
         return (), ()
-    rows = TensorType(types[3].dtype, (types[4].numel, types[3].shape[-1]))
-    tokens = tuple(axis for dim in operands[4].dims for axis in dim)
+    kinds, layouts = by_name(node, types), by_name(node, operands)
+    rows = TensorType(kinds["x"].dtype, (kinds["ids"].numel, kinds["x"].shape[-1]))
+    tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
     local = Layout((tokens, ())).local_bytes(rows, mesh)
-    counts = math.prod(map(mesh.axis_size, over)) * types[0].shape[0] * DTYPE_BYTES["i64"]
+    counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
     there, known = (Collective("all_to_all", over, nbytes) for nbytes in (local, counts))
     return (known, there, there), (there, there) if node.requires_grad else ()
 
