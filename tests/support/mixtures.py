@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor, nn
 
+import autopar
 from tests.support.exact import Exact
 from tests.support.families import WORDS, Made
 
@@ -92,7 +95,57 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"],
         **_NARROW,
     },
+    "Custom": {},
 }
+
+
+class Routed(nn.Module):
+    """A layer of experts without gates, routed in two dimensions, by `autopar.mixture`."""
+
+    def __init__(self, width: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.zeros(experts, inner, width))
+        self.down = nn.Parameter(torch.zeros(experts, width, inner))
+        self.bias = nn.Parameter(torch.zeros(experts, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        biases = None, None, self.bias
+        act = "mul(up, sigmoid(up))"
+        return x + autopar.mixture(
+            x, ids, weights, self.up, self.down, activation=act, biases=biases
+        )
+
+
+class Custom(nn.Module):
+    """Words through two such layers; the experts of the loop are the judge's."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        kind = Looped if loop else Routed
+        self.words, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.layers = nn.ModuleList(kind(16, 12, 5) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.words(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return {"loss": loss}
+
+
+class Looped(Routed):
+    """The same, one expert after the other on all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        total = x
+        for expert in range(len(self.up)):
+            share = (weights * (ids == expert)).sum(-1, keepdim=True)
+            inner = F.silu(x @ self.up[expert].T)
+            total = total + share * (inner @ self.down[expert].T + self.bias[expert])
+        return total
 
 
 def mixture(name: str, implementation: str = "grouped_mm") -> Made:
@@ -103,15 +156,22 @@ def mixture(name: str, implementation: str = "grouped_mm") -> Made:
         implementation: how the library computes the experts; "eager" is its own loop over them.
     """
     torch.manual_seed(0)
-    sizes = {**_COMMON, **MIXTURES[name], "experts_implementation": implementation}
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
     draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # zeros would hide mistakes
-        for tensor in model.parameters():
-            tensor.add_(0.2 * torch.randn(tensor.shape, generator=draw))
     batch = {
         key: torch.randint(2, WORDS, (BATCH, SEQ), generator=draw)
         for key in ("input_ids", "labels")
     }
-    return Exact(model).train(), batch
+    return _model(name, implementation, draw).train(), batch
+
+
+def _model(name: str, implementation: str, draw: torch.Generator) -> nn.Module:
+    sizes = {**_COMMON, **MIXTURES[name], "experts_implementation": implementation}
+    if name == "Custom":
+        model: nn.Module = Custom(implementation == "eager")
+    else:
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():  # zeros would hide mistakes
+        for tensor in model.parameters():
+            tensor.add_(0.2 * torch.randn(tensor.shape, generator=draw))
+    return Exact(model)

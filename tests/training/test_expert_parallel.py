@@ -21,7 +21,7 @@ from tests.support.mixtures import MIXTURES, mixture
 from tests.support.ranks import run_ranks
 from tests.training.test_families import GRID, LINE, STEPS, TOLERANCE, Run, sgd
 
-QUICK = ("DeepseekV3", "GptOss", "NemotronH", "Qwen2Moe")
+QUICK = ("Custom", "DeepseekV3", "GptOss", "NemotronH", "Qwen2Moe")
 
 
 def train_whole(name: str) -> Run:
