@@ -168,7 +168,10 @@ def explained(
     Of a stage of a pipeline, `repeated`, it is that of a microbatch: what is done once a step has
     the last backward alone to hide behind, and others are in flight.
     """
-    price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
+    price, slowdown = (
+        price or AnalyticModel(chosen.mesh, in_step=True),
+        device(chosen.mesh).slowdown,
+    )
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
     for node in graph.folded:

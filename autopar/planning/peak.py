@@ -33,7 +33,7 @@ def simulated_peak(
         return plan.predicted.peak_bytes
     settings = settings_on(plan.mesh.device, plan.state_bytes)
     done = tasks(graph, plan, works(graph, plan, known), prices, settings)
-    peak = run(done, AnalyticModel(plan.mesh), device(plan.mesh).slowdown).memory.peak
+    peak = run(done, AnalyticModel(plan.mesh, in_step=True), device(plan.mesh).slowdown).memory.peak
     if repeated is None:
         return peak
     left, trained = after_forward(done), {n.name for n in graph.leaves("param") if n.requires_grad}

@@ -32,7 +32,7 @@ def cost_model(mesh: Mesh, options: Options) -> AnalyticModel | MeasuredModel:
     refuse_what_device_lacks(mesh, options.precision)
     model: AnalyticModel | MeasuredModel
     if options.calibration is None:
-        model = AnalyticModel(mesh)
+        model = AnalyticModel(mesh, in_step=True)
     else:
         model = MeasuredModel(mesh, Calibration.load(options.calibration), options.whole)
     if isinstance(options.collectives, ChosenAlgorithms):

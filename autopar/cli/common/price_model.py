@@ -43,7 +43,7 @@ def prices(
         if plan.calibration:
             missing = f"the plan was made under the calibration {plan.calibration}"
             _differ(missing, "it is not given, and closed forms are other prices", must)
-        model = AnalyticModel(plan.mesh)
+        model = AnalyticModel(plan.mesh, in_step=True)
         model.chosen = plan.collectives
         return model
     known = Calibration.load(file)
