@@ -1,5 +1,4 @@
-"""Measures the seconds of planning by stage, and its peak memory: `python
-benchmarks/compile_time.py`.
+"""Measures the seconds and the peak memory of planning: `python benchmarks/compile_time.py`.
 
 Nothing is trained and no GPU is needed: models have no weights, and meshes are texts. Every case
 runs in a process of its own, `--repeats` times; a row contains medians, the range of the total, and

@@ -31,7 +31,7 @@ MESHES = {"line": LINE, "grid": GRID, "cluster": CLUSTER}
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Measures the seconds of capturing and planning one model, and lists operators that run whole."""
+    """Measures the seconds of capturing and planning a model; lists operators without a rule."""
     model, batch = make(name)
     options = Options()
     began = time.perf_counter()

@@ -107,7 +107,7 @@ def _examples() -> Sequence[str]:
 
 
 def _samples() -> Sequence[str]:
-    """Counts operators by status, and those that are not captured by reason, most frequent first."""
+    """Counts operators by status, and those that are not captured by reason."""
     rows = read("coverage_opinfo")
     status = Counter(row["status"] for row in rows)
     reasons = Counter(row["reason"] for row in rows if row["status"] == "refused")

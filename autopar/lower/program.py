@@ -165,9 +165,12 @@ def _call(writer: Writer, run: int, outside: Sequence[str]) -> None:
 
 
 def output_layout(placed: Placed, node: str) -> Layout:
-    """Returns the layout of an output: the loss is replicated, other outputs keep their layouts."""
+    """Returns the layout of an output: the loss is replicated, other outputs keep their layouts.
+
+    A loss that the plan adds up later keeps its layout, too.
+    """
     graph = placed.graph
-    if node == graph.loss:
+    if node == graph.loss and not placed.plan.late_loss:
         return Layout.replicated(len(graph[node].type.shape))
     for repeat in graph.repeats:
         last = dict(zip(repeat.iterations[0], repeat.iterations[-1], strict=True))

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.cost.device import device
-from autopar.errors import PinError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -101,6 +100,7 @@ class Planner:
         self.lies = options.lies(mesh)
         self._branches: dict[tuple[str, Key], Branch] = {}
         self._microbatches = options.microbatches if repeated is None else repeated.microbatches
+        self._late_loss = repeated is not None and repeated.late_loss
         self._bucket = bucket_of(graph)
 
     def plan(self, limit: float) -> StagePlan:
@@ -131,7 +131,7 @@ class Planner:
     def _build(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Built:
         options = self.options
         given = Assumptions(
-            state_bytes=options.state_bytes,
+            update=options.update,
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
@@ -142,22 +142,12 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            late_loss=self._late_loss,
         )
-        try:
-            return build(
-                self.graph, self.mesh, self.known, options.table, given,
-                memory_limit=math.inf, pins=self.pins,
-            )  # fmt: skip
-        except PinError as error:
-            if options.elementwise:
-                raise
-            raise PinError(
-                error.what,
-                where=error.where,
-                why=f"{error.why}; parameters stay whole, because the optimizer's update mixes the "
-                "elements of a tensor",
-                todo=error.todo or "use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...)",
-            ) from error
+        return build(
+            self.graph, self.mesh, self.known, options.table, given,
+            memory_limit=math.inf, pins=self.pins,
+        )  # fmt: skip
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
@@ -181,7 +171,7 @@ class Planner:
                 recompute=dict(recompute),
                 microbatches=self._microbatches,
                 bucket=self._bucket,
-                state_bytes=options.state_bytes,
+                update=options.update,
                 asked=options.asked,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),
@@ -189,6 +179,7 @@ class Planner:
                 collectives=self.prices.chosen,
                 fuse=self.fuse,
                 offload=offload,
+                late_loss=self._late_loss,
             )
             plan = packed(self.graph, plan, self.prices)
             plan = replace(plan, fused=savings(self.graph, plan, options.table, self.prices))

@@ -24,7 +24,7 @@ from torch.profiler import profile as torch_profile
 from autopar.errors import ProgramError
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.runtime.ranks.shared import Peers
-from autopar.runtime.step_parts import CLOCK, part, read_part
+from autopar.runtime.step_parts import CLOCK, WAIT, part, read_part
 
 _STEP, _OPERATORS, _DEVICE, _CALLS, _NETWORK = "step", "operators", "stream", "calls", "network"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -134,7 +134,9 @@ def merged(ranks: Sequence[tuple[str, Sequence[Event]]]) -> str:
         zero[host] = max(zero.get(host, left), left)
     events_: list[dict[str, Any]] = []
     for rank, (host, events) in enumerate(ranks):
-        events_ += _rows(rank, f"rank {rank} on {host}, measured", events, zero[host])
+        waits = [event.length for event in events if event.kind == WAIT]
+        waiting = f", waits {sum(waits) / 1e6:.6f} s for others" if waits else ""
+        events_ += _rows(rank, f"rank {rank} on {host}, measured{waiting}", events, zero[host])
     return json.dumps({"traceEvents": events_, "displayTimeUnit": "ms"})
 
 

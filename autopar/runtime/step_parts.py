@@ -8,12 +8,12 @@ from torch.profiler import record_function
 
 from autopar.runtime.torch_private import profiling
 
-ACTION, PHASE, CLOCK = "action", "phase", "clock"
+ACTION, PHASE, CLOCK, WAIT = "action", "phase", "clock", "wait"
 _MARK = "autopar "  # prefix of a part's name among the profiler's texts
 
 
 def part(kind: str, name: object) -> AbstractContextManager[object]:
-    """Returns the context of a part of a step: an ACTION of a pipeline, or a PHASE."""
+    """Returns the context of a part of a step: an ACTION of a pipeline, a PHASE, or a WAIT."""
     return record_function(f"{_MARK}{kind} {name}") if profiling() else nullcontext()
 
 

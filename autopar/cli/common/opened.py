@@ -199,5 +199,8 @@ class Opened:
             groups = len({start for stage in plan.stages for start in stage.starts})
             schedule = schedule_of(plan.schedule, groups, plan.microbatches)
             beside = held_beside(schedule, number)
-            repeated = Repeated(plan.microbatches, in_flight(schedule, number), beside)
+            late = plan.stages[number].late_loss
+            repeated = Repeated(
+                plan.microbatches, in_flight(schedule, number), beside, late_loss=late
+            )
         return Stage(plan.stages[number], self.graphs[number], plan.mesh, repeated)

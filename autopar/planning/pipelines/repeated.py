@@ -30,12 +30,14 @@ class Repeated:
         beside: memory of all stages of a device, in units of this one's. They run in turn, so they
             share transient memory.
         further: additional copies of the weights, mostly older versions.
+        late_loss: see `StagePlan`.
     """
 
     microbatches: int
     in_flight: float = 1.0
     beside: float = 1.0
     further: int = 0
+    late_loss: bool = False
 
     def of(self, built: Built, graph: Graph, mesh: Mesh) -> Built:
         """Returns the problem of one of many microbatches, given that of a step of one.

@@ -38,7 +38,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
-from autopar.ir.tensor import TensorType
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.planning.kernel_savings import applicable
@@ -65,14 +64,7 @@ _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 @dataclass(frozen=True)
 class _Asked:
-    """A range of layers on a logical mesh, for one of a number of microbatches.
-
-    Attributes:
-        graph: contains only a few of the layers.
-        signature: kinds of the layers with the lengths of their runs.
-        mesh: the logical mesh.
-        microbatches: number of microbatches in a step.
-    """
+    """Layers on a logical mesh, for one of several microbatches; `graph` has a few of them."""
 
     graph: Graph
     signature: Signature
@@ -130,7 +122,7 @@ class StageCosts:
         # Key -> (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
-        self._updated: dict[tuple[Mesh, TensorType, bool, bool], dict[Storage | None, float]] = {}
+        self._updated: dict[tuple[object, ...], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """Returns the model on one microbatch."""
@@ -180,8 +172,7 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are those of even pipelines with several chunks per rank, if these layers can be one of
-        the chunks, and a whole device.
+        They are those of even pipelines of which these layers can be one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))
@@ -347,7 +338,7 @@ class StageCosts:
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
-            state_bytes=self.options.state_bytes,
+            update=self.options.update,
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
             recompute=parse_recompute(graph, recompute),
@@ -377,7 +368,7 @@ class StageCosts:
         for name, options in zip(built.names, built.options, strict=True):
             node, seconds = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
-                seconds += self._updates(model, node, options, mesh, fused)
+                seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(
@@ -390,12 +381,13 @@ class StageCosts:
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
         """Returns the seconds of a parameter's update under each of its choices."""
-        known = self._updated.setdefault((mesh, node.type, node.requires_grad, fused), {None: 0.0})
+        rule = self.options.update.rule(node.target, node.type.shape)
+        key = (mesh, node.type, node.requires_grad, fused, rule)
+        known = self._updated.setdefault(key, {None: 0.0})
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision)
-                works = update_works([updated], self.options.state_bytes, fused)
-                known[storage] = sum(map(model.compute, works))
+                updated = updated_in(storage, node, mesh, self.options.precision, rule)
+                known[storage] = sum(map(model.compute, update_works([updated], fused)))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:
