@@ -1,4 +1,4 @@
-"""How plans are made to fit, with plans whose peaks are written down; what solvers are told."""
+"""Fitting plans into memory, with given peaks; options that solvers receive."""
 
 from __future__ import annotations
 
