@@ -22,7 +22,6 @@ from autopar.ir.stage_graphs import alike, cut, free_values
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.plan import Plan
-from autopar.planning.fitting import ALIKE
 from autopar.planning.options import Options
 from autopar.planning.pipelines.repeated import Repeated
 from autopar.planning.pipelines.schedule_names import (
@@ -37,6 +36,7 @@ from autopar.planning.pipelines.stage_pins import stage_pins
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.planning.within_memory import ALIKE
 from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
