@@ -175,11 +175,11 @@ def _difference(rank: int, first: _Call, other: _Call) -> AutoparError:
             return _of_batches(f"the input {name!r} of rank {rank} is not that of rank 0")
     names = {**first.options, **other.options}
     name = next(name for name in names if first.options.get(name) != other.options.get(name))
-    mine, its = (call.options.get(name, "nothing") for call in (first, other))
+    own, others = (call.options.get(name, "nothing") for call in (first, other))
     return RanksDifferError(
         f"the ranks differ in {name}",
         where=where,
-        why=f"rank 0 has {mine}, rank {rank} has {its}",
+        why=f"rank 0 has {own}, rank {rank} has {others}",
         todo="change the optimizer's options in the same way on every rank",
     )
 
