@@ -10,6 +10,7 @@ from autopar.intra_op.node_choices import Lies
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
+from autopar.ir.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
+        stored: the storage of each parameter, by `leaf_key`, where it is given.
     """
 
     state_bytes: float = 2.0
@@ -43,6 +45,7 @@ class Assumptions:
     offload: Offload = NOTHING
     fused_update: bool = False
     overlapped: bool = False
+    stored: Mapping[str, Storage] = field(default_factory=dict)
 
 
 DEFAULT = Assumptions()

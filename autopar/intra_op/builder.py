@@ -39,6 +39,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
+from autopar.lower.parameter_keys import leaf_key
 from autopar.stage_plan import StagePlan
 
 TRANSPOSES = ("aten.transpose.int", "aten.permute", "aten.t")
@@ -180,11 +181,12 @@ class Builder:
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
+        given = self.given.stored.get(leaf_key(node), lies)
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lies, self.given.bucket, self.given.precision
+            node.type, node.requires_grad, given, self.given.bucket, self.given.precision
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every)
+        pinned = len(left) < len(every) or given is not lies
         alike = (node.type, node.requires_grad, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]

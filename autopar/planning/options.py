@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
+from autopar.ir.storage import Storage
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import STATE_BYTES, StagePlan
@@ -45,6 +46,8 @@ class Options:
         microbatches: of a step; "auto" chooses them.
         collectives: the algorithms of collectives, or "auto" for the cheapest ones.
         global_batch: samples of a step for such a search; None takes those of the example.
+        stored: the storage of each parameter by its key in the program, where another program has
+            stored it already.
         allow: what schedules may change that one device would not compute so.
 
     Raises:
@@ -74,6 +77,7 @@ class Options:
     schedule: str = SCHEDULE
     global_batch: int | None = None
     allow: str = ""
+    stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
     def __post_init__(self) -> None:

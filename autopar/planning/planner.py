@@ -137,6 +137,7 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            stored=options.stored,
         )
         try:
             return build(

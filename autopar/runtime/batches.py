@@ -41,10 +41,9 @@ class _Call:
 
 
 class Intake:
-    """Takes the batches of one program.
+    """Takes the batches of one executor.
 
     Args:
-        wanted: the types of the inputs by name, "i64[8, 16]".
         device: where this rank computes.
         everyone: what all ranks that take part call through; None for one alone.
 
@@ -55,11 +54,10 @@ class Intake:
 
     def __init__(
         self,
-        wanted: Mapping[str, str],
         device: torch.device,
         everyone: Channel | None,
     ) -> None:
-        self._wanted, self._device = dict(wanted), device
+        self._device = device
         self._everyone, self.overlaps = everyone, False
         self._forget()
 
@@ -70,12 +68,17 @@ class Intake:
         self._past: deque[_Call] = deque(maxlen=_KEPT)
 
     def take(
-        self, batch: Mapping[str, Tensor], kind: str, options: Mapping[str, str] | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        types: Mapping[str, str],
+        kind: str,
+        options: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
         """The batch on this device, and the token of all calls so far as `TOKEN`.
 
         Args:
             batch: whole tensors by name.
+            types: those of the program's inputs by name, "i64[8, 16]".
             kind: of call, "step".
             options: texts of what else is to be alike, by what it is.
 
@@ -86,13 +89,14 @@ class Intake:
         # Before any rank refuses its batch: the others must not wait for one that has stopped.
         self.meet(kind, batch, options)
         found = {name: str(tensor_type(value)) for name, value in batch.items()}
-        for name in {**self._wanted, **found}:
-            wanted, given = self._wanted.get(name), found.get(name)
+        for name in {**types, **found}:
+            wanted, given = types.get(name), found.get(name)
             if wanted != given:
                 raise BatchError(
                     f"the input {name!r} is {given or 'missing'}",
                     why=f"the program was compiled for {wanted or 'no such input'}",
-                    todo="pass batches of one shape, or compile again for this one",
+                    todo="pass batches of one shape, or shapes=8 to compile, which then takes as "
+                    "many shapes as they come",
                 )
         taken = {name: value.to(self._device) for name, value in batch.items()}
         return taken | {TOKEN: self._token()}

@@ -37,6 +37,7 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.inductor import loaded
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
@@ -58,10 +59,12 @@ class Running:
     Attributes:
         backend: "eager", "aot_eager" or "inductor".
         cuda_graph: whether the step is captured and replayed.
+        shapes: for batches of how many shapes the session compiles programs that train.
     """
 
     backend: str = "eager"
     cuda_graph: bool = False
+    shapes: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,7 @@ class Compiled:
             ProgramError: the optimizer or the way of running do not fit it.
             StateError: `values` does not fit it.
         """
-        modules = [
-            loaded(source, self._name(number, source), running.backend)
-            for number, source in enumerate(self.sources)
-        ]
+        modules = self.modules(running.backend)
         if not self.plan.is_pipeline:
             runtime = Runtime(self.plan.mesh, local_device())
             return Executor(
@@ -178,6 +178,13 @@ class Compiled:
         return Pipeline(
             modules, placement, self.inputs, local_device(), values, training, tied=self.tied
         )
+
+    def modules(self, backend: str) -> list[Generated]:
+        """Returns the loaded program of every stage; ProgramError if one cannot be loaded."""
+        return [
+            loaded(source, self._name(number, source), backend)
+            for number, source in enumerate(self.sources)
+        ]
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `autopar.load` reads on any number of processes.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError
+from autopar.errors import BatchError, PinError
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
+from autopar.planning.planner import make_plan
+from autopar.planning.stored import storages_of, with_unequal_blocks
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
@@ -55,6 +58,29 @@ class Compiler:
         captured, plan = self._planned(call, trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
+    def variant(self, call: Call, first: Compiled) -> Compiled:
+        """Returns the program of another call, which finds parameters where `first` stores them.
+
+        Args:
+            call: of the same model, in another mode or with another batch.
+            first: the program that stores the parameters, in one piece.
+
+        Raises:
+            CaptureError, InfeasibleError: see `autopar.compile`.
+            BatchError: the ranks captured different graphs.
+        """
+        captured = capture_call(call, self.options, Trace(None))
+        compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
+        if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
+            return first
+        (stage,) = first.plan.stages
+        stored = storages_of(first.captured.graph, stage)
+        graph = with_unequal_blocks(captured.graph, stored)
+        options = replace(self.options, stored=stored)
+        plan = from_first_rank(lambda: _over_stored(graph, self.mesh, options))
+        captured = replace(captured, graph=graph)
+        return Compiled.of(captured, plan.on(self.mesh), options, Trace(None))
+
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """The captured model and its plan, alike on every rank."""
         plan, options, mesh = self.plan, self.options, self.mesh
@@ -71,3 +97,35 @@ class Compiler:
         else:
             plan.check(captured.graph, mesh)
         return captured, plan
+
+
+def _over_stored(graph: Graph, mesh: Mesh, options: Options) -> Plan:
+    """Returns the plan of a graph whose parameters are stored already.
+
+    Pins that do not apply to this batch are left out: too few rows for the axis of data, say.
+    """
+    try:
+        return Plan.of(make_plan(graph, mesh, options, Trace(None)))
+    except PinError:
+        return Plan.of(make_plan(graph, mesh, replace(options, pins=None), Trace(None)))
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Stands in for a compiler where the first call was compiled before.
+
+    Attributes:
+        first: the compiled call.
+        compiler: compiles further calls.
+    """
+
+    first: Compiled
+    compiler: Compiler
+
+    def __call__(self, call: Call) -> Compiled:
+        """Returns the compiled call."""
+        return self.first
+
+    def variant(self, call: Call, first: Compiled) -> Compiled:
+        """Returns a further call over the parameters of the first; see `Compiler.variant`."""
+        return self.compiler.variant(call, first)

@@ -151,6 +151,9 @@ class TrainKeywords(AverageKeywords, total=False):
             saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
+        shapes: for how many shapes of batches programs are compiled, as they come, over the same
+            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -158,6 +161,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -197,6 +201,7 @@ _CHECKS: dict[str, Check] = {
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -204,7 +209,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
     "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "cuda_graph": False, "shapes": 1,
 }  # fmt: skip
 
 
@@ -279,7 +284,7 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"])
+    return Running(said["backend"], said["cuda_graph"], said["shapes"])
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:

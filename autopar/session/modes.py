@@ -35,14 +35,19 @@ class Modes:
             if key not in ("training", "call_super_init") and type(value) in _PLAIN
         ]
 
-    def check(self) -> None:
+    def check(self, training: bool = True) -> None:
         """Compare with what the flags are by now.
+
+        Args:
+            training: whether a step of training follows. An evaluation does not depend on train()
+                and eval().
 
         Raises:
             ProgramError: a module was switched by train() or eval(), a parameter by
                 requires_grad_; a number of one of torch's modules was set, or a module replaced.
         """
-        if [module.training for _, module in self._modules] != self._training:
+        modes = [module.training for _, module in self._modules]
+        if training and modes != self._training:
             name, module = next(
                 item
                 for item, before in zip(self._modules, self._training, strict=True)
@@ -54,8 +59,9 @@ class Modes:
                 where=name,
                 why=f"the program is for {type(module).__name__}.{before}(), and it is in "
                 f"{now}() now",
-                todo=f"call {before}() again; for the other mode compile a program of its own, and "
-                "load_state_dict into it",
+                todo=f"call {before}() again; program.eval_step(...) evaluates by itself"
+                if before == "train"
+                else "call eval() again, or compile the model as it is now",
             )
         if [parameter.requires_grad for _, parameter in self._parameters] != self._learning:
             name, parameter = next(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.capture.capture import Captured
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -33,7 +31,9 @@ from autopar.runtime.trained import Trained
 from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
+from autopar.session.evaluation import Evaluation
 from autopar.session.modes import Modes
+from autopar.session.variants import Compiles, Runnable, Variants
 
 EAGERLY = Running()
 
@@ -50,6 +50,7 @@ class Session(Trained, Checkpointed):
 
     Attributes:
         mesh: the devices.
+        training: whether steps may be made; see `eval`.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class Session(Trained, Checkpointed):
         mesh: Mesh,
         training: Training,
         running: Running,
-        compiler: Callable[[Call], Compiled],
+        compiler: Compiles,
     ) -> None:
         check_processes(mesh)
         inductor.check(running.backend)
         self.mesh, self._running_as, self._compiler = mesh, running, compiler
         self._model, self._training = model, training
         self._compiled: Compiled | None = None
+        self._variants: Variants | None = None
+        self.training = True
         self._executor: Executor | Pipeline | None = None
         self._saved: Checkpoints | None = None
         self._modes: Modes | None = None
@@ -97,6 +100,7 @@ class Session(Trained, Checkpointed):
         recorder.now("loading of the program")
         values = values_of(self._model, compiled.captured)
         self._executor = compiled.start(values, self._training, self._running_as)
+        self._variants = None
         self._compiled, self.mesh = compiled, compiled.plan.mesh
 
     def adopt(self, compiled: Compiled) -> None:
@@ -153,6 +157,7 @@ class Session(Trained, Checkpointed):
         }
         self._saved = None
         self._executor = compiled.start(nothing, self._training, self._running_as)
+        self._variants = None
         self._compiled, self.mesh = compiled, compiled.plan.mesh
         self._checkpoints().take(snapshot)
         # A scheduler sets the rates of the groups in the list that its optimizer holds.
@@ -180,28 +185,86 @@ class Session(Trained, Checkpointed):
             ProgramError: the profile cannot be written, or the model was switched to another mode
                 or parameters of it frozen since it was captured.
         """
-        _, executor, inputs = self._ready_for(args, kwargs)
+        if not self.training:
+            raise ProgramError(
+                "a step is called in evaluation",
+                why="program.eval() was called",
+                todo="call program.train() before the step",
+            )
+        executor, program, inputs = self._ready_for(args, kwargs, training=True)
         with profiled(profile):
-            return executor.step(inputs)
+            return executor.step(inputs, program.variant)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
+        """Evaluate the model on one batch; nothing of the training changes.
+
+        The model is captured a second time, in evaluation, and its program reads the parameters
+        where the training stores them. So dropout is off and running statistics stay. Batches may
+        have another shape than those of the training, and lack its labels; each kind is compiled
+        when it comes for the first time.
+
+        Args:
+            *args: positional arguments of the batch, whole on every rank.
+            **kwargs: keyword arguments of the batch.
+
+        Returns:
+            The loss, and this rank's parts of the outputs.
+
+        Raises:
+            BatchError: the batch differs between ranks, or more kinds of batches came than a
+                session compiles.
+            RankFailedError: another rank failed.
+            AutoparError: see `compile`.
+        """
+        executor, program, inputs = self._ready_for(args, kwargs, training=False)
+        return Evaluation(program.captured, executor.forward(inputs, program.variant))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for a batch, as whole tensors on every rank; no gradients."""
-        captured, executor, inputs = self._ready_for(args, kwargs)
-        return captured.output.rebuild(executor.forward(inputs))
+        """What the model returns in evaluation, as whole tensors on every rank; see `eval_step`."""
+        return self.eval_step(*args, **kwargs).whole()
+
+    def eval(self) -> Self:
+        """Refuse steps until `train` is called; evaluations are the same in both."""
+        self.training = False
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Allow steps, or refuse them with `mode=False`."""
+        self.training = mode
+        return self
 
     def _ready_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Captured, Executor | Pipeline, dict[str, Tensor]]:
-        """What was captured, what runs it, and the batch by name."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Executor | Pipeline, Runnable, dict[str, Tensor]]:
+        """What runs a call, its program and the batch by name."""
         self.prepare(args, kwargs)
-        executor = self._ready()
-        captured = self.compiled.captured
+        executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
         with executor.watch:
-            self._modes.check()
-        inputs = captured.inputs.flatten(args, kwargs)
+            self._modes.check(training)
+        if isinstance(executor, Pipeline) or (training and self._running_as.shapes == 1):
+            program, inputs = Runnable(captured), captured.inputs.flatten(args, kwargs)
+        else:
+            program, inputs = self._variant_for(executor, args, kwargs, training)
         self._example = self._example or inputs
-        return captured, executor, inputs
+        return executor, program, inputs
+
+    def _variant_for(
+        self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """The program for a batch like this one, compiled if it is the first, and the batch."""
+        if self._variants is None:
+            self._variants = Variants(
+                self._model, self.compiled, executor, self._compiler, self._running_as
+            )
+        found = self._variants.find(args, kwargs, training)
+        if found is not None:
+            return found
+        # Ranks whose batch has a program already would wait for this one elsewhere.
+        executor.meet("a call with a batch of another kind")
+        with executor.watch:
+            program = self._variants.add(args, kwargs, training)
+        return program, program.captured.inputs.flatten(args, kwargs)
 
     def close(self) -> None:
         """Give back memory, threads, descriptors and process groups; every rank calls it.

@@ -19,8 +19,9 @@ from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
 from autopar.ir.pipeline_step import forwards, in_update
 from autopar.ir.tensor import TensorType
-from autopar.operators.interpret import TORCH_DTYPES
+from autopar.operators.interpret import TORCH_DTYPES, tensor_type
 from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.evaluated import Evaluated
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
@@ -41,6 +42,7 @@ from autopar.runtime.trainable import check_trainable
 from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
+from autopar.runtime.variant import Variant
 
 
 class Pipeline(PipelineState):
@@ -140,7 +142,8 @@ class Pipeline(PipelineState):
             else str(t)
             for name, t in self._sizes.items()
         }
-        self._intake = Intake(batch, device, self.everyone)
+        self._types = batch
+        self._intake = Intake(device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
             refuse_what_cannot_stream(modules, placement, training, self.copies.holders, device)
@@ -172,7 +175,7 @@ class Pipeline(PipelineState):
 
     # One step ------------------------------------------------------------------------------------
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Mapping[str, Tensor], variant: Variant | None = None) -> Tensor:
         """Forward and backward of all microbatches and an optimizer step.
 
         Args:
@@ -322,7 +325,7 @@ class Pipeline(PipelineState):
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, call, options)
+        return self._intake.take(batch, self._types, call, options)
 
     def _parts(self, inputs: Tensors) -> list[Tensors]:
         """The microbatches."""
@@ -338,8 +341,8 @@ class Pipeline(PipelineState):
     # Without gradients ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensors:
-        """The outputs by name, whole and on every rank; raises what `step` raises.
+    def forward(self, batch: Mapping[str, Tensor], variant: Variant | None = None) -> Evaluated:
+        """Run a forward that changes nothing; raises what `step` raises.
 
         Those of the microbatches stand in a row along their first dimension; of scalars it is the
         mean.
@@ -364,8 +367,11 @@ class Pipeline(PipelineState):
                 for action in row:
                     played.do(action)
             played.post.finish()
-            self._settle()
-            return self._everywhere(found)
+            for stage in self.stages.values():
+                stage.writes.drop()
+            outputs = self._everywhere(found)
+        layouts = {name: str(tensor_type(value)) for name, value in outputs.items()}
+        return Evaluated(outputs, layouts, lambda: outputs)
 
     def _everywhere(self, found: Mapping[tuple[str, int], Tensor]) -> Tensors:
         """The outputs of all microbatches, put together, on every rank."""
