@@ -181,16 +181,15 @@ class Builder:
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
-        given = self.given.stored.get(leaf_key(node), lies)
+        lying, given = self.given.stored.get(leaf_key(node), lies), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, given, self.given.bucket, self.given.precision
+            node.type, node.requires_grad, lying, given.bucket, given.precision
         )
         left = self.pins.keep(share, every)
-        pinned = len(left) < len(every) or given is not lies
-        alike = (node.type, node.requires_grad, self._again(share))
+        pinned = len(left) < len(every) or lying is not lies
+        alike, among = (node.type, node.requires_grad, self._again(share)), set(left)
         if alike in self.alike and not pinned:
             return self.alike[alike]
-        among = set(left)
         costs = [
             self._stored_cost(share, each)
             for option, each in zip(every, traffic, strict=True)

@@ -48,7 +48,9 @@ class Prices:
         self._resharders: dict[tuple[tuple[str, str], ...], Resharder] = {}
         self._operators: dict[Hashable, Operator] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
-        self._stored: dict[tuple[TensorType, bool, Lies | Storage | None, int, Precision], Stored] = {}
+        self._stored: dict[
+            tuple[TensorType, bool, Lies | Storage | None, int, Precision], Stored
+        ] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
         """Returns the cached resharder for a precision."""

@@ -137,6 +137,11 @@ class Executor:
         return CudaGraph(partial(self._step, variant), kernel.refresh)
 
     @property
+    def types(self) -> Mapping[str, str]:
+        """The types of the inputs of its first program, by name."""
+        return self.program.inputs
+
+    @property
     def optimizer(self) -> Optimizer:
         """Of what this device updates."""
         return self.update.optimizer

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError, PinError
-from autopar.ir.graph import Graph
+from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
-from autopar.planning.planner import make_plan
-from autopar.planning.stored import storages_of, with_unequal_blocks
+from autopar.planning.stored import plan_over
 from autopar.planning.trace import Trace
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
@@ -63,23 +61,23 @@ class Compiler:
 
         Args:
             call: of the same model, in another mode or with another batch.
-            first: the program that stores the parameters, in one piece.
+            first: the program that stores the parameters.
 
         Raises:
-            CaptureError, InfeasibleError: see `autopar.compile`.
-            BatchError: the ranks captured different graphs.
+            CaptureError, InfeasibleError, StageError: see `autopar.compile`.
+            BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
         """
-        captured = capture_call(call, self.options, Trace(None))
+        plan, count = first.plan, first.plan.microbatches if first.plan.is_pipeline else None
+        captured = capture_call(call, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
             return first
-        (stage,) = first.plan.stages
-        stored = storages_of(first.captured.graph, stage)
-        graph = with_unequal_blocks(captured.graph, stored)
-        options = replace(self.options, stored=stored)
-        plan = from_first_rank(lambda: _over_stored(graph, self.mesh, options))
-        captured = replace(captured, graph=graph)
-        return Compiled.of(captured, plan.on(self.mesh), options, Trace(None))
+        graph, further = from_first_rank(
+            lambda: plan_over(first.captured.graph, plan, captured.graph, self.options)
+        )
+        return Compiled.of(
+            replace(captured, graph=graph), further.on(self.mesh), self.options, Trace(None)
+        )
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """The captured model and its plan, alike on every rank."""
@@ -97,17 +95,6 @@ class Compiler:
         else:
             plan.check(captured.graph, mesh)
         return captured, plan
-
-
-def _over_stored(graph: Graph, mesh: Mesh, options: Options) -> Plan:
-    """Returns the plan of a graph whose parameters are stored already.
-
-    Pins that do not apply to this batch are left out: too few rows for the axis of data, say.
-    """
-    try:
-        return Plan.of(make_plan(graph, mesh, options, Trace(None)))
-    except PinError:
-        return Plan.of(make_plan(graph, mesh, replace(options, pins=None), Trace(None)))
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluation
+from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes
-from autopar.session.variants import Compiles, Runnable, Variants
 
 EAGERLY = Running()
 
@@ -191,9 +191,9 @@ class Session(Trained, Checkpointed):
                 why="program.eval() was called",
                 todo="call program.train() before the step",
             )
-        executor, program, inputs = self._ready_for(args, kwargs, training=True)
+        program, inputs = self._ready_for(args, kwargs, training=True)
         with profiled(profile):
-            return executor.step(inputs, program.variant)
+            return program.step(inputs)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
         """Evaluate the model on one batch; nothing of the training changes.
@@ -216,8 +216,8 @@ class Session(Trained, Checkpointed):
             RankFailedError: another rank failed.
             AutoparError: see `compile`.
         """
-        executor, program, inputs = self._ready_for(args, kwargs, training=False)
-        return Evaluation(program.captured, executor.forward(inputs, program.variant))
+        program, inputs = self._ready_for(args, kwargs, training=False)
+        return Evaluation(program.captured, program.forward(inputs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in evaluation, as whole tensors on every rank; see `eval_step`."""
@@ -235,35 +235,36 @@ class Session(Trained, Checkpointed):
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-    ) -> tuple[Executor | Pipeline, Runnable, dict[str, Tensor]]:
-        """What runs a call, its program and the batch by name."""
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """The program for a call, and the batch by name."""
         self.prepare(args, kwargs)
         executor, captured = self._ready(), self.compiled.captured
         assert self._modes is not None
         with executor.watch:
             self._modes.check(training)
-        if isinstance(executor, Pipeline) or (training and self._running_as.shapes == 1):
-            program, inputs = Runnable(captured), captured.inputs.flatten(args, kwargs)
-        else:
-            program, inputs = self._variant_for(executor, args, kwargs, training)
-        self._example = self._example or inputs
-        return executor, program, inputs
-
-    def _variant_for(
-        self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-    ) -> tuple[Runnable, dict[str, Tensor]]:
-        """The program for a batch like this one, compiled if it is the first, and the batch."""
         if self._variants is None:
             self._variants = Variants(
                 self._model, self.compiled, executor, self._compiler, self._running_as
             )
-        found = self._variants.find(args, kwargs, training)
+        if training and self._running_as.shapes == 1:
+            program, inputs = self._variants.main, captured.inputs.flatten(args, kwargs)
+        else:
+            program, inputs = self._program_for(self._variants, args, kwargs, training)
+        self._example = self._example or inputs
+        return program, inputs
+
+    def _program_for(
+        self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[Runnable, dict[str, Tensor]]:
+        """The program for a batch like this one, compiled if it is the first, and the batch."""
+        found = variants.find(args, kwargs, training)
         if found is not None:
             return found
         # Ranks whose batch has a program already would wait for this one elsewhere.
-        executor.meet("a call with a batch of another kind")
+        executor = self._ready()
+        executor.meet("step" if training else "forward")
         with executor.watch:
-            program = self._variants.add(args, kwargs, training)
+            program = variants.add(args, kwargs, training)
         return program, program.captured.inputs.flatten(args, kwargs)
 
     def close(self) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from autopar.capture.capture import Captured
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError, ProgramError
 from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
+from autopar.runtime.evaluated import Evaluated
 from autopar.runtime.executor import Executor
-from autopar.runtime.variant import Variant
+from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.session.compiled import Compiled, Running
 
 EVALUATED = 8  # programs of a session that evaluate, each for batches of one shape
@@ -49,11 +51,15 @@ class Runnable:
 
     Attributes:
         captured: the call that it is for.
-        variant: the loaded program; None for the session's first.
+        types: of its inputs, by name, "i64[8, 16]".
+        step: trains on a batch.
+        forward: evaluates a batch.
     """
 
     captured: Captured
-    variant: Variant | None = None
+    types: Mapping[str, str]
+    step: Callable[[Mapping[str, Tensor]], Tensor]
+    forward: Callable[[Mapping[str, Tensor]], Evaluated]
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
         """Returns a batch as inputs by name, None if it is of another structure or shape."""
@@ -61,8 +67,7 @@ class Runnable:
             inputs = self.captured.inputs.flatten(args, kwargs)
         except BatchError:
             return None
-        wanted = {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
-        alike = wanted == {name: str(tensor_type(value)) for name, value in inputs.items()}
+        alike = self.types == {name: str(tensor_type(value)) for name, value in inputs.items()}
         return inputs if alike else None
 
 
@@ -80,15 +85,16 @@ class Variants:
 
     model: nn.Module
     first: Compiled
-    executor: Executor
+    executor: Executor | Pipeline
     compiler: Compiles
     running: Running
     _programs: dict[bool, list[Runnable]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        main = Runnable(self.first.captured)
+        executor = self.executor
+        self.main = Runnable(self.first.captured, executor.types, executor.step, executor.forward)
         unchanged = not any(module.training for module in self.model.modules())
-        self._programs = {True: [main], False: [main] if unchanged else []}
+        self._programs = {True: [self.main], False: [self.main] if unchanged else []}
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
@@ -109,6 +115,12 @@ class Variants:
         """
         programs = self._programs[training]
         most = self.running.shapes if training else EVALUATED
+        if training and isinstance(self.executor, Pipeline):
+            raise BatchError(
+                "stages train on batches of one shape",
+                why="the schedule and its messages are for microbatches of one size",
+                todo="pad the batch, or drop the last one (drop_last=True)",
+            )
         if len(programs) >= most:
             raise BatchError(
                 f"the batch has a shape beyond the {most} that the program is compiled for",
@@ -118,14 +130,54 @@ class Variants:
             )
         call = Call(self.model, args, kwargs)
         with nullcontext() if training else evaluating(self.model):
-            compiled = self.compiler.variant(call, self.first)
+            try:
+                compiled = self.compiler.variant(call, self.first)
+            except CaptureError as error:
+                raise self._misfit(args, kwargs, error) from error
         if compiled is self.first:
-            added = Runnable(self.first.captured)
+            added = replace(self.main, captured=compiled.captured)
         else:
-            added = Runnable(compiled.captured, self._loaded(compiled))
+            added = self._loaded(compiled)
         programs.append(added)
         return added
 
-    def _loaded(self, compiled: Compiled) -> Variant:
-        (module,) = compiled.modules(self.running.backend)
-        return self.executor.add(module, compiled.captured.buffers)
+    def _misfit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
+    ) -> BatchError:
+        """The error of a batch on which the model cannot be captured, though it was on the first.
+
+        Raises:
+            BatchError: the batch has another structure than the first.
+        """
+        inputs = self.first.captured.inputs.flatten(args, kwargs)
+        given = ", ".join(f"{name} {tensor_type(value)}" for name, value in inputs.items())
+        wanted = ", ".join(f"{name} {type}" for name, type in self.first.inputs.items())
+        return BatchError(
+            f"the model does not take the batch {given}",
+            where=error.where,
+            why=f"{error.why or error.what}; the first batch was {wanted}",
+            todo="pass batches like the first, whose number of rows may differ",
+        )
+
+    def _loaded(self, compiled: Compiled) -> Runnable:
+        modules, executor = compiled.modules(self.running.backend), self.executor
+        values = {
+            name: value
+            for name, value in compiled.captured.buffers.items()
+            if name not in executor.shapes
+        }
+        held = set(values) & set(self.model.state_dict())
+        if held:  # a load of weights would not reach it
+            raise ProgramError(
+                f"the model evaluates with the buffer {min(held)!r}, which its training lacks",
+                why="programs hold what the training uses",
+                todo="use it in training too, or register it with persistent=False",
+            )
+        if isinstance(executor, Executor):
+            variant = executor.add(modules[0], values)
+            step = partial(executor.step, variant=variant)
+            forward = partial(executor.forward, variant=variant)
+            return Runnable(compiled.captured, variant.program.inputs, step, forward)
+        program = executor.add(modules, compiled.placement, compiled.inputs, values)
+        forward = partial(executor.forward, program=program)
+        return Runnable(compiled.captured, program.types, executor.step, forward)
