@@ -180,6 +180,7 @@ class Asked:
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
         elementwise: whether the optimizer may update parts of a parameter.
+        batches: whether a rank passes the whole batch or its part.
     """
 
     recompute: str = "auto"
@@ -187,6 +188,7 @@ class Asked:
     solver: str = "ilp"
     unknown_ops: str = "replicate"
     elementwise: bool = True
+    batches: str = "global"
 
     def table(self) -> dict[str, Any]:
         """The options that differ from the default, by name."""
@@ -195,7 +197,7 @@ class Asked:
     @classmethod
     def from_table(cls, table: Any) -> Asked:
         """Read the entry `asked` of a plan file; PlanError names what is wrong with it."""
-        words = ("recompute", "offload", "solver", "unknown_ops")
+        words = ("recompute", "offload", "solver", "unknown_ops", "batches")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in words},
             "elementwise": (FLAG, True),

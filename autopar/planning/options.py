@@ -29,6 +29,7 @@ from autopar.planning import offloading
 from autopar.stage_plan import STATE_BYTES, StagePlan
 
 AUTO = "auto"
+GLOBAL, LOCAL = "global", "local"  # of batches
 SCHEDULE = "1f1b"
 
 
@@ -46,6 +47,7 @@ class Options:
         microbatches: of a step; "auto" chooses them.
         collectives: the algorithms of collectives, or "auto" for the cheapest ones.
         global_batch: samples of a step for such a search; None takes those of the example.
+        batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
         stored: the storage of each parameter by its key in the program, where another program has
             stored it already.
         allow: what schedules may change that one device would not compute so.
@@ -77,6 +79,7 @@ class Options:
     schedule: str = SCHEDULE
     global_batch: int | None = None
     allow: str = ""
+    batches: str = GLOBAL
     stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
@@ -99,6 +102,12 @@ class Options:
                 f"a search for a pipeline does not offload {self.offload!r}",
                 why="of which blocks activations go depends on the stages that are searched for",
                 todo='pass offload="optimizer", or the number of stages',
+            )
+        if self.searches_stages and self.batches != GLOBAL:
+            raise OptionError(
+                "a search for a pipeline takes whole batches",
+                why="how many parts a batch has depends on the stages that are searched for",
+                todo="give the number of stages, or plan first and pass the plan",
             )
         if self.global_batch is not None and not self.searches_stages:
             raise OptionError(
@@ -130,6 +139,7 @@ class Options:
             offload=plan.asked.offload,
             collectives=plan.collectives,
             state_bytes=plan.state_bytes,
+            batches=plan.asked.batches,
         )
         if said.memory == math.inf:  # the plan says no limit
             others.setdefault("memory", None)
@@ -138,7 +148,14 @@ class Options:
     @property
     def asked(self) -> Asked:
         """What a plan keeps of the options that its layouts do not show."""
-        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops, self.elementwise)
+        return Asked(
+            self.recompute,
+            self.offload,
+            self.solver,
+            self.unknown_ops,
+            self.elementwise,
+            self.batches,
+        )
 
     @property
     def searches_stages(self) -> bool:

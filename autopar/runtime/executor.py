@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import StateError
-from autopar.runtime.batches import TOKEN, Intake
+from autopar.runtime.calls.batches import TOKEN, Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import part_of, texts_of
+from autopar.runtime.calls.variant import Variant, variant_of
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
-from autopar.runtime.evaluated import Evaluated
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.gradients import Gradients
@@ -28,7 +30,6 @@ from autopar.runtime.trainable import check_trainable
 from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
-from autopar.runtime.variant import Variant, variant_of
 
 
 class Executor:
@@ -74,7 +75,9 @@ class Executor:
             parameter.key: tensor
             for parameter, tensor in zip(self.state.parameters, self.tensors, strict=True)
         }
-        self.main = Variant(program, self.named, Writes(self.named))
+        self.part = part_of(program.inputs, runtime)
+        types = texts_of(program.inputs, runtime)
+        self.main = Variant(program, types, self.named, Writes(self.named))
         self.variants = [self.main]
         self.weights = Weights(runtime, self.state.parameters, self.tensors, program.bucket)
         if self.loaded:
@@ -102,7 +105,7 @@ class Executor:
         self._graphs = cuda_graph
         if cuda_graph:
             self.main.graph = self._graphed(self.main)
-        self._intake = Intake(runtime.device, everyone.channel)
+        self._intake = Intake(runtime.device, everyone.channel, self.part)
 
     def add(self, program: Generated, values: Mapping[str, Tensor]) -> Variant:
         """Take a further program over the same parameters; every rank calls it.
@@ -139,7 +142,7 @@ class Executor:
     @property
     def types(self) -> Mapping[str, str]:
         """The types of the inputs of its first program, by name."""
-        return self.program.inputs
+        return self.main.types
 
     @property
     def optimizer(self) -> Optimizer:
@@ -273,7 +276,7 @@ class Executor:
                 why="it was compiled from a model on the meta device, or a load broke off",
                 todo="call program.load_state_dict(...) first",
             )
-        return self._intake.take(batch, variant.program.inputs, call, options)
+        return self._intake.take(batch, variant.types, call, options)
 
     def close(self) -> None:
         """Give back threads, descriptors and process groups; no call works from then on."""

@@ -22,6 +22,7 @@ from autopar.inter_op.complete import complete
 from autopar.inter_op.gantt import gantt
 from autopar.inter_op.schedule_time import StageCost, simulate
 from autopar.intra_op import legal
+from autopar.intra_op.node_choices import input_layout
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint, format_graph
 from autopar.ir.pipeline_step import Wiring
@@ -149,8 +150,11 @@ class Compiled:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The inputs of one microbatch, name -> type."""
-        return {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
+        """The inputs of one microbatch: name -> dtype, global shape and layout."""
+        return {
+            leaf.target: f"{leaf.type.dtype}{input_layout(leaf).format(leaf.type.shape)}"
+            for leaf in self.captured.graph.leaves("input")
+        }
 
     def start(
         self, values: Mapping[str, Tensor], training: Training, running: Running

@@ -10,7 +10,8 @@ from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.planning.capturing import Call, capture_call
+from autopar.planning.capturing import Call
+from autopar.planning.local_batches import capture_parts, stage_mesh
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.stored import plan_over
@@ -68,7 +69,7 @@ class Compiler:
             BatchError: the ranks captured different graphs, or the batch has no equal microbatches.
         """
         plan, count = first.plan, first.plan.microbatches if first.plan.is_pipeline else None
-        captured = capture_call(call, self.options, Trace(None), count)
+        captured = capture_parts(call, plan.stages[0].mesh, self.options, Trace(None), count)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if text_of_graph(captured.graph) == text_of_graph(first.captured.graph):
             return first
@@ -88,7 +89,8 @@ class Compiler:
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
         sized = call if options.global_batch is None else call.sized(options.global_batch)
-        captured = capture_call(sized, options, trace, count if staged else None)
+        part = stage_mesh(mesh, options) if plan is None else plan.stages[0].mesh
+        captured = capture_parts(sized, part, options, trace, count if staged else None)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
             plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))

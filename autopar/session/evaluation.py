@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.capture.capture import Captured
-from autopar.runtime.evaluated import Evaluated
+from autopar.runtime.calls.evaluated import Evaluated
 
 
 @dataclass(frozen=True)

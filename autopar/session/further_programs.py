@@ -14,7 +14,7 @@ from autopar.capture.capture import Captured
 from autopar.errors import BatchError, CaptureError, ProgramError
 from autopar.operators.interpret import tensor_type
 from autopar.planning.capturing import Call
-from autopar.runtime.evaluated import Evaluated
+from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.session.compiled import Compiled, Running
@@ -134,12 +134,25 @@ class Variants:
                 compiled = self.compiler.variant(call, self.first)
             except CaptureError as error:
                 raise self._misfit(args, kwargs, error) from error
+        self._refuse_other_dtypes(compiled)
         if compiled is self.first:
             added = replace(self.main, captured=compiled.captured)
         else:
             added = self._loaded(compiled)
         programs.append(added)
         return added
+
+    def _refuse_other_dtypes(self, compiled: Compiled) -> None:
+        """BatchError unless inputs have the dtypes of the first batch; a trace may not notice."""
+        first = {leaf.target: leaf.type for leaf in self.first.captured.graph.leaves("input")}
+        for leaf in compiled.captured.graph.leaves("input"):
+            known = first.get(leaf.target, leaf.type)
+            if known.dtype != leaf.type.dtype:
+                raise BatchError(
+                    f"the input {leaf.target!r} is {leaf.type}",
+                    why=f"the program was compiled for {known}",
+                    todo="pass batches of one dtype",
+                )
 
     def _misfit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: CaptureError
@@ -177,7 +190,7 @@ class Variants:
             variant = executor.add(modules[0], values)
             step = partial(executor.step, variant=variant)
             forward = partial(executor.forward, variant=variant)
-            return Runnable(compiled.captured, variant.program.inputs, step, forward)
+            return Runnable(compiled.captured, variant.types, step, forward)
         program = executor.add(modules, compiled.placement, compiled.inputs, values)
         forward = partial(executor.forward, program=program)
         return Runnable(compiled.captured, program.types, executor.step, forward)

@@ -33,7 +33,7 @@ from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -109,6 +109,9 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
+            along other axes pass the same part. See `Session.data_rank`.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -130,6 +133,7 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
     trace: str | Path | None
 
 
@@ -198,6 +202,7 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
@@ -209,7 +214,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
     "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False, "shapes": 1,
+    "cuda_graph": False, "shapes": 1, "batches": GLOBAL,
 }  # fmt: skip
 
 
@@ -269,6 +274,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        batches=_batches(plan, said["batches"]),
         collectives=_collectives(plan, said["collectives"]),
         state_bytes=state_bytes,
     )
@@ -297,6 +303,20 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
             "the plan says by itself which algorithms run its collectives",
             why=f"collectives={wanted!r} is asked for, and it has {len(said.rows)} rows",
             todo="leave out collectives, or plan again",
+        )
+    return said
+
+
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Who passes what of a batch: what a plan says, or what is wanted without one."""
+    if plan is None:
+        return wanted
+    said = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, said):
+        raise PlanMismatchError(
+            f"the plan is for {said} batches",
+            why=f"batches={wanted!r} is asked for",
+            todo="leave out batches, or plan again",
         )
     return said
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from autopar.errors import ProgramError
+from autopar.ir.graph import Graph
 
 _PLAIN = (bool, int, float, str, tuple)
 
@@ -96,3 +97,23 @@ class Modes:
                     why="the program is of those that were there then",
                     todo="put it back, or compile the model as it is now",
                 )
+
+
+def refuse_other_parameters(before: Graph, after: Graph) -> None:
+    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
+    old, new = (
+        {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
+        for graph in (before, after)
+    )
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            one, other = (
+                "missing" if found is None else f"{list(found[0])}{'' if found[1] else ', frozen'}"
+                for found in (old.get(name), new.get(name))
+            )
+            raise ProgramError(
+                "the compiled program is of another model",
+                where=name,
+                why=f"the session's parameter is {one}, the program's {other}",
+                todo="adopt a program that was compiled from this model",
+            )

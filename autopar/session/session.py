@@ -33,7 +33,7 @@ from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
 from autopar.session.evaluation import Evaluation
 from autopar.session.further_programs import Compiles, Runnable, Variants
-from autopar.session.modes import Modes
+from autopar.session.modes import Modes, refuse_other_parameters
 
 EAGERLY = Running()
 
@@ -131,7 +131,7 @@ class Session(Trained, Checkpointed):
                 self._start(compiled, recorder)
             recorder.now("")
             return
-        _refuse_other_parameters(before.captured.graph, compiled.captured.graph)
+        refuse_other_parameters(before.captured.graph, compiled.captured.graph)
         snapshot = self._checkpoints().snapshot()
         assert self._saved is not None
         self._saved.close()
@@ -166,7 +166,9 @@ class Session(Trained, Checkpointed):
         optimizer.param_groups, used.state = used.param_groups, optimizer.state
 
     def step(self, *args: Any, profile: Any = None, **kwargs: Any) -> Tensor:
-        """Forward, backward and optimizer step on one batch, the same whole batch on every rank.
+        """Forward, backward and optimizer step on one batch.
+
+        Every rank passes the same whole batch, or its part of it with `batches="local"`.
 
         Args:
             *args: positional arguments of the batch.
@@ -299,6 +301,19 @@ class Session(Trained, Checkpointed):
         self._end(agreed=error is None)
 
     @property
+    def data_rank(self) -> int:
+        """The number of the part of a batch that this rank passes, from 0.
+
+        Always 0 unless compiled with `batches="local"`; ProgramError before the first batch.
+        """
+        return self._ready().part.rank
+
+    @property
+    def data_world(self) -> int:
+        """The number of parts of a batch, 1 if every rank passes all of it; see `data_rank`."""
+        return self._ready().part.world
+
+    @property
     def compiled(self) -> Compiled:
         """Graph, plan and sources; ProgramError before the first batch."""
         if self._compiled is None:
@@ -353,6 +368,12 @@ class Session(Trained, Checkpointed):
             ProgramError: before the first batch, or the folder cannot be written.
         """
         executor, compiled = self._ready(), self.compiled
+        if executor.part.world > 1:
+            raise ProgramError(
+                "a program of local batches is not saved to run by itself",
+                why="a rank has its part of a batch only",
+                todo="save program.compiled, and let autopar.load train by it",
+            )
         if not self._example:
             raise ProgramError(
                 "no batch was seen yet, to save beside the program", todo="run a step"
@@ -366,23 +387,3 @@ class Session(Trained, Checkpointed):
             return folder.write(path, compiled.files(self._training), tensors)
 
         return from_first_rank(write)
-
-
-def _refuse_other_parameters(before: Graph, after: Graph) -> None:
-    """ProgramError, naming the first difference, unless two graphs train the same parameters."""
-    old, new = (
-        {leaf.target: (leaf.type.shape, leaf.requires_grad) for leaf in graph.leaves("param")}
-        for graph in (before, after)
-    )
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            one, other = (
-                "missing" if found is None else f"{list(found[0])}{'' if found[1] else ', frozen'}"
-                for found in (old.get(name), new.get(name))
-            )
-            raise ProgramError(
-                "the compiled program is of another model",
-                where=name,
-                why=f"the session's parameter is {one}, the program's {other}",
-                todo="adopt a program that was compiled from this model",
-            )

@@ -196,3 +196,75 @@ def test_ranks_whose_batches_differ_are_told_so() -> None:
 
 def test_modes() -> None:
     run_ranks(modes, count=2)
+
+
+PARTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "every rank another part": (LINE, {"batches": "local"}),
+    "zero3": (LINE, {"batches": "local", "state": "zero3", "pins": data_parallel("data")}),
+    "over data": (
+        GRID,
+        {"batches": "local over data", "pins": [data_parallel("data"), megatron("tensor")]},
+    ),
+    "all of a grid": (GRID, {"batches": "local", "pins": [data_parallel("data")]}),
+    "stages": (GRID, {"batches": "local", "stages": 2, "microbatches": 2}),
+}
+
+
+def train_parted(way: str) -> None:
+    """Every rank passes its own rows; the reference has them all, in the order of the parts."""
+    mesh, options = PARTED[way]
+    model, alone = classifier(0.0, 0.0), classifier(0.0, 0.0)
+    for each in (model, alone):
+        each.norm = nn.Identity()  # type: ignore[assignment]
+    program = autopar.compile(model, mesh, optimizer=adam, **options)
+    optimizer = adam(alone.parameters())
+    place = dist.get_rank()
+    part, parts = {
+        "over data": (place // 2, 2),
+        "stages": (place % 2, 2),  # each is on half of the mesh
+    }.get(way, (place, dist.get_world_size()))
+    for number in range(3):
+        whole = batch(8, number)
+        own = {name: value.chunk(parts)[part] for name, value in whole.items()}
+        loss = program.step(**own)
+        assert (program.data_rank, program.data_world) == (part, parts)
+        expected = alone(**whole)["loss"]
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                program.eval_step(**own).loss, alone(**whole)["loss"], rtol=1e-9, atol=1e-12
+            )
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(program.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    if way in ("over data", "stages"):  # ranks of one part that pass different ones
+        wrong = {name: value.roll(dist.get_rank(), 0) for name, value in own.items()}
+        with pytest.raises(BatchError, match="of rank"):
+            program.step(**wrong)
+
+
+def parts_of_unequal_sizes() -> None:
+    program = autopar.compile(classifier(0.0), LINE, batches="local")
+    program.step(**batch(4, 0))
+    with pytest.raises(BatchError, match="different sizes"):
+        program.step(**batch(4 - dist.get_rank(), 1))
+    assert program.step(**batch(4, 2)).isfinite()
+
+
+def parted(ways: tuple[str, ...]) -> None:
+    for way in ways:
+        train_parted(way)
+
+
+def test_parts_of_a_batch_on_two_ranks() -> None:
+    run_ranks(parted, ("every rank another part", "zero3"), count=2)
+
+
+def test_parts_of_unequal_sizes_are_refused() -> None:
+    run_ranks(parts_of_unequal_sizes, count=2)
+
+
+def test_parts_of_a_batch_on_a_grid() -> None:
+    run_ranks(parted, ("over data", "all of a grid", "stages"))

@@ -20,8 +20,9 @@ from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
 from autopar.ir.pipeline_step import in_update
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.runtime.batches import TOKEN, Intake
-from autopar.runtime.evaluated import Evaluated
+from autopar.runtime.calls.batches import TOKEN, Intake
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.gradients import Gradients
 from autopar.runtime.parameters.pieces import State
@@ -137,7 +138,7 @@ class Pipeline(PipelineState):
         self.grad_norm: Tensor | None = None
         self.watch = Watch.over(range(peers.world))
         self.watch.start()
-        self._intake = Intake(device, self.everyone)
+        self._intake = Intake(device, self.everyone, self.part)
         self.continuous: Continuous | None = None
         if not placement.flushes:
             refuse_what_cannot_stream(modules, placement, training, self.copies.holders, device)
@@ -147,6 +148,11 @@ class Pipeline(PipelineState):
                 self.stages, placement, self.row, self._interpreter, self.update, self.everyone,
                 self._intake.differences,
             )  # fmt: skip
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        return self.main.part
 
     @property
     def types(self) -> Mapping[str, str]:

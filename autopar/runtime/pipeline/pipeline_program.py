@@ -13,7 +13,8 @@ from autopar.ir.action import Action, Row
 from autopar.ir.pipeline_step import forwards
 from autopar.ir.tensor import TensorType
 from autopar.operators.interpret import TORCH_DTYPES, tensor_type
-from autopar.runtime.evaluated import Evaluated
+from autopar.runtime.calls.evaluated import Evaluated
+from autopar.runtime.calls.input_parts import Part, local_types, part_of
 from autopar.runtime.generated import Generated
 from autopar.runtime.pipeline.interpreter import Interpreter
 from autopar.runtime.pipeline.messages import Post, Wires
@@ -21,6 +22,7 @@ from autopar.runtime.pipeline.random_states import random_states
 from autopar.runtime.pipeline.routes import Placement, Routes
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.shared import Peers
+from autopar.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class PipelineProgram:
     Attributes:
         modules: the loaded program of every stage.
         placement: where they run, and when.
-        inputs: the types of the inputs of one microbatch, by name.
+        inputs: of one microbatch: name -> dtype, global shape and layout, "i64[8@data, 16]".
         stages: those of this rank, by number and copy.
         peers, wires: the other ranks.
         device: of this rank.
@@ -54,13 +56,23 @@ class PipelineProgram:
         """What this rank does in a step."""
         return self.placement.rows[self.placement.row_of(self.peers.rank)]
 
+    @property
+    def _runtime(self) -> Runtime:
+        """The mesh of a stage of this rank."""
+        return next(iter(self.stages.values())).runtime
+
+    @property
+    def part(self) -> Part:
+        """Which part of a batch this rank passes."""
+        return part_of(self.inputs, self._runtime)
+
     @cached_property
     def _sizes(self) -> dict[str, TensorType]:
-        return {name: TensorType.parse(text) for name, text in self.inputs.items()}
+        return local_types(self.inputs, self._runtime)
 
     @cached_property
     def types(self) -> dict[str, str]:
-        """The types of the inputs of all microbatches, by name."""
+        """The types of this rank's inputs of all microbatches, by name."""
         count = self.placement.microbatches
         whole = {
             name: TensorType(t.dtype, (t.shape[0] * count, *t.shape[1:])) if t.shape else t
@@ -98,7 +110,7 @@ class PipelineProgram:
                     _, shape, layout = stage.module.outputs[name]
                     found[name, action.microbatch] = stage.runtime.unshard(value, layout, shape)
 
-        runtime = next(iter(self.stages.values())).runtime
+        runtime = self._runtime
         count, post = self.placement.microbatches, self.post()
         with random_states(row, self.modules, count, runtime, self.peers.everyone) as enter:
             played = Interpreter(self.stages, self.routes, post, self.peers.recorder)

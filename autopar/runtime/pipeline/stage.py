@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.action import Action
+from autopar.runtime.calls.variant import variant_of
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
 from autopar.runtime.parameters.pieces import State
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.pipeline.split import Later, backward_input
 from autopar.runtime.runtime import Runtime
-from autopar.runtime.variant import variant_of
 
 Tensors = dict[str, Tensor]
 Share = float | Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.operators.interpret import TORCH_DTYPES
-from autopar.runtime.batches import Intake
+from autopar.runtime.calls.batches import Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.parameters.pieces import check_state_dict, whole
 from autopar.runtime.pipeline.continuous import Continuous

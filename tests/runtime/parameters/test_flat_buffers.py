@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.batches import TOKEN
+from autopar.runtime.calls.batches import TOKEN
 from autopar.runtime.parameters import flat_buffers as flat
 from autopar.runtime.parameters.flat_buffers import Flat, neighbours
 from autopar.runtime.update import adamw

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autopar.errors import ProgramError
+from autopar.runtime.calls.input_parts import texts_of
 from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
 from autopar.runtime.parameters.buffer_writes import Writes
@@ -26,12 +27,14 @@ class Variant:
 
     Attributes:
         program: the loaded program.
+        types: of this rank's inputs, by name, "i64[8, 16]".
         named: the tensors that it reads, by `Parameter.key`.
         writes: the new values of buffers within a step.
         graph: captures and replays its step; None to run the step as it is.
     """
 
     program: Generated
+    types: Mapping[str, str]
     named: Mapping[str, Tensor]
     writes: Writes
     graph: CudaGraph | None = None
@@ -78,7 +81,7 @@ def variant_of(
     shards = state.load({p.name: values[p.name] for p in own}, runtime.device, broadcast=True)
     constants = dict(zip((p.key for p in own), shards, strict=True))
     tensors = {**named, **constants}
-    return Variant(program, tensors, Writes(tensors))
+    return Variant(program, texts_of(program.inputs, runtime), tensors, Writes(tensors))
 
 
 def _alike(one: Parameter, other: Parameter) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, BatchError, RanksDifferError
 from autopar.operators.interpret import tensor_type
+from autopar.runtime.calls.input_parts import WHOLE, Part
 from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.channel import Channel
 
@@ -28,16 +29,22 @@ _SMALL = 2**16  # bytes of which every one goes into a checksum
 _ROW = 1021  # a prime, so that samples that change places change the sums
 _BITS = 20  # of a token; see `step_check.py`
 _KEPT = 64  # calls among which a difference is looked for
+_MOST = 2**62 - 1
 TOKEN = "%token"  # no input has such a name
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the program: its kind, checksums of its inputs, and texts of what else it reads."""
+    """A call of the program: its kind, checksums of its inputs, and texts of what else it reads.
+
+    Ranks that pass other parts of a batch have other inputs.
+    """
 
     kind: str
     inputs: dict[str, int]
     options: dict[str, str]
+    part: int = 0
+    types: tuple[tuple[str, str], ...] = ()
 
 
 class Intake:
@@ -46,6 +53,7 @@ class Intake:
     Args:
         device: where this rank computes.
         everyone: what all ranks that take part call through; None for one alone.
+        part: which part of a batch this rank passes.
 
     Attributes:
         overlaps: whether a call begins on a rank while others are not done with the one before, so
@@ -56,14 +64,15 @@ class Intake:
         self,
         device: torch.device,
         everyone: Channel | None,
+        part: Part = WHOLE,
     ) -> None:
-        self._device = device
+        self._device, self._part = device, part
         self._everyone, self.overlaps = everyone, False
         self._forget()
 
     def _forget(self) -> None:
         """Begin to compare anew, after ranks that differed."""
-        self._calls, self._host = 0, 0
+        self._calls, self._host, self._own = 0, 0, 0
         self._away = torch.zeros((), dtype=torch.int64, device=self._device)
         self._past: deque[_Call] = deque(maxlen=_KEPT)
 
@@ -113,8 +122,14 @@ class Intake:
         self._calls += 1
         given = sorted((batch or {}).items())
         inputs = {name: self._checksum(name, value) for name, value in given}
-        self._past.append(_Call(kind, inputs, dict(options or {})))
-        self._host = zlib.crc32(f"{self._host} {self._past[-1]}".encode())
+        types = tuple((name, str(tensor_type(value))) for name, value in given)
+        call = _Call(kind, inputs, dict(options or {}), self._part.rank, types)
+        self._past.append(call)
+        if self._part.world == 1:
+            self._host = zlib.crc32(f"{self._host} {call}".encode())
+        else:
+            self._host = zlib.crc32(f"{self._host} {kind} {call.options} {types}".encode())
+            self._own = zlib.crc32(f"{self._own} {inputs}".encode())
         often = self._device.type == "cpu" and not self.overlaps
         compared = often or self._calls <= _COMPARED_CALLS or batch is None
         if compared and not self._alike():
@@ -131,49 +146,77 @@ class Intake:
 
     def _token(self) -> Tensor:
         """A number for all calls so far, f64[] on the device."""
-        token: Tensor = (self._away + self._host) & (2**_BITS - 1)
+        away = self._away if self._part.world == 1 else torch.zeros_like(self._away)
+        token: Tensor = (away + self._host) & (2**_BITS - 1)
         return token.double()
 
     def _alike(self) -> bool:
-        """Whether all ranks have made the same calls."""
+        """Whether all ranks make the same calls, those of one part with the same inputs."""
         assert self._everyone is not None
-        number = (int(self._away) * _ROW + self._host) & (2**62 - 1)
-        span = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
+        parts = self._part.world
+        numbers: list[int | None]
+        if parts == 1:
+            numbers = [(int(self._away) * _ROW + self._host) & _MOST]
+        else:
+            own = (int(self._away) * _ROW + self._own) & _MOST
+            numbers = [self._host, *(own if n == self._part.rank else None for n in range(parts))]
+        pairs = [(-_MOST, -_MOST) if n is None else (n, -n) for n in numbers]
+        span = torch.tensor(pairs, dtype=torch.int64, device=self._device)
         self._everyone.all_reduce(span, dist.ReduceOp.MAX)
-        return int(span[0]) == -int(span[1])
+        return bool((span[:, 0] == -span[:, 1]).all())
 
     def differences(self) -> AutoparError:
         """How the ranks differ; all of them call it, and get the same."""
         ranks = gathered(list(self._past))
         self._forget()
         for calls in zip(*ranks, strict=False):
+            first: dict[int, tuple[int, _Call]] = {}
             for rank, call in enumerate(calls):
-                if call != calls[0]:
-                    return _difference(rank, calls[0], call)
-        return _of_batches("every rank takes its part of one global batch")
+                if (call.kind, call.options) != (calls[0].kind, calls[0].options):
+                    return _difference(0, rank, calls[0], replace(call, inputs=calls[0].inputs))
+                if self._part.world > 1 and call.types != calls[0].types:
+                    return _of_sizes(rank, dict(calls[0].types), dict(call.types))
+                other, alike = first.setdefault(call.part, (rank, call))
+                if call != alike:
+                    return _difference(other, rank, alike, call)
+        return _of_batches("ranks that pass one part of a batch pass the same one")
 
 
-def _difference(rank: int, first: _Call, other: _Call) -> AutoparError:
-    """How a rank's call differs from the first rank's."""
+def _difference(first_rank: int, rank: int, first: _Call, other: _Call) -> AutoparError:
+    """How a rank's call differs from that of another one, which is right to be compared with."""
     where = f"rank {rank}"
     if first.kind != other.kind:
         return RanksDifferError(
             "the ranks make different calls",
             where=where,
-            why=f"rank 0 calls {first.kind}, rank {rank} calls {other.kind}",
+            why=f"rank {first_rank} calls {first.kind}, rank {rank} calls {other.kind}",
             todo="make the same calls in one order on every rank",
         )
     for name in {**first.inputs, **other.inputs}:
         if first.inputs.get(name) != other.inputs.get(name):
-            return _of_batches(f"the input {name!r} of rank {rank} is not that of rank 0")
+            return _of_batches(
+                f"the input {name!r} of rank {rank} is not that of rank {first_rank}"
+            )
     names = {**first.options, **other.options}
     name = next(name for name in names if first.options.get(name) != other.options.get(name))
     mine, its = (call.options.get(name, "nothing") for call in (first, other))
     return RanksDifferError(
         f"the ranks differ in {name}",
         where=where,
-        why=f"rank 0 has {mine}, rank {rank} has {its}",
+        why=f"rank {first_rank} has {mine}, rank {rank} has {its}",
         todo="change the optimizer's options, as schedulers do, alike on every rank",
+    )
+
+
+def _of_sizes(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> BatchError:
+    """Parts of a batch that differ in size."""
+    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+    types = (types.get(name, "missing") for types in (other, first))
+    return BatchError(
+        "the ranks pass parts of different sizes",
+        where=f"rank {rank}",
+        why="the input {!r} of it is {}, of rank 0 {}".format(name, *types),
+        todo="pass parts of one size: drop the last batch (drop_last=True), or pad it",
     )
 
 
@@ -181,7 +224,8 @@ def _of_batches(why: str) -> BatchError:
     return BatchError(
         "the ranks hold different batches",
         why=why,
-        todo="give every rank the same whole batch (the same seed, no DistributedSampler)",
+        todo="give every rank the same whole batch (the same seed, no DistributedSampler), or pass "
+        'batches="local" to compile',
     )
 
 
