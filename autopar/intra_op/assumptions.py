@@ -11,6 +11,7 @@ from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
 from autopar.ir.storage import Storage
+from autopar.ir.update import ADAMW, Update
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Assumptions:
     """How a model is trained.
 
     Attributes:
-        state_bytes: optimizer state in units of the bytes of what it updates (AdamW: 2).
+        update: how parameters are updated.
         unknown_ops: "replicate" or "error", for operators without a rule.
         slowdown: how many times as long kernels and collectives take side by side; 2, as if they
             took turns, leaves nothing to gain from not waiting for gradients.
@@ -31,10 +32,11 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
-        stored: the storage of each parameter, by `leaf_key`, where it is given.
+        stored: storage of each parameter, by `leaf_key`, if another program has fixed it.
+        late_loss: whether the loss is added up over devices later, outside of the program.
     """
 
-    state_bytes: float = 2.0
+    update: Update = ADAMW
     unknown_ops: str = "replicate"
     slowdown: float = TAKE_TURNS
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Assumptions:
     fused_update: bool = False
     overlapped: bool = False
     stored: Mapping[str, Storage] = field(default_factory=dict)
+    late_loss: bool = False
 
 
 DEFAULT = Assumptions()

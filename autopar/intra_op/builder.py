@@ -39,6 +39,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.offload import offloaded_runs
 from autopar.ir.recompute import repetitions, selective_runs
 from autopar.ir.tensor import Layout, TensorType
+from autopar.ir.update import Rule
 from autopar.lower.parameter_keys import leaf_key
 from autopar.stage_plan import StagePlan
 
@@ -71,7 +72,7 @@ class Builder:
         self.graph, self.table, self.pins = graph, table, pins
         self.prices, self.mesh, self.model = prices, prices.mesh, prices.model
         self.resharder = prices.resharder(given.precision)
-        self.alike: dict[tuple[TensorType, bool, float], Stored] = {}
+        self.alike: dict[tuple[TensorType, bool, Rule, float], Stored] = {}
         self.choices: list[Choices] = []
         self.options: list[tuple[Option, ...]] = []
         self.names, self.replicated = list[str](), list[str]()
@@ -180,21 +181,19 @@ class Builder:
 
     def _stored(self, node: Node, share: Node) -> Stored:
         """Returns a parameter's remaining choices, cached for equal parameters without pins."""
+        rule = self.given.update.rule(node.target, node.type.shape)
         lies = self.given.lies or (accumulating if self.given.microbatches > 1 else storages)
         lying, given = self.given.stored.get(leaf_key(node), lies), self.given
         every, traffic = self.prices.stored(
-            node.type, node.requires_grad, lying, given.bucket, given.precision
+            node.type, node.requires_grad, lying, given.bucket, given.precision, rule
         )
         left = self.pins.keep(share, every)
         pinned = len(left) < len(every) or lying is not lies
-        alike, among = (node.type, node.requires_grad, self._again(share)), set(left)
+        alike = (node.type, node.requires_grad, rule, self._again(share))
         if alike in self.alike and not pinned:
             return self.alike[alike]
-        costs = [
-            self._stored_cost(share, each)
-            for option, each in zip(every, traffic, strict=True)
-            if option in among
-        ]
+        among, pairs = set(left), zip(every, traffic, strict=True)
+        costs = [self._stored_cost(share, each) for option, each in pairs if option in among]
         remaining = undominated(left, costs)
         if not pinned:
             self.alike[alike] = remaining
@@ -202,7 +201,6 @@ class Builder:
 
     def _stored_cost(self, share: Node, traffic: StoredTraffic) -> StoredCost:
         return traffic.cost(
-            self.given.state_bytes,
             self.given.microbatches,
             self.waits,
             self._again(share),
@@ -236,7 +234,8 @@ class Builder:
         leaf = self.graph[share.inputs[0]]
         storage = plan.storage(self.graph.template[leaf.name], share.name)
         traffic = stored_traffic(
-            leaf.type, leaf.requires_grad, storage, self.mesh, self.model, self.given.bucket,
+            leaf.type, leaf.requires_grad, storage, self.mesh, self.model,
+            self.given.update.rule(leaf.target, leaf.type.shape), self.given.bucket,
             self.given.precision,
         )  # fmt: skip
         cost = self._stored_cost(share, traffic)
@@ -257,7 +256,7 @@ class Builder:
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """Returns the seconds of making the loss whole on every device, as all ranks report it."""
-        if node.name != self.graph.loss:
+        if node.name != self.graph.loss or self.given.late_loss:
             return 0.0
         whole = Layout.replicated(len(node.type.shape))
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)

@@ -28,6 +28,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.storage import Storage
 from autopar.ir.tensor import TensorType
+from autopar.ir.update import Rule
 from autopar.operators.exchange import exchanged
 
 Seconds = tuple[float, float]  # forward and backward
@@ -49,7 +50,7 @@ class Prices:
         self._operators: dict[Hashable, Operator] = {}
         self._allocated: dict[tuple[Hashable, Around, bool], Rows] = {}
         self._stored: dict[
-            tuple[TensorType, bool, Lies | Storage | None, int, Precision], Stored
+            tuple[TensorType, bool, Lies | Storage | None, int, Precision, Rule], Stored
         ] = {}
 
     def resharder(self, precision: Precision) -> Resharder:
@@ -66,6 +67,7 @@ class Prices:
         lies: Lies | Storage | None,
         bucket: int,
         precision: Precision,
+        rule: Rule,
     ) -> Stored:
         """Returns every choice of a parameter, with its traffic and memory.
 
@@ -79,7 +81,7 @@ class Prices:
         Raises:
             CostError: a price that is negative or not finite.
         """
-        key = (tensor, trained, lies, bucket, precision)
+        key = (tensor, trained, lies, bucket, precision, rule)
         if key not in self._stored:
             options = (
                 (stored_option(lies, tensor),)
@@ -90,7 +92,14 @@ class Prices:
                 options,
                 tuple(
                     stored_traffic(
-                        tensor, trained, option.storage, self.mesh, self.model, bucket, precision
+                        tensor,
+                        trained,
+                        option.storage,
+                        self.mesh,
+                        self.model,
+                        rule,
+                        bucket,
+                        precision,
                     )
                     for option in options
                     if option.storage is not None

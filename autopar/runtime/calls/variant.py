@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import ProgramError
+from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.runtime.calls.input_parts import texts_of
 from autopar.runtime.cuda_graph import CudaGraph
 from autopar.runtime.generated import Generated
@@ -38,6 +41,11 @@ class Variant:
     named: Mapping[str, Tensor]
     writes: Writes
     graph: CudaGraph | None = None
+
+    @cached_property
+    def chosen(self) -> ChosenAlgorithms:
+        """The algorithms that run its collectives; CollectiveError if its mesh cannot run one."""
+        return checked(self.program.collectives, self.program.mesh)
 
     @property
     def written(self) -> list[Tensor]:
