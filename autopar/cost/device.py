@@ -10,8 +10,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.cost.kernel_tables import Attention, Products
+from autopar.cost.protocol import KINDS, LIBRARIES
 from autopar.errors import CostError, UnknownDeviceError
 from autopar.ir.mesh import Description, Mesh
 
