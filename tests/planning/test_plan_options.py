@@ -1,4 +1,4 @@
-"""Options of planning: plans keep those they were made under; stages are searched for in Python."""
+"""Options of planning: plans keep theirs, and stages can be searched for from Python."""
 
 from __future__ import annotations
 

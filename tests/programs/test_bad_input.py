@@ -1,6 +1,6 @@
-"""Everything a user can get wrong has an error of its own name: what, where, why, what to do next.
+"""Every user error raises an error that says what, where, why and what to do next.
 
-Nothing hangs, nothing is trained wrongly, and what was being written is whole or not there.
+Nothing hangs, nothing is trained wrongly, and files are written completely or not at all.
 """
 
 from __future__ import annotations

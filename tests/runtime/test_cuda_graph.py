@@ -1,4 +1,4 @@
-"""Capturing and replaying a step, on graphs that are not CUDA's: they note what was captured."""
+"""Capturing and replaying a step, on fake graphs that record what was captured."""
 
 from __future__ import annotations
 

@@ -64,14 +64,7 @@ _TIMED = ("ilp", "auto", "local_search")  # solvers that take these options
 
 @dataclass(frozen=True)
 class _Asked:
-    """A range of layers on a logical mesh, for one of a number of microbatches.
-
-    Attributes:
-        graph: contains only a few of the layers.
-        signature: kinds of the layers with the lengths of their runs.
-        mesh: the logical mesh.
-        microbatches: number of microbatches in a step.
-    """
+    """Layers on a logical mesh, for one of several microbatches; `graph` has a few of them."""
 
     graph: Graph
     signature: Signature
@@ -179,8 +172,7 @@ class StageCosts:
     def _shares(self, asked: _Asked) -> list[Share]:
         """Returns the shares of a device for these layers, with their microbatches in flight.
 
-        They are those of even pipelines with several chunks per rank, if these layers can be one of
-        the chunks, and a whole device.
+        They are those of even pipelines of which these layers can be one chunk, and a whole device.
         """
         total = len(self.layered(asked.microbatches).kinds)
         most = int(min(self.most, max(self.held * total / asked.size, 1), asked.microbatches))

@@ -36,6 +36,7 @@ from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.planning.within_memory import ALIKE
 from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
@@ -106,21 +107,19 @@ def plan_stages(
 ) -> Plan:
     """Plans a pipeline whose cuts and devices are given.
 
-    Equal stages on equal meshes are planned once for each number of microbatches in flight that
-    makes a difference. The plan's predictions are simulated; see `planning.pipelines.simulated`.
+    Equal stages on equal meshes are planned together; see `_by_in_flight`. The plan's predictions
+    are simulated.
 
     Args:
         graph: the whole model on one microbatch, normalised, without shares and repeats.
         ends: the last node of every stage but the last.
         groups: the devices of each rank of the schedule.
         mesh: all devices.
-        microbatches: number of microbatches in a step.
-        schedule: its name and options.
-        options: for every stage.
-        trace: writes intermediate values.
+        microbatches, schedule: number of microbatches in a step; schedule with its options.
+        options, trace: for every stage.
         recompute: of each stage, in place of the option.
         beside: of each stage, see `Repeated`; None if the stages of a rank keep equally much.
-        workers: processes that plan stages, if nothing is traced; None for this one only.
+        workers: processes that plan stages, unless something is traced.
 
     Raises:
         ScheduleError: the schedule is unknown, or does not fit the sizes.
@@ -225,15 +224,13 @@ def translated(graph: Graph, plan: StagePlan, other: Graph) -> StagePlan:
 def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[str, ...]:
     """Cuts a graph into stages of about equal time on one device, where few bytes cross.
 
-    Repeated blocks stay whole if there are at least as many of them as stages. The slowest stage is
-    made as fast as possible; among cuts within a few per cent of that, those with the fewest bytes
-    read across them are chosen.
+    Repeated blocks stay whole if there are enough of them. Of cuts whose slowest stage is within a
+    few per cent of the fastest possible, those with the fewest bytes are chosen.
 
     Args:
         graph: normalised, without shares and repeats.
         stages: number of stages.
-        mesh: its device prices the operators.
-        options: rules and prices.
+        mesh, options: give prices and rules.
 
     Returns:
         The last node of every stage but the last.
@@ -263,14 +260,9 @@ def even_ends(graph: Graph, stages: int, mesh: Mesh, options: Options) -> tuple[
 def legal_cuts(
     graph: Graph, names: Sequence[str], blocks: Mapping[str, tuple[int, int]]
 ) -> list[int]:
-    """Returns the indices of `names` after which a stage may end.
+    """Returns the indices of `names`, operators in execution order, after which a stage may end.
 
-    A stage ends neither inside one of `blocks` nor between the write and the reads of a buffer.
-
-    Args:
-        graph: normalised.
-        names: operators in execution order.
-        blocks: operator -> its repeated block.
+    It ends neither inside one of `blocks` nor between the write and the reads of a buffer.
     """
     place = {name: at for at, name in enumerate(names)}
     held: set[int] = set()
@@ -295,8 +287,7 @@ def weights(
     Args:
         graph: normalised.
         whole: the same graph, prepared.
-        mesh: its device prices the operators.
-        options: rules and prices.
+        mesh, options: give prices and rules.
     """
     model = cost_model(mesh, options)
     seconds: dict[str, float] = {}

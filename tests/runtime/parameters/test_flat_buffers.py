@@ -1,4 +1,4 @@
-"""Flat buffers: a launch of AdamW's kernel for a group, and a step that waits for nothing."""
+"""Flat buffers: one launch of AdamW's kernel for a group, and a step that never waits."""
 
 from __future__ import annotations
 

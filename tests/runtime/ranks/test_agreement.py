@@ -1,4 +1,4 @@
-"""Ranks that are called with different arguments, batches or calls: all refuse, and name what."""
+"""Ranks with different arguments, batches or calls: all ranks refuse, and name the difference."""
 
 from __future__ import annotations
 
