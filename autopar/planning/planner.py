@@ -142,6 +142,7 @@ class Planner:
             offload=offload,
             fused_update=UPDATE in self.fuse,
             overlapped=ASYNC in self.fuse,
+            stored=options.stored,
             late_loss=self._late_loss,
         )
         return build(

@@ -34,7 +34,7 @@ from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -112,6 +112,9 @@ class PlanKeywords(AverageKeywords, total=False):
             one for each call, by its size and axes, including the library's own; or rows such as
             ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums keep their dtype, but add in
             another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as from a DistributedSampler; "local over data" if ranks that differ along
+            other axes pass the same part. See `Session.data_rank`.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -134,6 +137,7 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
     trace: str | Path | None
 
 
@@ -153,6 +157,9 @@ class TrainKeywords(AverageKeywords, total=False):
         cuda_graph: whether to capture the step after a few warm-up steps and replay it, which saves
             the host's time for launching kernels. It needs CUDA devices with NCCL, AdamW as a
             kernel (`fuse=["adamw"]`), and a step that never waits for the host.
+        shapes: number of batch shapes for which programs are compiled as they occur, with the same
+            parameters and optimizer; see `docs/how-to/evaluation.md`. By default, a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -160,6 +167,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -197,9 +205,11 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -207,7 +217,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "cuda_graph": False, "shapes": 1, "batches": GLOBAL,
 }  # fmt: skip
 
 
@@ -275,6 +285,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=options["offload"] or "none",
+        batches=_batches(plan, options["batches"]),
         collectives=_collectives(plan, options["collectives"]),
         update=observed(optimizer, trained.options, trained.ema is not None),
     )
@@ -292,7 +303,7 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """Returns how the program runs."""
     options = {**DEFAULTS, **given}
-    return Running(options["backend"], options["cuda_graph"])
+    return Running(options["backend"], options["cuda_graph"], options["shapes"])
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
@@ -309,6 +320,20 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
             todo="omit collectives, or plan again",
         )
     return planned
+
+
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Returns the kind of batches of the plan, or without a plan the requested one."""
+    if plan is None:
+        return wanted
+    recorded = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, recorded):
+        raise PlanMismatchError(
+            f"the plan is for {recorded} batches",
+            why=f"batches={wanted!r} is requested",
+            todo="omit batches, or plan again",
+        )
+    return recorded
 
 
 def _precision(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +32,10 @@ from autopar.planning.pipelines.schedule_names import (
 )
 from autopar.planning.pipelines.simulated import predicted
 from autopar.planning.pipelines.stage_pins import stage_pins
+from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.planning.within_memory import ALIKE
 from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
@@ -46,7 +45,6 @@ __all__ = [
 ]  # fmt: skip
 
 Floats = NDArray[np.float64]
-K = TypeVar("K")
 _SLACK = 0.05  # fraction by which the slowest stage may be slower, to send fewer bytes
 
 
@@ -177,7 +175,7 @@ def plan_stages(
         repeated = Repeated(microbatches, most, shared[one], further_copies(rows, one), late)
         return partial(make_plan, parts[one], meshes[one], own, silent, repeated)
 
-    ready = _at_once(
+    ready = at_once(
         {
             (same[0], most): planning(same[0], most)
             for same in alone.values()
@@ -188,7 +186,7 @@ def plan_stages(
     plans: dict[int, StagePlan] = {}
     for same in alone.values():
         one = same[0]
-        by_count = _by_in_flight(
+        by_count = by_in_flight(
             sorted({kept[number] for number in same}),
             lambda most, one=one: ready.get((one, most)) or planning(one, most)(),  # type: ignore[misc]
         )
@@ -199,47 +197,6 @@ def plan_stages(
     )
     whole = Plan(fingerprint(graph), mesh, stages, microbatches, schedule)
     return replace(whole, predicted=predicted(parts, whole, options))
-
-
-def _at_once(wanted: dict[K, Callable[[], StagePlan]], workers: Workers) -> dict[K, StagePlan]:
-    """Makes plans, in several processes if there are any.
-
-    The last stage takes longest, so plans are dealt out from there, back and forth.
-    """
-    dealt: list[list[K]] = [[] for _ in range(len(workers))]
-    for number, key in enumerate(reversed(wanted)):
-        lap, place = divmod(number, len(workers))
-        dealt[-1 - place if lap % 2 else place].append(key)
-    answers = workers.run([[wanted[key] for key in row] for row in dealt])
-    return {
-        key: plan
-        for row, plans in zip(dealt, answers, strict=True)
-        for key, plan in zip(row, plans, strict=True)
-    }
-
-
-def _by_in_flight(
-    kept: Sequence[float], planned: Callable[[float], StagePlan]
-) -> dict[float, StagePlan]:
-    """Returns plans for numbers of microbatches in flight, which are in ascending order.
-
-    A plan for many also serves fewer, if the best plan for the fewest is no faster.
-    """
-    plans = {kept[-1]: planned(kept[-1])}
-    left = [(0, len(kept) - 1)]
-    while left:
-        low, high = left.pop()
-        if kept[low] not in plans:
-            plans[kept[low]] = planned(kept[low])
-        few, many = plans[kept[low]], plans[kept[high]]
-        slower = many.predicted.step_seconds > (1 + ALIKE) * few.predicted.step_seconds
-        if slower and high - low > 1:
-            middle = (low + high) // 2
-            plans[kept[middle]] = planned(kept[middle])
-            left += [(low, middle), (middle, high)]
-        else:
-            plans |= dict.fromkeys(kept[low + 1 : high], many)
-    return plans
 
 
 def stage_graphs(graph: Graph, ends: Sequence[str], trace: Trace) -> tuple[Graph, ...]:

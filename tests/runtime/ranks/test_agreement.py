@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError, BatchError, RanksDifferError
-from autopar.runtime.batches import _checksum
+from autopar.runtime.calls.batches import _checksum
 from autopar.runtime.ranks.agreement import compare_ranks, text_of
 from tests.support.ranks import run_ranks
 
