@@ -17,27 +17,36 @@ _SIZE = Whole(1, 2**31)
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Layouts of one node, each with the global shape it belongs to."""
+    """Layouts of one node, each with the global shape it belongs to, and its form.
+
+    `form` is the name of its implementation; "" for the operator as it is.
+    """
 
     operands: tuple[Shaped, ...]
     results: tuple[Shaped, ...]
+    form: str = ""
 
     def __str__(self) -> str:
         left, right = (
             "; ".join(layout.format(shape) for shape, layout in side)
             for side in (self.operands, self.results)
         )
-        return f"{left} -> {right}" if left else right
+        text = f"{left} -> {right}" if left else right
+        return f"{text} by {self.form}" if self.form else text
 
     @classmethod
     def parse(cls, text: str) -> NodePlan:
-        """Read "[8, 4@gpu]; [4] -> [8]" (leaves have no left side); LayoutError if it is not."""
-        left, arrow, right = text.rpartition("->")
+        """Read "[8, 4@gpu]; [4] -> [8]" (leaves have no left side); LayoutError if it is not.
+
+        A form follows the layouts: "[8@gpu, 4] -> [8@gpu, 4] by ring".
+        """
+        layouts, _, form = text.partition(" by ")
+        left, arrow, right = layouts.rpartition("->")
         sides = [
             tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
             for side in (left if arrow else "", right)
         ]
-        return cls(sides[0], sides[1])
+        return cls(sides[0], sides[1], form.strip())
 
 
 @dataclass(frozen=True)

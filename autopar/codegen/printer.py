@@ -85,7 +85,7 @@ class Printer(Placed):
     def exchange_note(self, line: Compute) -> str:
         """What an operator itself sends in each direction, "" for nearly all."""
         types = tuple(self.graph[name].type for name in line.node.inputs)
-        forward, backward = exchanged(line.node, types, line.into, self.plan.mesh)
+        forward, backward = exchanged(line.node, types, line.into, self.plan.mesh, line.form)
         notes = [f"{call.kind} {self._call_note(call)}" for call in forward]
         notes += [f"backward {call.kind} {self._call_note(call)}" for call in backward]
         return "".join(f"  {note}" for note in notes)

@@ -144,7 +144,7 @@ class _Reading:
         for variable in line.target.split(","):
             self.arrived.pop(variable, None)
         name, types = line.node.name, tuple(self.graph[name].type for name in line.node.inputs)
-        asked = exchanged(line.node, types, line.into, self.plan.mesh)
+        asked = exchanged(line.node, types, line.into, self.plan.mesh, line.form)
         if calls := self._calls(zip_longest(*asked)):
             before, after = (
                 line.into[0].format(types[0].shape),

@@ -37,6 +37,7 @@ class Compute:
             several results that are unpacked at once "a,b".
         borders: variables of what is fetched from neighbours first, one for each such call.
         apart: whether its products run beside a collective.
+        form: name of its implementation, "" for the operator as it is.
     """
 
     node: Node
@@ -46,6 +47,7 @@ class Compute:
     target: str
     borders: tuple[str, ...] = ()
     apart: bool = False
+    form: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ communication and that of its gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Axes = str | tuple[str, ...]
 
 
 class Peers(Protocol):
@@ -36,11 +39,40 @@ class Peers(Protocol):
         """Stacks the tensors of all devices, of equal shapes, along a new first dimension."""
         ...
 
+    def blocks(self, extent: int) -> list[tuple[int, int]]:
+        """Returns (start, length) of every device's part, in the order of the parts."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Returns the number of this device's part."""
+        ...
+
+    def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Starts to send `sent[i]` to the device with part i, and returns what waits for the rest.
+
+        All tensors are flat. What is returned gives the tensors that the others sent, `takes[i]`
+        elements from part i.
+        """
+        ...
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """Returns the sum over all devices of x[i], where i is this device's part."""
+        ...
+
     def neighbours(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the tensors sent by the previous and the next device, None at the ends.
 
         `before` is sent to the previous device, `after` to the next. All devices send equal shapes.
         """
+        ...
+
+
+class Devices(Protocol):
+    """The devices of a mesh, seen from one of them."""
+
+    def group(self, axes: Axes) -> Peers:
+        """Returns the devices along one axis or several, outermost first."""
         ...
 
 

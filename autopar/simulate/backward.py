@@ -22,11 +22,15 @@ from autopar.simulate.task import Cause
 
 @dataclass(frozen=True)
 class Operator:
-    """What is alike for an operator in all blocks; `asks` is what it sends in each direction."""
+    """What is alike for an operator in all blocks.
+
+    `asks` is what it sends in each direction, in all of its `turns` but the last, beside kernels.
+    """
 
     recipe: Recipe
     work: NodeWork
     asks: tuple[tuple[Collective, ...], tuple[Collective, ...]]
+    turns: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +157,11 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
     work = entry.operator.work.backward
     if work or any(size > 0 for size in made.gradients):
         needs = [ready, *(there for _, there in fetched)]
-        recorder.compute(f"{entry.name} backward", entry.name, work, needs)
+        title, turns = f"{entry.name} backward", entry.operator.turns
+        if turns > 1:
+            recorder.in_turns(title, entry.name, entry.operator.asks[1], work, needs)
+        else:
+            recorder.compute(title, entry.name, work, needs)
         recorder.scratch("temporary", f"of {entry.name} backward", made.backward_scratch)
         ready = -1
     given: list[tuple[Value, Buffer]] = []
@@ -164,7 +172,7 @@ def _compute(entry: Ran, recorder: Recorder, weights: Weights) -> None:
             given.append((operand, recorder.hold(new)))
         elif size == 0:
             given.append((operand, recorder.hold(gradient)))
-    for call in entry.operator.asks[1]:
+    for call in entry.operator.asks[1] if entry.operator.turns == 1 else ():
         title = f"{call.kind} in {entry.name} backward"
         recorder.collective(title, entry.name, call, "exchange")
     recorder.drop(gradient)
