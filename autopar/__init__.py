@@ -1,4 +1,4 @@
-"""autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
+"""autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel."""
 
 from autopar import pins
 from autopar.compile import compile, emit, load, plan
@@ -11,6 +11,7 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.update.groups import groups
+from autopar.runtime.updates.muon import muon
 from autopar.session.compiled import Compiled
 from autopar.session.session import Session
 
@@ -28,6 +29,7 @@ __all__ = [
     "layout",
     "load",
     "load_checkpoint",
+    "muon",
     "pins",
     "plan",
     "rule",
