@@ -48,6 +48,10 @@ class Peers(Protocol):
         """Returns the number of this device's part."""
         ...
 
+    def order_of_blocks(self) -> Sequence[int]:
+        """Returns where `stack` has the tensor of the device with each part."""
+        ...
+
     def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Starts to send `sent[i]` to the device with part i, and returns what waits for the rest.
 

@@ -62,6 +62,9 @@ class _ThreadPeers:
     def blocks(self, extent: int) -> list[tuple[int, int]]:
         return blocks(tuple(map(self.mesh.axis_size, self.axes)), extent)
 
+    def order_of_blocks(self) -> Sequence[int]:
+        return range(self.size)
+
     def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
         dealt = self.table.swap(self.index, [x.detach().clone() for x in sent])
         taken = [pieces[self.index] for pieces in dealt]

@@ -146,12 +146,12 @@ class _RingAttention(torch.autograd.Function):
                 _narrow(into_values, columns).add_(found.value)
                 if into_mask is not None and found.mask is not None:
                     _cut_of(into_mask, rows, (start, columns[1])).add_(found.mask)
-            row = _packed(into_keys, into_values, ring)
+            row = packed(into_keys, into_values, ring.longest())
             row = row if arriving is None else row.add_(arriving())
             arriving = ring.passed_on(row)
         assert arriving is not None
         lengths = length(ring.keys[ring.peers.index])
-        home = _unpacked(arriving(), (key, value), ring.longest(), lengths)
+        home = unpacked(arriving(), (key, value), ring.longest(), lengths)
         masks = None if into_mask is None else into_mask.to(mask.dtype)
         return (
             into.to(query.dtype),
@@ -165,23 +165,23 @@ class _RingAttention(torch.autograd.Function):
 
 def _blocks(key: Tensor, value: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields (turn, keys, values) of all devices, this one's first, while the next are sent."""
-    row, size = _packed(key, value, ring), ring.peers.size
+    row, size = packed(key, value, ring.longest()), ring.peers.size
     for turn in range(size):
         arriving = ring.passed_on(row) if turn + 1 < size else None
         count = length(ring.keys[ring.source(turn)])
-        keys, values = _unpacked(row, (key, value), ring.longest(), count)
+        keys, values = unpacked(row, (key, value), ring.longest(), count)
         yield turn, keys, values
         row = row if arriving is None else arriving()
 
 
-def _packed(key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+def packed(key: Tensor, value: Tensor, longest: int) -> Tensor:
     """Returns keys and values in one row, padded to the length of the longest part."""
-    missing = ring.longest() - key.shape[-2]
+    missing = longest - key.shape[-2]
     parts = [torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x for x in (key, value)]
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def _unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> list[Tensor]:
+def unpacked(row: Tensor, like: Sequence[Tensor], longest: int, count: int) -> list[Tensor]:
     """Returns the first `count` keys and values of a row."""
     shapes = [(*x.shape[:-2], longest, x.shape[-1]) for x in like]
     parts = row.split([torch.Size(shape).numel() for shape in shapes])

@@ -68,15 +68,12 @@ def mask_of(node: Node) -> Arg:
     return argument(node, 3, "attn_mask")
 
 
-def specified(
-    mask: tuple[str, str] = ("s", "u!"), least: int = 1, whole_heads: bool = False
-) -> Callable[[Node, Types], str]:
+def specified(mask: tuple[str, str] = ("s", "u!"), least: int = 1) -> Callable[[Node, Types], str]:
     """Returns the factor string of attention whose sequence is split.
 
     Args:
         mask: the factors of a mask's rows and columns.
         least: the fewest positions that a part may have.
-        whole_heads: whether a mask has all heads on every device.
     """
 
     def spec(node: Node, types: Types) -> str:
@@ -88,9 +85,8 @@ def specified(
         grouped = 1 < max(others) < heads
         query = [*lead, *(["(g r)" if grouped else "g"] if rank > 2 else [])]
         key = [*lead, *(["g"] if rank > 2 else []), "t=s"]
-        side = [*lead, *(["h!"] if rank > 2 else [])] if whole_heads else query
         terms = [
-            [*query, f"s~{least}", "d!"], [*key, "d!"], [*key, "e!"], [*side, *mask],
+            [*query, f"s~{least}", "d!"], [*key, "d!"], [*key, "e!"], [*query, *mask],
         ]  # fmt: skip
         operands = ", ".join(
             " ".join(
@@ -134,21 +130,41 @@ def gradient_bytes(sizes: Sizes) -> float:
     return sizes.pair / DTYPE_BYTES[sizes.dtype] * max(DTYPE_BYTES[sizes.dtype], 4)
 
 
-def kernels(part: Part, share: float, calls: int = 1) -> NodeWork:
+def sends_for_heads(part: Part, axes: tuple[str, ...]) -> tuple[Collective, Collective]:
+    """Returns the exchange of queries, keys and values for heads along axes, and of the result.
+
+    Heads of keys that several devices read are sent to each of them.
+    """
+    sizes, ways = Sizes.of(part), part.ways(axes)
+    query, key = part.operand(0), part.operand(1)
+    copies = max(1.0, ways / key.shape[-3]) if query.shape[-3] > key.shape[-3] else 1.0
+    into = collective("all_to_all", axes, sizes.query + copies * sizes.pair)
+    return into, collective("all_to_all", axes, sizes.result)
+
+
+def heads_received(part: Part, axes: tuple[str, ...]) -> float:
+    """Returns the work of the device with most heads, relative to equally many on each."""
+    heads, ways = part.operand(0).shape[-3], part.ways(axes)
+    return -(-heads // ways) * ways / heads
+
+
+def kernels(part: Part, share: float, calls: int = 1, more: float = 1.0) -> NodeWork:
     """Returns fused attention of a device's queries and a share of all keys.
 
     Args:
         part: the device's part.
         share: of all keys that each query meets, on the device that all wait for.
         calls: number of kernels in each direction; each reads its queries and writes its results.
+        more: times as many queries, of all heads together.
     """
     sizes = Sizes.of(part)
     keys = max(1, round(sizes.every * share / calls))
     d, e = sizes.width, sizes.values
     shared = sizes.pair / max(sizes.keys, 1) * keys
     moved = sizes.query + sizes.result + shared
-    forward = _work(sizes, Gemm(sizes.batch, sizes.rows, keys, d + e), moved, "")
-    back = _work(sizes, Gemm(sizes.batch, sizes.rows, keys, 3 * d + 2 * e), 2 * moved, " backward")
+    rows = round(sizes.rows * more)
+    forward = _work(sizes, Gemm(sizes.batch, rows, keys, d + e), moved, "")
+    back = _work(sizes, Gemm(sizes.batch, rows, keys, 3 * d + 2 * e), 2 * moved, " backward")
     return NodeWork((forward,) * calls, (back,) * calls)
 
 

@@ -154,6 +154,11 @@ class Group:
         """Returns (start, length) of the blocks of all ranks, in the order of the blocks."""
         return blocks(self.sizes, extent)
 
+    def order_of_blocks(self) -> Sequence[int]:
+        """Returns the group rank with each block."""
+        ranks = {index: rank for rank, (index, _) in enumerate(self.parts(self.size))}
+        return [ranks[index] for index in range(self.size)]
+
     def deal(self, sent: Sequence[Tensor], takes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Starts to send `sent[i]` to the rank with block i, and returns what waits for the rest.
 
