@@ -30,6 +30,7 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
+        late_loss: whether the loss is added up over devices later, outside of the program.
     """
 
     state_bytes: float = 2.0
@@ -43,6 +44,7 @@ class Assumptions:
     offload: Offload = NOTHING
     fused_update: bool = False
     overlapped: bool = False
+    late_loss: bool = False
 
 
 DEFAULT = Assumptions()
