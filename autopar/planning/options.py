@@ -23,6 +23,7 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
+from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import STATE_BYTES, StagePlan
@@ -45,6 +46,7 @@ class Options:
         microbatches: number of microbatches in a step.
         collectives: algorithms of collectives, or "auto" for the fastest ones.
         global_batch: samples in a step for stages="auto"; None for those of the example batch.
+        expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
         allow: "stale gradients" admits schedules that change the result of training.
 
     Raises:
@@ -74,12 +76,14 @@ class Options:
     schedule: str = SCHEDULE
     global_batch: int | None = None
     allow: str = ""
+    expert_load: str = "equal"
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
     def __post_init__(self) -> None:
         check_allowed(self.schedule, self.allow)
         find(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
+        ExpertLoad.parse(self.expert_load)
         if isinstance(self.stages, str) and self.stages != AUTO:
             raise OptionError(
                 f"stages is {self.stages!r}", why='a whole number or "auto" is expected'

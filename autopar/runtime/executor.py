@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.errors import StateError
+from autopar.operators.expert_load import ExpertLoad
 from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
 from autopar.runtime.cuda_graph import CudaGraph, Results, refuse
@@ -199,6 +200,18 @@ class Executor:
             }
             self.writes.settle()
             return whole
+
+    def expert_load(self, batch: Mapping[str, Tensor]) -> list[ExpertLoad]:
+        """Returns how often the experts of each mixture are chosen; raises the errors of `step`."""
+        self.runtime.seen = seen = list[Tensor]()
+        try:
+            self.forward(batch)
+        finally:
+            self.runtime.seen = None
+        # Along an axis that does not split tokens, every device has counted the same ones.
+        counts = [self._everyone.reduce(count) for count in seen]
+        shares = [(count / count.sum()).tolist() for count in counts]
+        return [ExpertLoad(measured=tuple(share)) for share in shares]
 
     def _forward(self, batch: Mapping[str, Tensor], outputs: bool = True) -> dict[str, Tensor]:
         """Returns the loss and the other outputs; without `outputs`, only those that are free."""

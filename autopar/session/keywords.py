@@ -109,6 +109,8 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -130,6 +132,7 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    expert_load: str
     trace: str | Path | None
 
 
@@ -193,6 +196,7 @@ _CHECKS: dict[str, Check] = {
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "expert_load": Text(2**20),
     "backend": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
@@ -203,8 +207,8 @@ DEFAULTS: CompileKeywords = {
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
-    "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "expert_load": "equal", "clip_norm": None, "groups": None, "on_nonfinite": "raise",
+    "backend": "eager", "cuda_graph": False,
 }  # fmt: skip
 
 
@@ -256,6 +260,7 @@ def planning_options(
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "expert_load",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},

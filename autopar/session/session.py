@@ -15,6 +15,7 @@ from autopar.capture.capture import Captured
 from autopar.errors import ProgramError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.operators.expert_load import ExpertLoad
 from autopar.plan import Plan
 from autopar.planning.capturing import Call
 from autopar.runtime import folder, inductor
@@ -188,6 +189,25 @@ class Session(Trained, Checkpointed):
         """What the model returns for a batch, as whole tensors on every rank; no gradients."""
         captured, executor, inputs = self._ready_for(args, kwargs)
         return captured.output.rebuild(executor.forward(inputs))
+
+    def expert_load(self, *args: Any, **kwargs: Any) -> list[ExpertLoad]:
+        """How often a batch chooses the experts of every mixture, in the order of the model.
+
+        Every rank calls it. `str` of one is an `expert_load` for `autopar.plan`, and its
+        `imbalance` says how many times the rows of an average device the busiest one has.
+
+        Raises:
+            ProgramError: the program is a pipeline.
+            BatchError, RanksDifferError, RankFailedError: as for `step`.
+        """
+        _, executor, inputs = self._ready_for(args, kwargs)
+        if isinstance(executor, Pipeline):
+            raise ProgramError(
+                "the load of experts is not measured in pipelines",
+                why="each stage sees its own mixtures only",
+                todo="compile with stages=1 and call it there",
+            )
+        return executor.expert_load(inputs)
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
