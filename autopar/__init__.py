@@ -12,6 +12,7 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.plain import load_checkpoint
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.update.groups import groups
+from autopar.runtime.updates.muon import muon
 from autopar.session.compiled import Compiled
 from autopar.session.session import Session
 
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "mixture",
+    "muon",
     "pins",
     "plan",
     "rule",

@@ -59,7 +59,7 @@ def plan(
         AutoparError: see `compile`.
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
-    asked = planning_options(options, optimizer)
+    asked = planning_options(options, optimizer, model)
     return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
 
 
@@ -88,7 +88,7 @@ def emit(
     """
     given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
     check(given, PlanKeywords)
-    asked = planning_options(options, optimizer, plan)
+    asked = planning_options(options, optimizer, model, plan)
     return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
 
 
@@ -193,7 +193,7 @@ def compile(
     join_processes(devices)
     compare_ranks(texts_of({**DEFAULTS, **given}), todo="call compile alike on every rank")
     check_processes(devices)  # every process must have a device of its own
-    asked = planning_options(options, optimizer, plan)
+    asked = planning_options(options, optimizer, model, plan)
     Peers.here().dumps.configure(Dump.read(dump))
     trained, how, compiler = (
         training(model, optimizer, options), running(options), Compiler(devices, asked, plan)

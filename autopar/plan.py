@@ -42,7 +42,7 @@ from autopar.plan_entries import (
     ModelSpec,
     Prediction,
 )
-from autopar.stage_plan import STATE_BYTES, StagePlan, check_mesh, mesh_of
+from autopar.stage_plan import StagePlan, check_mesh, mesh_of
 
 VERSION = 2
 FILE = Kind("the plan", PlanError)
@@ -286,7 +286,7 @@ def _upgraded_stage(entry: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     kept = {k: v for k, v in entry.items() if k not in ("version", "model", "memory", "step")}
     memory = Fields(entry.get("memory", {}), PlanError, "the plan", where, "memory.")
     limit = memory.take("limit", Number(), None)
-    state = memory.take("state", Number(0, 1e6), STATE_BYTES)
+    state = memory.take("state", Number(0, 1e6), 2.0)
     memory.end()
     step = Fields(entry.get("step", {}), PlanError, "the plan", where, "step.")
     microbatches = step.take("microbatches", Whole(1, 2**31, rounded=True), 1)

@@ -180,14 +180,12 @@ class Asked:
 
     Attributes:
         recompute, offload, solver, unknown_ops: as in `autopar.compile`.
-        elementwise: whether the optimizer may update parts of a parameter.
     """
 
     recompute: str = "auto"
     offload: str = "none"
     solver: str = "ilp"
     unknown_ops: str = "replicate"
-    elementwise: bool = True
 
     def table(self) -> dict[str, Any]:
         """Returns the options that differ from the default, by name."""
@@ -199,9 +197,11 @@ class Asked:
         texts = ("recompute", "offload", "solver", "unknown_ops")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
-            "elementwise": (FLAG, True),
+            "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }
-        return cls(**_entries("asked", table, checks))
+        entries = _entries("asked", table, checks)
+        del entries["elementwise"]
+        return cls(**entries)
 
 
 UNASKED = Asked()

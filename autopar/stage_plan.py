@@ -19,14 +19,16 @@ import tomlkit
 from tomlkit.items import Table as TomlTable
 
 from autopar.errors import LayoutError, PlanError, PlanMismatchError
-from autopar.files.checked_values import FLAG, Fields, Number, Row, Table, Text, Whole
+from autopar.files.checked_values import FLAG, Fields, Number, Or, Row, Table, Text, Whole
 from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.fusion import UPDATE, switches
+from autopar.ir.graph import Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.offload import NOTHING, Offload
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.recompute import Recompute
-from autopar.ir.storage import Storage
+from autopar.ir.storage import Hop, Storage
+from autopar.ir.update import ADAMW, Update, owner_hops
 from autopar.plan_entries import (
     UNASKED,
     UNPREDICTED,
@@ -39,8 +41,6 @@ from autopar.plan_entries import (
     fused_entries,
     node_plans,
 )
-
-STATE_BYTES = 2.0  # of AdamW, in units of a parameter's own bytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StagePlan:
         pins: layouts that the user fixed, by name; `autopar plan --from` plans again with them. A
             plan does not need them to run.
         limit: memory limit of a device in bytes; infinite for none.
-        state_bytes: optimizer state in units of a parameter's own bytes.
+        update: states that the optimizer keeps, and what it asks of a parameter's layout.
         recompute: run of blocks -> how many of them recompute their activations in the backward,
             and what they keep; see `autopar.ir.recompute`.
         offload: tensors that are offloaded to host memory; see `autopar.ir.offload`.
@@ -90,7 +90,7 @@ class StagePlan:
     replicated: dict[str, float] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
     limit: float = math.inf
-    state_bytes: float = STATE_BYTES
+    update: Update = ADAMW
     recompute: dict[str, Recompute] = field(default_factory=dict)
     offload: Offload = NOTHING
     microbatches: int = 1
@@ -126,6 +126,22 @@ class StagePlan:
             raise LayoutError(f"the line of {share} has no layout", why="it has no right side")
         _, used = self.nodes[share].results[0]
         return Storage.of(used, [layout for _, layout in self.nodes[parameter].results])
+
+    def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
+        """Every collective of a parameter in a step, those by which it reaches an owner included.
+
+        Args:
+            leaf: the parameter.
+            storage: where it and its states lie.
+        """
+        trained = leaf.requires_grad
+        hops = storage.hops(leaf.type, self.mesh, self.microbatches, trained, self.precision)
+        if not trained:
+            return hops
+        own = self.precision.updated(leaf.type)
+        rule = self.update.rule(leaf.target, own.shape)
+        before = tuple(hop for hop in hops if hop.when != "update")
+        return (*before, *owner_hops(rule, storage, own, self.mesh), *hops[len(before) :])
 
     @property
     def fuses_update(self) -> bool:
@@ -178,8 +194,8 @@ class StagePlan:
             table["late_loss"] = True
         if self.limit < math.inf:
             table["limit"] = self.limit
-        if self.state_bytes != STATE_BYTES:
-            table["state_bytes"] = self.state_bytes
+        if self.update != ADAMW:
+            table["update"] = self.update.texts
         tables: dict[str, dict[str, Any]] = {
             "predicted": dict(self.predicted.table()),
             "replicated": self.replicated,
@@ -219,7 +235,7 @@ class StagePlan:
             replicated=fields.take("replicated", Table(Number()), {}),
             pins=fields.take("pins", Table(Text()), {}),
             limit=fields.take("limit", Number(), math.inf),
-            state_bytes=fields.take("state_bytes", Number(0, 1e6), STATE_BYTES),
+            update=_update_of(fields),
             recompute=fields.take("recompute", _recompute, {}),
             offload=fields.take("offload", Offload.from_table, NOTHING),
             microbatches=microbatches,
@@ -249,6 +265,16 @@ def check_mesh(planned: Mesh, mesh: Mesh) -> None:
 def mesh_of(text: Any) -> Mesh:
     """Parses the entry `mesh` of a plan file; raises ValueError or MeshError."""
     return Mesh.parse(Text()(text))
+
+
+def _update_of(fields: Fields) -> Update:
+    """Read the entry `update`, or `state_bytes`, which older files have in its place."""
+    before = fields.take("state_bytes", Number(0, 1e6), None)
+    texts = fields.take("update", Row(Text(100_000)), None)
+    if texts is not None:
+        return Update.parse(texts)
+    asked = fields.take("asked", Table(Or((Text(), FLAG))), {})
+    return Update.of_bytes(2.0 if before is None else before, asked.get("elementwise") is False)
 
 
 def _precision(text: Any) -> Precision:

@@ -38,6 +38,7 @@ from autopar.intra_op.rule_table import table
 from autopar.ir.graph import Graph
 from autopar.ir.stage_graphs import is_trained
 from autopar.ir.tensor import Layout
+from autopar.ir.update import NO_STATES
 from autopar.lower.program import lower
 from autopar.plan_entries import ModelSpec, NodePlan
 from autopar.planning.kernel_savings import linears
@@ -176,7 +177,10 @@ def explained(
     Returns:
         The explanation: seconds and bytes by cause, operator and parameter.
     """
-    price, slowdown = price or AnalyticModel(chosen.mesh), device(chosen.mesh).slowdown
+    price, slowdown = (
+        price or AnalyticModel(chosen.mesh, in_step=True),
+        device(chosen.mesh).slowdown,
+    )
     rules, pins = known or table(), Pins(graph, {})
     builder = Builder(graph, Prices(chosen.mesh, price), rules, pins, _assumptions(chosen))
     for node in graph.folded:
@@ -235,7 +239,7 @@ def explained(
 def _assumptions(plan: StagePlan) -> Assumptions:
     """Returns how a plan's model is trained, without optimizer states, which are listed apart."""
     return Assumptions(
-        state_bytes=0.0,
+        update=NO_STATES,
         slowdown=device(plan.mesh).slowdown,
         recompute=plan.recompute,
         microbatches=plan.microbatches,

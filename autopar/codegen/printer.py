@@ -46,10 +46,7 @@ class Printer(Placed):
 
     def hops(self, leaf: Node, storage: Storage) -> tuple[Hop, ...]:
         """Returns the collectives of a parameter in a step."""
-        plan = self.plan
-        return storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        return self.plan.hops(leaf, storage)
 
     def use(self, leaf: Node, storage: Storage) -> str:
         """Returns the call that brings a stored parameter, "{}", into its used layout."""
@@ -75,7 +72,7 @@ class Printer(Placed):
             size = f"{format_bytes(hop.call.nbytes)} {format_seconds(seconds)}"
             call = f"{hop.call.title} {size}"
             if hop.when == "forward":
-                note += f"  {'int8 ' if hop.call.quantised else ''}{size}"
+                note += f"  {hop.call.compression + ' ' if hop.call.compression else ''}{size}"
             elif hop.when in EACH or (hop.when == "reduce" and self.plan.microbatches == 1):
                 note += f"  backward {call}"
             else:

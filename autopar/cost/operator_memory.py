@@ -343,8 +343,10 @@ def reduction_staging(
         accelerator: whether the devices are accelerators rather than CPUs.
         together: whether other gradients are sent in the same call.
     """
+    if hop.residual or hop.call.compression:  # with the residual, and as it is decoded
+        return 2 * whole + staged(hop.call, mesh)
     if hop.call.kind == "all_reduce":
         return 0.0
     packed = (bool(hop.dim) + together) * whole
-    summed = whole * (not (accelerator or hop.call.quantised))
-    return max(packed - part, summed + staged(hop.call, mesh), 0.0)
+    summed = whole * (not accelerator)
+    return max(packed - part, summed, 0.0)

@@ -211,9 +211,7 @@ class _FunctionReader:
     def _parameter(self, leaf: Node, storage: Storage) -> Iterator[Move]:
         """Yields the moves of a parameter and its gradient, per microbatch."""
         (share,), plan, shape = self.graph.users[leaf.name], self.plan, leaf.type.shape
-        hops = storage.hops(
-            leaf.type, plan.mesh, plan.microbatches, leaf.requires_grad, plan.precision
-        )
+        hops = plan.hops(leaf, storage)
         before, after = storage.format(shape), storage.used.format(shape)
         again = self.operators.get(share, 0)
         for times, repeated in ((self.times - again, 0), (again, again)):

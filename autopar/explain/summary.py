@@ -13,6 +13,7 @@ from autopar.explain.node_names import block_modules, common, parameter_name
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Source
 from autopar.ir.recompute import repetitions
+from autopar.ir.tensor import TensorType
 from autopar.lower.planned_layouts import entry_of
 from autopar.plan_entries import NodePlan
 from autopar.stage_plan import StagePlan
@@ -113,6 +114,9 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
         master = updated if own != node.type else 0
         grads = times * storage.grads.local_bytes(own, plan.mesh)
         gradient = max(updated, grads if updated and plan.microbatches > 1 else 0)
+        rule = plan.update.rule(node.target, own.shape)
+        part = TensorType(own.dtype, storage.updated.local_shape(own.shape, plan.mesh))
+        states = times * rule.local_nbytes(own, part, plan.mesh.size) if updated else 0.0
         rows.append(
             Parameter(
                 parameter_name(graph, node),
@@ -127,8 +131,8 @@ def parameters(graph: Graph, plan: StagePlan, moved: Iterable[Move]) -> tuple[Pa
                 times * nbytes,
                 (times - operators.get(graph.users[node.name][0], 0)) * copied,
                 gradient,
-                0.0 if plan.offload.optimizer else master + plan.state_bytes * updated,
-                master + plan.state_bytes * updated if plan.offload.optimizer else 0.0,
+                0.0 if plan.offload.optimizer else master + states,
+                master + states if plan.offload.optimizer else 0.0,
             )
         )
     return tuple(rows)

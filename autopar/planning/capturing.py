@@ -188,7 +188,7 @@ def capture_graph(
     def keep(name: str, graph: Graph) -> None:
         trace(f"{name}.txt", lambda: format_graph(graph))
 
-    if not options.elementwise:  # such an optimizer must see a parameter whole
+    if options.update.mixes:  # such an optimizer must see a parameter whole
         passes = tuple(step for step in passes if step is not split_fused)
     graph = prepare(graph, keep, tuple(step for step in passes if step in NORMALISING))
     if options.fuse:

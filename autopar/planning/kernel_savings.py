@@ -238,9 +238,7 @@ def _update(graph: Graph, plan: StagePlan, prices: CostModel) -> dict[str, Fused
     trained = [updated_of(graph, plan, node) for node in read if node.requires_grad]
     if not (plan.fuses_update and trained):
         return {}
-    before, after = (
-        update_works(trained, plan.state_bytes, kernel, plan.bucket) for kernel in (False, True)
-    )
+    before, after = (update_works(trained, kernel, plan.bucket) for kernel in (False, True))
     nbytes, seconds = (
         math.fsum(map(price, before)) - math.fsum(map(price, after))
         for price in (lambda work: work.nbytes, prices.compute)

@@ -23,10 +23,14 @@ from autopar.ir.chosen_algorithms import LIBRARY_ONLY, ChosenAlgorithms
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
+<<<<<<< HEAD
 from autopar.operators.expert_load import ExpertLoad
+=======
+from autopar.ir.update import ADAMW, Update
+>>>>>>> main
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
-from autopar.stage_plan import STATE_BYTES, StagePlan
+from autopar.stage_plan import StagePlan
 
 AUTO = "auto"
 SCHEDULE = "1f1b"
@@ -38,8 +42,7 @@ class Options:
 
     Attributes:
         table: sharding rules by operator.
-        elementwise: whether the optimizer can update parts of a parameter.
-        state_bytes: optimizer state, in units of a parameter's own bytes (AdamW: 2).
+        update: states that the optimizer keeps, and what it asks of a parameter's layout.
         whole: the mesh that contains the planned one, and that the calibration is for.
         fuse: patterns to replace by kernels; see `autopar.ir.fusion.choose`.
         stages: number of pipeline stages, or "auto" to search for the fastest pipeline.
@@ -66,12 +69,11 @@ class Options:
     recompute: str = AUTO
     microbatches: int = 1
     state: str | StateSharding | None = None
-    elementwise: bool = True
+    update: Update = ADAMW
     whole: Mesh | None = None
     precision: Precision = AS_IS
     fuse: tuple[str, ...] = ()
     offload: str = "none"
-    state_bytes: float = STATE_BYTES
     stages: int | str = 1
     schedule: str = SCHEDULE
     global_batch: int | None = None
@@ -124,12 +126,11 @@ class Options:
             recompute=plan.asked.recompute,
             microbatches=plan.microbatches,
             state=plan.state or None,
-            elementwise=plan.asked.elementwise,
+            update=plan.update,
             precision=plan.precision,
             fuse=plan.fuse,
             offload=plan.asked.offload,
             collectives=plan.collectives,
-            state_bytes=plan.state_bytes,
         )
         if recorded.memory == math.inf:  # the plan records no limit
             others.setdefault("memory", None)
@@ -138,7 +139,7 @@ class Options:
     @property
     def asked(self) -> Asked:
         """The options that a plan records besides its layouts."""
-        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops, self.elementwise)
+        return Asked(self.recompute, self.offload, self.solver, self.unknown_ops)
 
     @property
     def searches_stages(self) -> bool:
@@ -161,4 +162,4 @@ class Options:
 
     def lies(self, mesh: Mesh) -> Lies | None:
         """Returns the storages that parameters may have, or None for all; see `lies_of`."""
-        return lies_of(self.state, self.elementwise, self.precision, mesh)
+        return lies_of(self.state, self.precision, mesh)

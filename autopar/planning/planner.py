@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.cost.device import device
-from autopar.errors import PinError
 from autopar.intra_op.assumptions import Assumptions
 from autopar.intra_op.build import build, layouts
 from autopar.intra_op.built_problem import Built
@@ -132,7 +131,7 @@ class Planner:
     def _build(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Built:
         options = self.options
         given = Assumptions(
-            state_bytes=options.state_bytes,
+            update=options.update,
             unknown_ops=options.unknown_ops,
             slowdown=device(self.mesh).slowdown,
             recompute=recompute,
@@ -145,21 +144,10 @@ class Planner:
             overlapped=ASYNC in self.fuse,
             late_loss=self._late_loss,
         )
-        try:
-            return build(
-                self.graph, self.mesh, self.known, options.table, given,
-                memory_limit=math.inf, pins=self.pins,
-            )  # fmt: skip
-        except PinError as error:
-            if options.elementwise:
-                raise
-            raise PinError(
-                error.what,
-                where=error.where,
-                why=f"{error.why}; parameters stay whole, because the optimizer's update mixes the "
-                "elements of a tensor",
-                todo=error.todo or "use an elementwise optimizer (SGD, Adam, AdamW, Lion, ...)",
-            ) from error
+        return build(
+            self.graph, self.mesh, self.known, options.table, given,
+            memory_limit=math.inf, pins=self.pins,
+        )  # fmt: skip
 
     def _built(self, offload: Offload, recompute: Mapping[str, Recompute]) -> Branch:
         options = self.options
@@ -183,7 +171,7 @@ class Planner:
                 recompute=dict(recompute),
                 microbatches=self._microbatches,
                 bucket=self._bucket,
-                state_bytes=options.state_bytes,
+                update=options.update,
                 asked=options.asked,
                 calibration=calibration_of(self.prices),
                 state="" if options.state is None else str(options.state),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.operators.expert_load import ExpertLoad
 from autopar.runtime.batches import TOKEN, Intake
@@ -24,7 +25,6 @@ from autopar.runtime.ranks.failure import Watch
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
 
@@ -60,7 +60,7 @@ class Executor:
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
-        runtime.chosen = program.collectives
+        runtime.chosen = checked(program.collectives, program.mesh)
         self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)
@@ -86,7 +86,6 @@ class Executor:
             self.weights.scattered,
             [self.weights],
         )
-        refuse_what_shards_break(training.optimizer, self.state.parameters)
         self.update.compare()
         self._written = [self.named[key] for key in program.written]
         self.grad_norm: Tensor | None = None
@@ -148,7 +147,7 @@ class Executor:
     def _step(self, inputs: Mapping[str, Tensor]) -> Results:
         """Runs a step on inputs on the device; returns the loss and the norm of the gradients."""
         part = self.runtime.peers.recorder.part
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         self.gradients.drop()  # of a step that failed
         self.update.check.keep(self._written)
         self.writes.drop()
@@ -240,7 +239,7 @@ class Executor:
     @property
     def held(self) -> list[Held]:
         """This rank's shards of every parameter and buffer, for checkpoints."""
-        return held_of(self.state, self.tensors, self.weights, averages=self.update.averages)
+        return held_of(self.state, self.tensors, self.weights, self.update)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

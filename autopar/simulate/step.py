@@ -19,6 +19,7 @@ from autopar.simulate.backward import backward
 from autopar.simulate.buffers import Recorder, Value
 from autopar.simulate.forward import Forward
 from autopar.simulate.optimizer_step import Updated, update, updated_of
+from autopar.simulate.owned_update import Owned, most_states
 from autopar.simulate.parameter import Weight
 from autopar.simulate.parameter_tasks import Weights
 from autopar.simulate.settings import OVERLAPS, Settings
@@ -101,6 +102,7 @@ class _Step:
         }
         self.leaves: dict[str, Value] = {}
         self.updated: dict[str, Updated] = {}
+        self.owned: list[Owned] = []
 
     def play(self, program: Lowered) -> tuple[Task, ...]:
         self._begin()
@@ -143,6 +145,8 @@ class _Step:
             self.leaves[node.name] = Value(buffer, node.requires_grad)
             if node.op == "param" and self.graph.users[node.name]:
                 self._parameter(node)
+        if nbytes := most_states(self.owned, self.plan.mesh.size):
+            recorder.hold(recorder.allocate("optimizer", "states of whole parameters", nbytes))
 
     def _parameter(self, node: Node) -> None:
         """Allocates the states of a parameter."""
@@ -167,6 +171,8 @@ class _Step:
             title = "master" if master else "updated part"
             part = self.recorder.allocate("optimizer", f"{node.name}, {title}", updated.nbytes)
             self.recorder.hold(part)
-        if node.requires_grad and self.settings.state_bytes and not away:
-            state = updated.nbytes * self.settings.state_bytes
-            self.recorder.hold(self.recorder.allocate("optimizer", node.name, state))
+        self.owned += [updated.owned] if updated.owned is not None else []
+        whole = updated.owned is not None and updated.owned.rule.keeps_whole
+        if node.requires_grad and updated.states and not away and not whole:
+            states = self.recorder.allocate("optimizer", node.name, updated.states)
+            self.recorder.hold(states)

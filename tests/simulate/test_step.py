@@ -21,6 +21,7 @@ from autopar.intra_op.kernel_work import works
 from autopar.intra_op.rule_table import table
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.update import Update
 from autopar.pins import data_parallel, fsdp, megatron
 from autopar.planning.capturing import capture_graph
 from autopar.planning.options import Options
@@ -241,7 +242,7 @@ def test_gradients_and_state_are_as_large_as_their_parameters(
     graph: Graph, plans: dict[str, StagePlan]
 ) -> None:
     for plan in plans.values():
-        made, _ = simulate(graph, plan, state_bytes=3.0)
+        made, _ = simulate(graph, replace(plan, update=Update.of_bytes(3.0)))
         end = {name: size for task in made for name, size in task.allocates}
         for leaf in graph.leaves("param"):
             layout = plan.nodes[graph.template[leaf.name]].results[0][1]

@@ -13,6 +13,7 @@ from autopar.inter_op.stage_values import Progress
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import format_seconds
+from autopar.ir.update import State
 from autopar.passes.deepen import LEAST, deepen
 from autopar.passes.rebatch import rebatch
 from autopar.passes.shares import remove_shares
@@ -179,9 +180,11 @@ def find_pipeline(
     for name in [one for one in candidates(options.allow) if one not in exact]:
         # Older weights are priced like optimizer state of the same size.
         rows = schedule_of(name, 2, 8)
-        more = options.state_bytes + max(further_copies(rows, n) for n in range(rows.stages))
+        update, copies = options.update, max(further_copies(rows, n) for n in range(rows.stages))
+        for number in range(copies):
+            update = update.with_state(State(f"older_weights_{number + 1}"))
         try:
-            other = searched(replace(with_state(options, rows), state_bytes=more), (name,))
+            other = searched(replace(with_state(options, rows), update=update), (name,))
         except InfeasibleError:
             continue
         best = min(best, other, key=lambda one: one.seconds)

@@ -156,7 +156,7 @@ def predicted(graphs: Sequence[Graph], plan: Plan, options: Options) -> Predicti
 def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced) -> StageFigures:
     """Simulates one stage on one microbatch under some prices."""
     chip = device(plan.mesh)
-    settings = replace(settings_on(plan.mesh.device, options.state_bytes), overlap=frozenset())
+    settings = replace(settings_on(plan.mesh.device), overlap=frozenset())
     step = tasks(graph, plan, works(graph, plan, options.table), model, settings)
     timeline = run(step, model, chip.slowdown)
     seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "gradient": 0.0}
@@ -166,7 +166,7 @@ def stage_figures(graph: Graph, plan: StagePlan, options: Options, model: Priced
     left = after_forward(step)
     trained = {leaf.name for leaf in graph.leaves("param") if leaf.requires_grad}
     fixed, kept = fixed_bytes(left, trained), kept_bytes(left)
-    overlapped = "gradient" in settings_on(plan.mesh.device, options.state_bytes).overlap
+    overlapped = "gradient" in settings_on(plan.mesh.device).overlap
     slowdown = chip.slowdown if overlapped else 2.0
     after = side_by_side(seconds["backward"], seconds["gradient"], slowdown) - seconds["backward"]
     return StageFigures(

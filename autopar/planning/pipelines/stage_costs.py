@@ -38,7 +38,6 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_graphs import alike
 from autopar.ir.storage import BUCKET, Storage
-from autopar.ir.tensor import TensorType
 from autopar.passes.normalise import FINDING, prepare
 from autopar.passes.verify import verify
 from autopar.planning.kernel_savings import applicable
@@ -130,7 +129,7 @@ class StageCosts:
         # Key -> (layers, layers times microbatches in flight, choice).
         self._choices: dict[_Key, list[tuple[int, int, tuple[int, ...]]]] = {}
         self._prices: dict[Mesh, tuple[CostModel, Prices, Lies | None]] = {}
-        self._updated: dict[tuple[Mesh, TensorType, bool, bool], dict[Storage | None, float]] = {}
+        self._updated: dict[tuple[object, ...], dict[Storage | None, float]] = {}
 
     def layered(self, microbatches: int) -> Layered:
         """Returns the model on one microbatch."""
@@ -347,7 +346,7 @@ class StageCosts:
         fused = fused and not offload.optimizer
         (model, prices, lies), whole = self._price(mesh), self.layered(microbatches).graph
         given = Assumptions(
-            state_bytes=self.options.state_bytes,
+            update=self.options.update,
             unknown_ops=self.options.unknown_ops,
             slowdown=device(mesh).slowdown,
             recompute=parse_recompute(graph, recompute),
@@ -377,7 +376,7 @@ class StageCosts:
         for name, options in zip(built.names, built.options, strict=True):
             node, seconds = graph[name], np.zeros(len(options))
             if options[0].stored is not None and node.requires_grad:
-                seconds += self._updates(model, node, options, mesh, fused)
+                seconds += self._updates(model, graph[node.inputs[0]], options, mesh, fused)
             updates.append(graph.multiplicity[name] * seconds)
         counts = tuple(repeat.count for repeat in graph.repeats)
         kept = tuple(
@@ -390,12 +389,13 @@ class StageCosts:
         self, model: CostModel, node: Node, options: Sequence[Option], mesh: Mesh, fused: bool
     ) -> list[float]:
         """Returns the seconds of a parameter's update under each of its choices."""
-        known = self._updated.setdefault((mesh, node.type, node.requires_grad, fused), {None: 0.0})
+        rule = self.options.update.rule(node.target, node.type.shape)
+        key = (mesh, node.type, node.requires_grad, fused, rule)
+        known = self._updated.setdefault(key, {None: 0.0})
         for storage in {option.storage for option in options} - known.keys():
             if storage is not None:
-                updated = updated_in(storage, node, mesh, self.options.precision)
-                works = update_works([updated], self.options.state_bytes, fused)
-                known[storage] = sum(map(model.compute, works))
+                updated = updated_in(storage, node, mesh, self.options.precision, rule)
+                known[storage] = sum(map(model.compute, update_works([updated], fused)))
         return [known[option.storage] for option in options]
 
     def _price(self, mesh: Mesh) -> tuple[CostModel, Prices, Lies | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.errors import LayoutError
 from autopar.ir.tensor import part_of
-from autopar.runtime.communication.quantised import added, pack, unpack
+from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.ranks.channel import Channel
 
 
@@ -200,45 +200,30 @@ class Group:
         return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def reduce_scatter_all(
-        self,
-        xs: list[Tensor],
-        dims: Sequence[int],
-        quantised: bool = False,
-        into: Tensor | None = None,
+        self, xs: list[Tensor], dims: Sequence[int], into: Tensor | None = None
     ) -> list[Tensor]:
-        """Applies `reduce_scatter` to each along its dimension; `quantised` sends int8 blocks.
+        """Applies `reduce_scatter` to each along its dimension.
 
         Empties `xs` once they are in the buffer. The result is in `into`, if that has as many
         elements and the same dtype.
         """
-        dtype = xs[0].dtype
         own = [self.own(int(x.shape[dim]))[1] for x, dim in zip(xs, dims, strict=True)]
-        sent, shapes = self._packed(xs, dims, quantised)
-        lengths = [shape.numel() for shape in shapes]
-        if quantised:
-            out = torch.empty_like(sent)
-            self.calls.all_to_all(out, sent)
-            parts: Sequence[Tensor] = added(out, lengths, dtype)
-        else:
-            fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
-            out = into if into is not None and fits else sent.new_empty(sent.shape[1])
-            self.calls.reduce_scatter(out, sent.view(-1))
-            parts = out.split(lengths)
+        sent, shapes = self._packed(xs, dims)
+        fits = into is not None and (len(into), into.dtype) == (sent.shape[1], sent.dtype)
+        out = into if into is not None and fits else sent.new_empty(sent.shape[1])
+        self.calls.reduce_scatter(out, sent.view(-1))
+        parts = out.split([shape.numel() for shape in shapes])
         return [
             _trimmed(part.view(shape), dim, length)
             for part, shape, dim, length in zip(parts, shapes, dims, own, strict=True)
         ]
 
-    def _packed(
-        self, xs: list[Tensor], dims: Sequence[int], quantised: bool
-    ) -> tuple[Tensor, list[torch.Size]]:
+    def _packed(self, xs: list[Tensor], dims: Sequence[int]) -> tuple[Tensor, list[torch.Size]]:
         """Packs blocks by rank; returns the buffer and the blocks' shapes; empties `xs`."""
         blocks = [self.split(x, dim) for x, dim in zip(xs, dims, strict=True)]
         xs.clear()
         shapes = [block.shape[1:] for block in blocks]
         rows = [block.view(self.size, -1) for block in blocks]
-        if quantised:
-            return pack(rows), shapes
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1), shapes
 
     def gather_all(
