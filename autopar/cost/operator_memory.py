@@ -22,6 +22,7 @@ from autopar.ir.storage import Hop
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
 from autopar.operators.exchange import across
+from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import by_name, rows_near
@@ -155,6 +156,8 @@ def recipe(
     if node.op == "kernels.linear_cross_entropy":
         scratch = _chunk_of_logits(node, types, into, mesh)
     saved, rows = kept(node, accelerator), rows_near(node, types, into)
+    if rows and (busy := imbalance(node, types[0], into[0], mesh)) > 1.0:
+        rows = [((math.ceil(shape[0] * busy), *shape[1:]), layout) for shape, layout in rows]
     if accelerator and node.op in _KERNELS and (node.saved or node.saved_types):
         _, numbers, each = _KERNELS[node.op]
         elements = given[0] / DTYPE_BYTES[node.type.dtype]

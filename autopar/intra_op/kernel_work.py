@@ -24,6 +24,7 @@ from autopar.ir.graph import PREFIX, WRITE, Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.tensor import DTYPE_BYTES, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
@@ -244,7 +245,8 @@ def _mixture(local: Local, signature: Signature) -> NodeWork:
     down, x, ids, weights = (named[name] for name in ("down", "x", "ids", "weights"))
     experts, width, inner = down.shape
     over = math.prod(map(local.mesh.axis_size, dispatch_axes(local.node, local.into)))
-    rows = ids.numel * over * experts // signature.sizes["e"]
+    busy = imbalance(local.node, local.whole(0), local.into[0], local.mesh)
+    rows = math.ceil(ids.numel * over * experts / signature.sizes["e"] * busy)
     each, size = -(-rows // experts), DTYPE_BYTES[x.dtype]
     wide, narrow = size * rows * width, size * rows * inner
     moved = down.nbytes + wide + narrow

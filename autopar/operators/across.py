@@ -45,6 +45,7 @@ class Across(ABC):
 
     mesh: Mesh
     coordinate: dict[str, int]
+    seen: list[Tensor] | None = None  # a list collects how often each mixture's experts are chosen
 
     @abstractmethod
     def group(self, axes: Axes) -> Peers:
@@ -244,6 +245,8 @@ class Across(ABC):
         Along the axes `over` tokens are split, too, and their rows travel to the experts: in one
         hop, or in one for each inner tuple of axes; see `dispatch.py`.
         """
+        if self.seen is not None:
+            self.seen.append(torch.bincount(ids.flatten(), minlength=size or up.shape[0]))
         experts = Experts(gate, up, down, act, _three(*biases))
         first = self.group(axis).own(size)[0] if axis else 0
         if not over:

@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rewrite import argument
 from autopar.ir.tensor import DTYPE_BYTES, Layout, TensorType
 from autopar.operators.across import CHUNK
+from autopar.operators.expert_load import LOAD, imbalance
 from autopar.operators.form import Part
 from autopar.operators.forms import form_named
 from autopar.operators.mixture import MIXTURE, by_name, dispatch_axes
@@ -128,7 +129,7 @@ def _dispatch(
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the all_to_all of rows to their experts and back, and that of their numbers.
 
-    Every device is assumed to have as many rows as the others.
+    Every device has as many tokens as the others; the busiest receives most of their rows.
     """
     over = dispatch_axes(node, operands)
     if not over:
@@ -138,7 +139,8 @@ def _dispatch(
     tokens = tuple(axis for dim in layouts["ids"].dims for axis in dim)
     local = Layout((tokens, ())).local_bytes(rows, mesh)
     counts = math.prod(map(mesh.axis_size, over)) * kinds["up"].shape[0] * DTYPE_BYTES["i64"]
-    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (local, counts))
+    busiest = math.ceil(local * imbalance(node, kinds["up"], layouts["up"], mesh))
+    there, known = (Collective("all_to_all", over, nbytes) for nbytes in (busiest, counts))
     return (known, there, there), (there, there) if node.requires_grad else ()
 
 
@@ -228,6 +230,10 @@ def _as_is(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     return node.args, node.kwargs
 
 
+def _mixture(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
+    return node.args, tuple(pair for pair in node.kwargs if pair[0] != LOAD)
+
+
 def _embedding(node: Node) -> tuple[tuple[Arg, ...], Kwargs]:
     padding = argument(node, 2, "padding_idx", -1)
     return (*node.args[:2], *((padding,) if padding != -1 else ())), ()
@@ -255,7 +261,7 @@ _LOOKS = {
     "aten.embedding": _Look("embedding", lambda node, types: (0,), _embedding, True),
     "aten.gather": _Look("gather", _dim(1), _gather, True),
     "aten.index_select": _Look("index_select", _dim(1), _as_is, True),
-    MIXTURE: _Look("mixture", lambda node, types: (0,), _as_is, True),
+    MIXTURE: _Look("mixture", lambda node, types: (0,), _mixture, True),
     "aten.nll_loss": _Look("nll_loss", _classes, _loss, True),
     "aten.nll_loss_nd": _Look("nll_loss", _classes, _loss, True),
     "aten.cross_entropy_loss": _Look(
