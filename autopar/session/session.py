@@ -31,14 +31,14 @@ from autopar.runtime.trained import Trained
 from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
-from autopar.session.evaluation import Evaluation
+from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes, refuse_other_parameters
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed):
+class Session(Trained, Checkpointed, Evaluating):
     """A model that trains in parallel; made by `autopar.compile` or `autopar.load`.
 
     Args:
@@ -197,44 +197,6 @@ class Session(Trained, Checkpointed):
         with profiled(profile):
             return program.step(inputs)
 
-    def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
-        """Evaluates the model on one batch without changing the training.
-
-        The model is captured a second time, in evaluation mode, and its program reads the
-        parameters where the training stores them. So dropout is off, and running statistics do not
-        change. Batches may have other shapes than those of the training, and may lack its labels;
-        each kind of batch is compiled when it first occurs.
-
-        Args:
-            *args: positional arguments of the batch, whole on every rank.
-            **kwargs: keyword arguments of the batch.
-
-        Returns:
-            The loss, and this rank's parts of the outputs.
-
-        Raises:
-            BatchError: the batch differs between ranks, or there are more kinds of batches than a
-                session compiles.
-            RankFailedError: another rank failed.
-            AutoparError: see `compile`.
-        """
-        program, inputs = self._ready_for(args, kwargs, training=False)
-        return Evaluation(program.captured, program.forward(inputs))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output in evaluation, whole on every rank; see `eval_step`."""
-        return self.eval_step(*args, **kwargs).whole()
-
-    def eval(self) -> Self:
-        """Refuses steps until `train` is called; evaluation works in both states."""
-        self.training = False
-        return self
-
-    def train(self, mode: bool = True) -> Self:
-        """Allows steps, or refuses them with `mode=False`."""
-        self.training = mode
-        return self
-
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[Runnable, dict[str, Tensor]]:
@@ -258,9 +220,7 @@ class Session(Trained, Checkpointed):
     def _program_for(
         self, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[Runnable, dict[str, Tensor]]:
-        """Returns the program for such a batch, compiled at its first occurrence, and the batch by
-        name.
-        """
+        """Returns the program, compiled if it is new, and the batch by name."""
         known = variants.find(args, kwargs, training)
         if known is not None:
             return known
