@@ -1,6 +1,6 @@
 """autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
 
-from autopar import pins
+from autopar import outer, pins
 from autopar.compile import compile, emit, load, plan
 from autopar.intra_op.pins.named_dims import layout
 from autopar.intra_op.rule import OpRule, rule
@@ -28,6 +28,7 @@ __all__ = [
     "layout",
     "load",
     "load_checkpoint",
+    "outer",
     "pins",
     "plan",
     "rule",

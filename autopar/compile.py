@@ -17,6 +17,7 @@ from autopar.planning.capturing import Call
 from autopar.planning.plan_model import plan_model
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import MeshLike, as_mesh, check_processes, join_processes
@@ -31,6 +32,7 @@ from autopar.session.keywords import (
     PlanKeywords,
     TrainKeywords,
     check,
+    outer_of,
     planning_options,
     running,
     training,
@@ -60,7 +62,13 @@ def plan(
     """
     check({"model": model, "optimizer": optimizer, **options}, PlanKeywords)
     asked = planning_options(options, optimizer)
-    return plan_model(Call.of(model, example_inputs), as_mesh(mesh), asked, Trace(asked.trace))
+    call, devices, outer = Call.of(model, example_inputs), as_mesh(mesh), outer_of(options)
+    if outer is None:
+        return plan_model(call, devices, asked, Trace(asked.trace))
+    method_of(outer)
+    outer.check(devices)
+    part, inside = call.part_of(outer.count(devices)), outer.within(devices)
+    return plan_model(part, inside, asked, Trace(asked.trace)).under(outer, devices)
 
 
 def emit(
@@ -89,7 +97,8 @@ def emit(
     given = {"model": model, "optimizer": optimizer, "plan": plan, **options}
     check(given, PlanKeywords)
     asked = planning_options(options, optimizer, plan)
-    return Compiler(as_mesh(mesh), asked, plan)(Call.of(model, example_inputs))
+    compiler = Compiler(as_mesh(mesh), asked, plan, outer_of(options, plan))
+    return compiler(Call.of(model, example_inputs))
 
 
 def load(
@@ -187,9 +196,8 @@ def compile(
     check_processes(devices)  # and this process has a device of its own
     asked = planning_options(options, optimizer, plan)
     Peers.here().dumps.configure(Dump.read(dump))
-    trained, how, compiler = (
-        training(model, optimizer, options), running(options), Compiler(devices, asked, plan)
-    )  # fmt: skip
+    trained, how = training(model, optimizer, options), running(options)
+    compiler = Compiler(devices, asked, plan, outer_of(options, plan))
     if how.cuda_graph and compiler.is_pipeline:
         refuse_graphs_of_stages()
     cost_model(devices, asked)  # refused, if at all, before anything is captured

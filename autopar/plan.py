@@ -35,6 +35,7 @@ from autopar.files.kinds import Kind
 from autopar.ir.graph import Graph
 from autopar.ir.graph_text import fingerprint
 from autopar.ir.mesh import Mesh
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.plan_entries import (
     UNNAMED,
@@ -63,6 +64,8 @@ class Plan:
             for a model in one piece.
         predicted: figures of the whole step; of a model in one piece those of its stage.
         model: how the command line spelled the model.
+        outer: how replicas along independent axes synchronise; None without any. Stages then run
+            on the mesh of one replica, and say so; ranks are those of the first replica.
         version: of the file that it was read from; no part of what it says.
     """
 
@@ -73,6 +76,7 @@ class Plan:
     schedule: str = ""
     predicted: Prediction = UNPREDICTED
     model: ModelSpec = UNNAMED
+    outer: Outer | None = None
     version: int = field(default=VERSION, compare=False)
 
     def __str__(self) -> str:
@@ -125,11 +129,23 @@ class Plan:
         stages = tuple(replace(stage, solver=UNSEARCHED) for stage in self.stages)
         return replace(self, stages=stages)
 
+    @property
+    def inner(self) -> Plan:
+        """The plan of one replica, as if its devices were all there are."""
+        if self.outer is None:
+            return self
+        return replace(self, mesh=self.outer.within(self.mesh), outer=None)
+
+    def under(self, outer: Outer | None, mesh: Mesh) -> Plan:
+        """The plan of one replica as that of a mesh of them."""
+        return self if outer is None else replace(self, mesh=mesh, outer=outer)
+
     def on(self, mesh: Mesh) -> Plan:
         """The plan on another mesh of the same axes; that of a pipeline's stages stays."""
         if self.is_pipeline:
             return replace(self, mesh=mesh)
-        return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=mesh),))
+        own = mesh if self.outer is None else self.outer.within(mesh)
+        return replace(self, mesh=mesh, stages=(replace(self.stage, mesh=own),))
 
     def check(self, graph: Graph, mesh: Mesh) -> None:
         """Compare the plan with what it is to be used for.
@@ -144,7 +160,8 @@ class Plan:
         check_mesh(self.mesh, mesh)
         here = fingerprint(graph)
         if not self.is_pipeline:
-            self.stage.check(here, {node.name for node in graph.folded}, mesh)
+            nodes = {node.name for node in graph.folded}
+            self.stage.check(here, nodes, mesh if self.outer is None else self.outer.within(mesh))
         elif self.graph != here:
             raise PlanMismatchError(
                 "the plan is for another model",
@@ -163,6 +180,8 @@ class Plan:
             document["microbatches"] = self.microbatches
         if self.is_pipeline:
             document["schedule"] = self.schedule
+        if self.outer is not None:
+            document["outer"] = str(self.outer)
         if self.model != UNNAMED:
             document["model"] = self.model.table()
         if self.is_pipeline and self.predicted != UNPREDICTED:
@@ -215,6 +234,7 @@ class Plan:
             schedule,
             fields.take("predicted", Prediction.from_table, own),
             fields.take("model", ModelSpec.from_table, UNNAMED),
+            fields.take("outer", lambda text: Outer.parse(Text(1000)(text)), None),
             version,
         )
         fields.end()
@@ -223,6 +243,16 @@ class Plan:
 
     def _judge(self, where: str) -> None:
         """PlanError unless the stages fit one another and the mesh."""
+        if self.outer is not None:
+            lacking = [axis for axis in self.outer.axes if axis not in self.mesh.names]
+            if lacking:
+                raise PlanError(
+                    "the plan has a damaged entry",
+                    where=where,
+                    why=f"{self.outer} names the axis {lacking[0]!r}, and the mesh is {self.mesh}",
+                )
+            self.inner._judge(where)
+            return
         faults = [*self._one_piece_faults()] if not self.schedule else []
         if not self.stages:
             faults.append("there are no stages")

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, BatchError, RanksDifferError
 from autopar.operators.interpret import tensor_type
-from autopar.runtime.ranks.agreement import gathered
 from autopar.runtime.ranks.channel import Channel
 
 _COMPARED_CALLS = 10  # on accelerators
@@ -138,9 +138,13 @@ class Intake:
         self._everyone.all_reduce(span, dist.ReduceOp.MAX)
         return int(span[0]) == -int(span[1])
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank passes, by rank; all of them call it."""
+        return [value] if self._everyone is None else self._everyone.all_gather_object(value)
+
     def differences(self) -> AutoparError:
         """How the ranks differ; all of them call it, and get the same."""
-        ranks = gathered(list(self._past))
+        ranks = self.gather(list(self._past))
         self._forget()
         for calls in zip(*ranks, strict=False):
             for rank, call in enumerate(calls):

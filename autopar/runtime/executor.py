@@ -167,6 +167,7 @@ class Executor:
                 everyone.size,
                 everyone.reduce,
                 self._intake.differences,
+                self._intake.gather,
             )
             _, norm = self.update.step(self._squares, seen)
         return loss.detach(), norm

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,12 +37,16 @@ from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
 from autopar.runtime import folder
 from autopar.runtime.executor import Executor
+from autopar.runtime.generated import Generated
 from autopar.runtime.inductor import loaded
+from autopar.runtime.outer.local_updates import LocalUpdates
 from autopar.runtime.pipeline.folder import program_source, stage_files
 from autopar.runtime.pipeline.pipeline import Pipeline
 from autopar.runtime.pipeline.routes import Placement
 from autopar.runtime.ranks.processes import local_device
+from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
+from autopar.runtime.trained import Program
 from autopar.runtime.update.update import Training
 from autopar.session import compiled_folder
 from autopar.session.call_texts import text_of_program
@@ -149,9 +153,7 @@ class Compiled:
         """The inputs of one microbatch, name -> type."""
         return {leaf.target: str(leaf.type) for leaf in self.captured.graph.leaves("input")}
 
-    def start(
-        self, values: Mapping[str, Tensor], training: Training, running: Running
-    ) -> Executor | Pipeline:
+    def start(self, values: Mapping[str, Tensor], training: Training, running: Running) -> Program:
         """Load it on this rank's device; every rank calls it.
 
         Args:
@@ -167,17 +169,35 @@ class Compiled:
             loaded(source, self._name(number, source), running.backend)
             for number, source in enumerate(self.sources)
         ]
-        if not self.plan.is_pipeline:
-            runtime = Runtime(self.plan.mesh, local_device())
+        outer, mesh = self.plan.outer, self.plan.mesh
+        if outer is None:
+            return self._started(modules, values, training, running, Peers.here())
+        peers = Peers.here().within(outer.replicas(mesh))
+        program = self._started(modules, values, training, running, peers)
+        return LocalUpdates(program, outer, mesh, peers)
+
+    def _started(
+        self,
+        modules: Sequence[Generated],
+        values: Mapping[str, Tensor],
+        training: Training,
+        running: Running,
+        peers: Peers,
+    ) -> Executor | Pipeline:
+        """The program of all ranks, or of the replica that `peers` are."""
+        plan = self.plan.inner
+        if not plan.is_pipeline:
+            runtime = Runtime(plan.mesh, local_device(), peers=peers)
             return Executor(
                 modules[0], runtime, values, training, tied=self.tied,
                 cuda_graph=running.cuda_graph,
             )  # fmt: skip
-        placement = self.placement
-        refuse_for_stages(self.plan, placement, running)
+        placement = self.placement.on(peers.ranks)
+        refuse_for_stages(plan, placement, running)
         return Pipeline(
-            modules, placement, self.inputs, local_device(), values, training, tied=self.tied
-        )
+            modules, placement, self.inputs, local_device(), values, training, tied=self.tied,
+            peers=peers,
+        )  # fmt: skip
 
     def save(self, path: str | Path) -> Path:
         """Write a folder that `autopar.load` reads on any number of processes.

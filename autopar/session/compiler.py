@@ -9,11 +9,13 @@ import torch.distributed as dist
 from autopar.capture.capture import Captured
 from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
+from autopar.ir.outer import Outer
 from autopar.plan import Plan
 from autopar.planning.capturing import Call, capture_call
 from autopar.planning.options import Options
 from autopar.planning.plan_model import plan_captured, plan_model
 from autopar.planning.trace import Trace
+from autopar.runtime.outer.methods import method_of
 from autopar.runtime.ranks.agreement import compare_ranks
 from autopar.runtime.ranks.processes import from_first_rank
 from autopar.session.call_texts import text_of_graph
@@ -31,11 +33,19 @@ class Compiler:
         mesh: the devices.
         options: what is planned.
         plan: a plan to use instead of searching for one.
+        outer: how replicas along independent axes synchronise; each has a program of its own, on
+            its part of the batch.
     """
 
     mesh: Mesh
     options: Options
     plan: Plan | None = None
+    outer: Outer | None = None
+
+    def __post_init__(self) -> None:
+        if self.outer is not None:
+            self.outer.check(self.mesh)
+            method_of(self.outer)
 
     @property
     def is_pipeline(self) -> bool:
@@ -52,22 +62,30 @@ class Compiler:
         first = not dist.is_initialized() or dist.get_rank() == 0
         trace = Trace(self.options.trace if first else None)
         facts = facts_of(call.model)  # before a call, which may leave something in attributes
+        if self.outer is not None:
+            call = call.part_of(self.outer.count(self.mesh))
         captured, plan = self._planned(call, trace)
         return Compiled.of(captured, plan.on(self.mesh), self.options, trace, facts)
 
     def _planned(self, call: Call, trace: Trace) -> tuple[Captured, Plan]:
         """The captured model and its plan, alike on every rank."""
         plan, options, mesh = self.plan, self.options, self.mesh
+        outer = self.outer
+        inside = mesh if outer is None else outer.within(mesh)
         if plan is None and options.searches_stages:
             # A solver that runs out of time stops elsewhere on every rank: one plans for all.
-            plan = from_first_rank(lambda: plan_model(call, mesh, options, trace))
+            plan = from_first_rank(
+                lambda: plan_model(call, inside, options, trace).under(outer, mesh)
+            )
         count = options.microbatches if plan is None else plan.microbatches
         staged = self.is_pipeline if plan is None else plan.is_pipeline
         sized = call if options.global_batch is None else call.sized(options.global_batch)
         captured = capture_call(sized, options, trace, count if staged else None)
         compare_ranks({"the captured graph": text_of_graph(captured.graph)}, BatchError, _ADVICE)
         if plan is None:
-            plan = from_first_rank(lambda: plan_captured(captured, mesh, options, trace))
+            plan = from_first_rank(
+                lambda: plan_captured(captured, inside, options, trace).under(outer, mesh)
+            )
         else:
             plan.check(captured.graph, mesh)
         return captured, plan

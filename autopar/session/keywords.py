@@ -30,6 +30,7 @@ from autopar.intra_op.rule import OpRule
 from autopar.intra_op.rule_table import table
 from autopar.ir.chosen_algorithms import ChosenAlgorithms
 from autopar.ir.fusion import Fuse, choose
+from autopar.ir.outer import Outer
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
@@ -109,6 +110,10 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        outer: how replicas along independent axes of the mesh, which train apart, synchronise:
+            `autopar.outer.co2("node", tau="auto")` or its text, "co2 over node, tau=12"; see
+            `autopar/outer.py`. That changes what is computed. Every replica takes its part of a
+            batch. A given plan says it by itself.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -130,6 +135,7 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    outer: Outer | str | None
     trace: str | Path | None
 
 
@@ -197,6 +203,7 @@ _CHECKS: dict[str, Check] = {
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "outer": Or((NOTHING, Text(1000), Of((Outer,), "one of autopar.outer"))),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -204,7 +211,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "fuse": False, "offload": None, "collectives": None, "ema": None,
     "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "cuda_graph": False, "outer": None,
 }  # fmt: skip
 
 
@@ -280,6 +287,23 @@ def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
     return Running(said["backend"], said["cuda_graph"])
+
+
+def outer_of(given: Mapping[str, Any], plan: Plan | None = None) -> Outer | None:
+    """How replicas synchronise; what a plan says where one is given.
+
+    Raises:
+        OptionError: a text cannot be read.
+        PlanMismatchError: the plan says another method.
+    """
+    wanted = Outer.read({**DEFAULTS, **given}["outer"])
+    if plan is None or wanted in (None, plan.outer):
+        return wanted if plan is None else plan.outer
+    raise PlanMismatchError(
+        f"the plan's outer method is {plan.outer or 'none'}",
+        why=f"outer={str(wanted)!r} is asked for",
+        todo="leave out outer, or plan again",
+    )
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:

@@ -16,6 +16,7 @@ from autopar.runtime.pipeline.continuous import Continuous
 from autopar.runtime.pipeline.stage import Stage, Tensors
 from autopar.runtime.ranks.channel import Channel
 from autopar.runtime.ranks.failure import Watch
+from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.update.update import Update
 
 
@@ -39,6 +40,7 @@ class PipelineState:
     _intake: Intake
     device: torch.device
     everyone: Channel | None
+    peers: Peers
     loaded: bool
     continuous: Continuous | None
 
@@ -137,7 +139,7 @@ class PipelineState:
             names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
             full = whole(next(values[n] for n in names if n in values))
             if from_first:
-                full = self._from(0, full.detach().to(self.device, copy=True))
+                full = self._from(self.peers.ranks[0], full.detach().to(self.device, copy=True))
             for stage in self.stages.values():
                 if name in stage.state.names:
                     stage.weights.take(stage.state, name, full)
