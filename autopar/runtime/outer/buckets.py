@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.runtime.communication.quantised import added, pack
+from autopar.runtime.communication.quantised import pack, unpack
 from autopar.runtime.outer.method import Method
 from autopar.runtime.parameters.shards import Weight, Weights
 from autopar.runtime.ranks.channel import Channel, Waiting
@@ -28,7 +28,7 @@ class Bucket:
 
     Attributes:
         tensors: what the optimizer updates, on the device or in host memory.
-        names: of their parameters.
+        keys: ids of the tensors that the optimizer updates.
         fragment: the fragment that they belong to.
         device: where they are averaged.
         states: flat tensors by name.
@@ -37,7 +37,7 @@ class Bucket:
     """
 
     tensors: list[Tensor]
-    names: list[str]
+    keys: list[int]
     fragment: int
     device: torch.device
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class Bucket:
         assert self.message is not None
         if quantised:
             count = sum(tensor.numel() for tensor in self.tensors)
-            (self.message,) = added(self.message.view(peers, -1), [count], torch.float32)
-            self.message = self.message.to(self.tensors[0].dtype)
+            (rows,) = unpack(self.message.view(peers, -1), [count], torch.float32)
+            self.message = rows.sum(0).to(self.tensors[0].dtype)
         self.message.div_(peers)
 
 
@@ -115,8 +115,8 @@ def buckets_of(
     for own in weights:
         for together, fragment in _together(own, method, apart):
             places = [own.masters.get(id(w.updated), w.updated) for w in together]
-            names = [w.name for w in together]
-            found.append(Bucket(places, names, fragment, device))
+            keys = [id(w.updated) for w in together]
+            found.append(Bucket(places, keys, fragment, device))
     for bucket in found:
         bucket.restart(method)
     return found

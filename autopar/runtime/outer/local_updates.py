@@ -18,9 +18,11 @@ from autopar.errors import BatchError
 from autopar.ir.mesh import Mesh
 from autopar.ir.outer import Outer
 from autopar.runtime.batches import Intake
+from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.executor import Executor
 from autopar.runtime.outer.buckets import buckets_of
 from autopar.runtime.outer.methods import method_of
+from autopar.runtime.outer.replica_state import ReplicaState
 from autopar.runtime.outer.rounds import Report, Rounds
 from autopar.runtime.parameters.shards import Weights
 from autopar.runtime.pipeline.pipeline import Pipeline
@@ -41,7 +43,12 @@ class LocalUpdates:
 
     Attributes:
         replicas: their number.
+        index: the number of this device's replica.
+        watch: stops this rank if another fails.
+        apart: what replicas save and load beside a program's state.
     """
+
+    watch: Watch
 
     def __init__(
         self, program: Executor | Pipeline, outer: Outer, mesh: Mesh, peers: Peers
@@ -54,10 +61,11 @@ class LocalUpdates:
         self._lease: Lease = everyone.shared("outer", groups)
         own = next(n for n, ranks in enumerate(groups) if everyone.rank in ranks)
         self._channel = self._lease.channels[own] if len(groups[own]) > 1 else None
-        self._index = groups[own].index(everyone.rank)
+        self.index = groups[own].index(everyone.rank)
         self._device = program.device if isinstance(program, Pipeline) else program.runtime.device
         self._intake = Intake({}, self._device, everyone.everyone)
         self._own = program.watch
+        self.apart = ReplicaState(self)
         if outer.on_loss == "continue":
             self.watch = program.watch
         else:
@@ -146,7 +154,7 @@ class LocalUpdates:
                 "the first dimension",
                 todo="pass a batch whose size is a multiple of the number of replicas",
             )
-        return value.narrow(0, self._index * rows, rows)
+        return value.narrow(0, self.index * rows, rows)
 
     @property
     def report(self) -> Report:
@@ -167,6 +175,20 @@ class LocalUpdates:
     def grad_norm(self) -> Tensor | None:
         """Norm of the replica's gradients in the last step."""
         return self.program.grad_norm
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What this rank holds of its replica."""
+        return self.program.held
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes by name."""
+        return self.program.shapes
+
+    def refresh(self) -> None:
+        """As `Executor.refresh`."""
+        self.program.refresh()
 
     @property
     def loaded(self) -> bool:

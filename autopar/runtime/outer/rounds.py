@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,11 +274,26 @@ class Rounds:
         self._losses.zero_()
         self.report = Report(tau=self._choose(math.nan, 1))
 
-    def state_dict(self) -> dict[str, object]:
-        """Returns what continues the rounds, beside the buckets; messages must be settled."""
-        facts = [] if self._facts is None else self._facts.tolist()
+    @property
+    def losses(self) -> Tensor:
+        """This replica's sum of losses in the round, f64[1]; it may be overwritten."""
+        return self._losses.view(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what replicas have alike, beside buckets; messages must be settled."""
         return {
-            "steps": self.steps, "at": self.at, "highest": self.highest, "facts": facts,
-            "first_loss": self.first_loss, "losses": float(self._losses),
-            "report": list(vars(self.report).values()),
+            "steps": self.steps, "at": self.at, "highest": self.highest,
+            "first_loss": self.first_loss, "report": vars(self.report).copy(),
+            "facts": None if self._facts is None else self._facts.tolist(),
         }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.steps, self.at = int(state["steps"]), int(state["at"])
+        self.highest, self.first_loss = float(state["highest"]), float(state["first_loss"])
+        self.report = Report(**state["report"])
+        facts = state["facts"]
+        self._facts = None
+        if facts is not None:
+            self._facts = torch.tensor(facts, dtype=torch.float64, device=self._device)
+        self._departed, self._began = 0.0, time.perf_counter()
