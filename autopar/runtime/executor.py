@@ -52,6 +52,8 @@ class Executor:
         ProgramError: the optimizer cannot work on shards, or a step cannot be captured.
     """
 
+    apart = None  # it is one replica
+
     def __init__(
         self,
         program: Generated,
@@ -204,6 +206,7 @@ class Executor:
                 everyone.size,
                 everyone.reduce,
                 self._intake.differences,
+                self._intake.gather,
             )
             _, norm = self.update.step(self._squares, seen)
         return loss.detach(), norm

@@ -197,7 +197,11 @@ class Checkpoints:
             # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": random_state_text(torch.get_rng_state()),
         }
-        return Snapshot([*parts, *states], optimizer, details)
+        everything = [*parts, *states]
+        if holder.apart is not None:
+            everything = holder.apart.saved(everything)
+            details["outer"] = encode(holder.apart.details(), "the rounds")
+        return Snapshot(everything, optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
         """Returns a group of all ranks for objects and host memory, None for a single process."""
@@ -272,7 +276,9 @@ class Checkpoints:
         def wanted() -> list[Part]:
             states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
             own = self._parts(index, matches, "model.")
-            return [*own, *self._averages(index, matches), *states[0].parts]
+            everything = [*own, *self._averages(index, matches), *states[0].parts]
+            apart = self.holder.apart
+            return everything if apart is None else apart.wanted(everything, index)
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -282,6 +288,9 @@ class Checkpoints:
             self.holder.update.load_state_dict(update)
         for state in states:
             state.give()
+        if self.holder.apart is not None:
+            with _taking("the rounds"):
+                self.holder.apart.take(decode(index.details.get("outer")))
 
     def load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str] = str
@@ -291,6 +300,8 @@ class Checkpoints:
             self._settle(self._group())
             self._load_weights(source, rename)
             self.holder.update.restart()
+            if self.holder.apart is not None:
+                self.holder.apart.take(None)
 
     def _load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]

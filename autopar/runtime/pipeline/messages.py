@@ -50,7 +50,7 @@ class Wires:
     """The channels of messages to higher and to lower ranks; all ranks make them together."""
 
     def __init__(self, peers: Peers) -> None:
-        ranks = tuple(range(peers.world))
+        ranks = peers.ranks
         self._leases = [peers.shared(purpose, [ranks]) for purpose in ("up", "down")]
         (self.up,), (self.down,) = (lease.channels for lease in self._leases)
 

@@ -57,6 +57,7 @@ class Pipeline(PipelineState):
         values: every parameter and buffer by name, whole; the first rank's count.
         training: how the local parameters are updated.
         tied: further names of parameters.
+        peers: the processes that run it; by default all.
 
     Raises:
         StateError: `values` does not fit the program.
@@ -73,10 +74,11 @@ class Pipeline(PipelineState):
         training: Training,
         *,
         tied: Mapping[str, str] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.modules, self.placement, self.device = modules, placement, device
         self.tied = dict(tied or {})
-        peers = self.peers = Peers.here()
+        peers = self.peers = Peers.here() if peers is None else peers
         self.rank, self.everyone = peers.rank, peers.everyone
         self.wires = Wires(peers) if peers.world > 1 else None
         # All ranks make all meshes, since groups are made by all processes together.
@@ -86,7 +88,7 @@ class Pipeline(PipelineState):
             for number, (module, members) in enumerate(zip(modules, ranks, strict=True)):
                 key = (str(module.mesh), members)
                 if key not in runtimes:
-                    runtimes[key] = Runtime(module.mesh, device, members, seed=number)
+                    runtimes[key] = Runtime(module.mesh, device, members, number, peers)
                     runtimes[key].widened = module.widened
                     runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
@@ -135,7 +137,7 @@ class Pipeline(PipelineState):
         ]
         self.copies = Copies(self.everywhere, self.rank, self.wires, device)
         self.grad_norm: Tensor | None = None
-        self.watch = Watch.over(range(peers.world))
+        self.watch = Watch.over(peers.ranks)
         self.watch.start()
         self._intake = Intake(device, self.everyone, self.part)
         self.continuous: Continuous | None = None
@@ -298,6 +300,7 @@ class Pipeline(PipelineState):
             self.peers.world,
             self._add_up,
             self._intake.differences,
+            self._intake.gather,
         )
 
     def _settle(self) -> None:

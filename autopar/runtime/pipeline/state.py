@@ -43,6 +43,7 @@ class PipelineState:
     everyone: Channel | None
     loaded: bool
     continuous: Continuous | None
+    apart = None  # it is one replica
 
     def meet(self, call: str) -> None:
         """As `Executor.meet`."""
@@ -130,7 +131,8 @@ class PipelineState:
             names = [name, *(alias for alias, tied in self.tied.items() if tied == name)]
             full = whole(next(values[n] for n in names if n in values))
             if from_first:
-                full = self.peers.from_rank(0, full.detach().to(self.device, copy=True))
+                full = full.detach().to(self.device, copy=True)
+                full = self.peers.from_rank(self.peers.ranks[0], full)
             for stage in self.stages.values():
                 if name in stage.state.names:
                     stage.weights.take(stage.state, name, full)
