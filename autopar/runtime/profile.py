@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,15 @@ class Event:
 
 
 @contextmanager
-def profiled(path: str | Path | None) -> Iterator[None]:
+def profiled(path: str | Path | None, settle: Callable[[], None]) -> Iterator[None]:
     """Profile what is done inside, a step, and write it to `path`; nothing without a path.
 
     All ranks enter it, with one path; the first one writes.
+
+    Args:
+        path: of the file.
+        settle: waits for calls that are under way between two steps: their threads must not meet a
+            profiler that starts or stops.
 
     Raises:
         ProgramError: the file cannot be written; on every rank.
@@ -53,6 +58,7 @@ def profiled(path: str | Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    settle()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -63,6 +69,7 @@ def profiled(path: str | Path | None) -> Iterator[None]:
         with part(CLOCK, ""):  # about the same moment on all ranks
             pass
         yield
+        settle()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     ranks = _gathered((socket.gethostname(), _events(_raw(recording))))

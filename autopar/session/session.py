@@ -181,7 +181,7 @@ class Session(Trained, Checkpointed):
                 or parameters of it frozen since it was captured.
         """
         _, executor, inputs = self._ready_for(args, kwargs)
-        with profiled(profile):
+        with profiled(profile, executor.settle):
             return executor.step(inputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class Session(Trained, Checkpointed):
             self._saved = Checkpoints.of(
                 self._model, executor, captured.buffers, captured.parameter_names
             )
-        executor.meet("a checkpoint's method")
+        executor.meet("a checkpoint's method", drain=False)
         return self._saved
 
     def save(self, path: str | Path) -> Path:

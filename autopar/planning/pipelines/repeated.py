@@ -30,7 +30,7 @@ class Repeated:
         beside: what all stages of a device keep, in units of what this one keeps. They compute in
             turn, so that what one needs for a while the next one may have again.
         further: copies of the weights that are held beside them: older versions, for the most part.
-        late_loss: see `StagePlan`.
+        late_loss: whether replicas may be steps apart; they would meet where the loss is added up.
     """
 
     microbatches: int

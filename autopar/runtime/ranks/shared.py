@@ -115,8 +115,13 @@ class Peers:
             channels.append(one)
         return Lease(self, channels)
 
-    def own(self, purpose: str, backend: str) -> Lease:
-        """Returns an unshared channel of all processes, for use in a thread."""
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
+        """Returns an unshared channel of all processes, for what goes on beside other programs.
+
+        Args:
+            purpose: name in records.
+            backend: of torch; None for the default.
+        """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
