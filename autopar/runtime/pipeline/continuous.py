@@ -142,7 +142,7 @@ class Continuous:
         """
         self.broken_off = True
         if not self._period:
-            self._update.optimizer.zero_grad(set_to_none=True)  # of a flushed step
+            self._update.forget()  # gradients of a flushed step
             done = max(self._update.check.steps - 1 - self._flushed, 0)  # this one has begun
             for own in self.versions.values():
                 own.total = done * self._updates

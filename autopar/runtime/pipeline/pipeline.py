@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
 from autopar.ir.pipeline_step import ahead, forwards, in_update
@@ -38,7 +39,6 @@ from autopar.runtime.ranks.shared import Peers
 from autopar.runtime.runtime import Runtime
 from autopar.runtime.step_parts import PHASE
 from autopar.runtime.trainable import check_trainable
-from autopar.runtime.update.optimizer import refuse_what_shards_break
 from autopar.runtime.update.step_check import Seen
 from autopar.runtime.update.update import Training, Update
 
@@ -86,7 +86,7 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     runtimes[key] = Runtime(module.mesh, device, members, seed=number)
                     runtimes[key].widened = module.widened
-                    runtimes[key].chosen = module.collectives
+                    runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
@@ -114,7 +114,6 @@ class Pipeline(PipelineState):
         self.update = Update(training, precision, named, device, away, rounded, scattered, weights)
         rounds = in_update([self.row])
         for stage in self.stages.values():
-            refuse_what_shards_break(training.optimizer, stage.state.parameters)
             if stage.runtime.gradients is None:
                 stage.runtime.gradients = Gradients(
                     stage.weights,
@@ -143,7 +142,9 @@ class Pipeline(PipelineState):
         self._intake = Intake(batch, device, self.everyone)
         self.continuous: Continuous | None = None
         if not placement.flushes:
-            refuse_what_cannot_stream(modules, placement, training, self.copies.holders, device)
+            refuse_what_cannot_stream(
+                modules, placement, training, self.copies.holders, device, self.update.owners
+            )
             self._intake.overlaps = True
             if ahead(placement.rows, placement.microbatches):
                 self._intake.compared = 1
@@ -209,7 +210,7 @@ class Pipeline(PipelineState):
         """A step of a row that ends with an update of all stages."""
         part, losses = self.peers.recorder.part, list[Tensor]()
         self.update.check.keep(self._written)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
         for stage in self.stages.values():
             stage.forget()
             if stage.runtime.gradients is not None:
