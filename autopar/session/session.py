@@ -193,7 +193,7 @@ class Session(Trained, Checkpointed, Evaluating):
                 todo="call program.train() before the step",
             )
         program, inputs = self._ready_for(args, kwargs, training=True)
-        with profiled(profile):
+        with profiled(profile, self._ready().settle):
             return program.step(inputs)
 
     def _ready_for(
@@ -319,7 +319,7 @@ class Session(Trained, Checkpointed, Evaluating):
             self._saved = Checkpoints.of(
                 self._model, executor, captured.buffers, captured.parameter_names
             )
-        executor.meet("a checkpoint's method")
+        executor.meet("a checkpoint's method", drain=False)
         return self._saved
 
     def save(self, path: str | Path) -> Path:

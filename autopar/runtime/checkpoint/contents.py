@@ -136,6 +136,19 @@ class Holder(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shapes of the state of all ranks, by name."""
 
+    @property
+    def streams(self) -> str:
+        """A fingerprint of a program that has work under way between two steps, else ""."""
+
+    def drain(self) -> None:
+        """Ends what is under way."""
+
+    def under_way(self) -> tuple[Tensor, list[Tensor]] | None:
+        """What is under way: a record of bytes, and tensors; None for nothing."""
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Goes on with what was under way in a program of the same fingerprint."""
+
     def refresh(self) -> None:
         """Rounds stored parameters again from their masters."""
 

@@ -219,7 +219,24 @@ class LocalUpdates:
     def loaded(self, value: bool) -> None:
         self.program.loaded = value
 
-    def meet(self, call: str) -> None:
+    streams = ""  # what is under way in a replica ends before a checkpoint
+
+    def settle(self) -> None:
+        """As `Executor.settle`."""
+        self.program.settle()
+
+    def drain(self) -> None:
+        """As `Executor.drain`."""
+        self.program.drain()
+
+    def under_way(self) -> None:
+        """Ends what is under way; a checkpoint then needs nothing of it."""
+        self.program.drain()
+
+    def resume(self, record: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Never called, since nothing under way is saved."""
+
+    def meet(self, call: str, drain: bool = True) -> None:
         """Compares a call with those of all ranks, and ends the steps before it."""
         with self.watch:
             self._intake.meet(f"{call} after step {self.rounds.steps}")

@@ -80,7 +80,7 @@ class Pipeline(PipelineState):
         self.tied = dict(tied or {})
         peers = self.peers = Peers.here() if peers is None else peers
         self.rank, self.everyone = peers.rank, peers.everyone
-        self.wires = Wires(peers) if peers.world > 1 else None
+        self.wires = Wires(peers, not placement.flushes) if peers.world > 1 else None
         # All ranks make all meshes, since groups are made by all processes together.
         runtimes: dict[tuple[str, tuple[int, ...]], Runtime] = {}
         self.everywhere: dict[tuple[int, int], Stage] = {}
@@ -213,7 +213,8 @@ class Pipeline(PipelineState):
             if self.continuous is None:
                 return self._flushed(self.row, inputs, parts)
             if self.placement.first and self.update.check.steps <= self.placement.first[0]:
-                return self._flushed(self._rows_of(self.placement.first[1]), inputs, parts)
+                row = self.placement.first[1][self.placement.row_of(self.rank)]
+                return self._flushed(row, inputs, parts)
             return self._continued(self.continuous, inputs, parts)
 
     def _flushed(self, row: Row, inputs: Tensors, parts: Sequence[Tensors]) -> Tensor:
@@ -247,22 +248,15 @@ class Pipeline(PipelineState):
         self, continuous: Continuous, inputs: Tensors, parts: Sequence[Tensors]
     ) -> Tensor:
         """A period of rows that do not flush."""
-        losses: list[Tensor] = []
+        part, losses = self.peers.recorder.part, list[Tensor]()
         self._interpreter.results = losses_to(losses)
         # Generators that were alike stay so, and ranks that are steps apart cannot meet.
         alike = bool(continuous.ahead) and not continuous.filling
-        with (
-            self._states(self.row, alike) as enter,
-            self.peers.recorder.part(PHASE, "microbatches"),
-        ):
+        with self._states(self.row, alike) as enter, part(PHASE, "microbatches"):
             loss = continuous.step(parts, enter, lambda: (self._share(losses), inputs[TOKEN]))
         self.grad_norm = continuous.grad_norm
         self._settle()
         return torch.tensor(loss, dtype=self._share([]).dtype, device=self.device)
-
-    def _rows_of(self, rows: Sequence[Row]) -> Row:
-        """This rank's row among others than the placement's."""
-        return rows[self.placement.row_of(self.rank)]
 
     def _played(self, post: Post, losses: list[Tensor]) -> Interpreter:
         """What does rows, and keeps the losses that are made here."""
@@ -360,7 +354,7 @@ class Pipeline(PipelineState):
         program = program or self.main
         with self.watch, self.peers.recorder.within("evaluation"):
             inputs = self._prepare(program, batch, "forward")
-            self._drain()
+            self.drain()
             self.update.check.settle(self._intake.differences)
             return program.forward(inputs)
 

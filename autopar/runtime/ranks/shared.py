@@ -137,8 +137,13 @@ class Peers:
         """
         return _Replica(self, replicas)
 
-    def own(self, purpose: str, backend: str) -> Lease:
-        """Returns an unshared channel of all processes, for use in a thread."""
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
+        """Returns an unshared channel of all processes, for what goes on beside other programs.
+
+        Args:
+            purpose: name in records.
+            backend: of torch; None for the default.
+        """
         return Lease(self, [self._make(purpose, tuple(range(self.world)), backend)])
 
     def _agreed(self, numbers: Sequence[int]) -> list[bool]:
@@ -212,7 +217,7 @@ class _Replica(Peers):
             lease.channels = lease.channels[first : first + len(groups)]
         return lease
 
-    def own(self, purpose: str, backend: str) -> Lease:
+    def own(self, purpose: str, backend: str | None = None) -> Lease:
         return self._around.own(purpose, backend)
 
 
