@@ -1,4 +1,4 @@
-"""autopar: any PyTorch model and a device mesh in, a program that trains it in parallel out."""
+"""autopar compiles a PyTorch model and a device mesh into a program that trains it in parallel."""
 
 from autopar import pins
 from autopar.compile import compile, emit, load, plan

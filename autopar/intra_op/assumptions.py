@@ -31,6 +31,7 @@ class Assumptions:
         offload: what lies in host memory.
         fused_update: whether the optimizer's step is AdamW's kernel.
         overlapped: whether collectives run beside the linears around them.
+        late_loss: whether the loss is added up over devices later, outside of the program.
     """
 
     update: Update = ADAMW
@@ -44,6 +45,7 @@ class Assumptions:
     offload: Offload = NOTHING
     fused_update: bool = False
     overlapped: bool = False
+    late_loss: bool = False
 
 
 DEFAULT = Assumptions()

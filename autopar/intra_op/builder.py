@@ -254,7 +254,7 @@ class Builder:
 
     def _loss_seconds(self, node: Node, option: Option) -> float:
         """Returns the seconds of making the loss whole on every device, as all ranks report it."""
-        if node.name != self.graph.loss:
+        if node.name != self.graph.loss or self.given.late_loss:
             return 0.0
         whole = Layout.replicated(len(node.type.shape))
         return self.resharder.cost(node.type, option.results[0], whole, node.requires_grad)

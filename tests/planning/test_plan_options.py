@@ -122,10 +122,10 @@ def test_no_plan_of_the_batch_in_equal_stages_is_faster(searched: Plan) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"stages": "auto", "microbatches": 4}, "chooses microbatches"),
-        ({"stages": "auto", "schedule": "gpipe"}, "chooses microbatches"),
-        ({"stages": "auto", "offload": "activations"}, "does not offload"),
-        ({"stages": 2, "global_batch": 16}, "search for the fastest pipeline"),
+        ({"stages": "auto", "microbatches": 4}, "also chooses microbatches"),
+        ({"stages": "auto", "schedule": "gpipe"}, "also chooses microbatches"),
+        ({"stages": "auto", "offload": "activations"}, "does not support offload"),
+        ({"stages": 2, "global_batch": 16}, 'needs stages="auto"'),
         ({"stages": "many"}, "stages"),
         ({"stages": "auto", "global_batch": 0}, "global_batch"),
     ],

@@ -297,5 +297,5 @@ def test_what_has_no_step_is_refused(graph: Graph, plans: dict[str, StagePlan]) 
     plan, model = plans["free"], AnalyticModel(autopar.Mesh.parse(MESH))
     with pytest.raises(SimulationError, match="no training step"):
         tasks(replace(graph, loss=None), plan, {}, model)
-    with pytest.raises(SimulationError, match="nothing called sends"):
+    with pytest.raises(SimulationError, match="unknown overlap sends"):
         tasks(graph, plan, {}, model, Settings(overlap=frozenset({"sends"})))
