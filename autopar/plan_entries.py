@@ -197,7 +197,7 @@ class Asked:
         texts = ("recompute", "offload", "solver", "unknown_ops")
         checks: dict[str, tuple[Check, Any]] = {
             **{name: (Text(1000), getattr(UNASKED, name)) for name in texts},
-            "elementwise": (FLAG, None),  # of older files; see `_update_of` in stage_plan.py
+            "elementwise": (FLAG, None),  # of older files; `_update_of` in stage_plan.py reads it
         }
         entries = _entries("asked", table, checks)
         del entries["elementwise"]

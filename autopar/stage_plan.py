@@ -61,7 +61,7 @@ class StagePlan:
         pins: layouts that the user fixed, by name; `autopar plan --from` plans again with them. A
             plan does not need them to run.
         limit: memory limit of a device in bytes; infinite for none.
-        update: states that the optimizer keeps, and the layouts that it needs.
+        update: states that the optimizer keeps, and what it asks of a parameter's layout.
         recompute: run of blocks -> how many of them recompute their activations in the backward,
             and what they keep; see `autopar.ir.recompute`.
         offload: tensors that are offloaded to host memory; see `autopar.ir.offload`.

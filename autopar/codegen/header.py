@@ -17,7 +17,7 @@ _WHEN = {
     "backward": "again before the backward of their block",
     "accumulate": "during the backward, in buckets",
     "reduce": "during the backward, in buckets",
-    "owners": "to their owners or back, during the update",
+    "owners": "to their owners, or back from them, in the update",
     "update": "after the update",
 }
 _WHAT = {"accumulate": "gradients", "reduce": "gradients"}

@@ -47,7 +47,7 @@ class NodeWork:
 
 
 def quantising(call: Collective) -> tuple[Work, ...]:
-    """Returns the kernels before and after a collective of int8 blocks, both bound by memory."""
+    """Returns the kernels before and after a compressed collective, both bound by memory."""
     kernel = Work("quantize", 0.0, call.quantised / 2, "f32")
     return (kernel, kernel) if call.quantised else ()
 

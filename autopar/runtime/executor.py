@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.runtime.batches import TOKEN, Intake
 from autopar.runtime.checkpoint.contents import Held, held_of
@@ -58,7 +59,7 @@ class Executor:
     ) -> None:
         self.program, self.runtime = program, runtime
         runtime.widened = program.widened
-        runtime.chosen = program.collectives
+        runtime.chosen = checked(program.collectives, program.mesh)
         self.state = State(runtime, program.parameters, tied)
         self.loaded = not any(value.is_meta for value in values.values())
         shards = self.state.empty(runtime.device)

@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
 from autopar.ir.action import COPIES, Action, Row
 from autopar.ir.pipeline_step import ahead, forwards, in_update
@@ -85,7 +86,7 @@ class Pipeline(PipelineState):
                 if key not in runtimes:
                     runtimes[key] = Runtime(module.mesh, device, members, seed=number)
                     runtimes[key].widened = module.widened
-                    runtimes[key].chosen = module.collectives
+                    runtimes[key].chosen = checked(module.collectives, module.mesh)
                 state = State(runtimes[key], module.parameters)
                 self.everywhere[number, copy] = Stage(module, runtimes[key], number, copy, state)
         self.row = placement.rows[placement.row_of(self.rank)]
