@@ -26,6 +26,7 @@ from autopar.runtime.checkpoint.foreign_weights import deal, weights_index
 from autopar.runtime.checkpoint.handover import exchange, shared_index
 from autopar.runtime.checkpoint.index import Index
 from autopar.runtime.checkpoint.plans import Part, SavePlanner, Snapshot
+from autopar.runtime.checkpoint.residuals import Residuals, forget, residual_parts
 from autopar.runtime.checkpoint.safetensors_files import Reader, Writer
 from autopar.runtime.checkpoint.saving import Saving
 from autopar.runtime.checkpoint.tensor_names import Names
@@ -197,7 +198,7 @@ class Checkpoints:
             # The other ranks follow the first one's generator; see `runtime/random.py`.
             "random": random_state_text(torch.get_rng_state()),
         }
-        return Snapshot([*parts, *states], optimizer, details)
+        return Snapshot([*parts, *states, *residual_parts(holder.held)], optimizer, details)
 
     def _group(self) -> dist.ProcessGroup | None:
         """Returns a group of all ranks for objects and host memory, None for a single process."""
@@ -267,12 +268,14 @@ class Checkpoints:
             read: fills the parts that this rank wants.
         """
         matches = self.names.match(self.holder.shapes, index.under("model"), where)
-        states: list[OptimizerState] = []
+        states: list[OptimizerState | Residuals] = []
 
         def wanted() -> list[Part]:
-            states.append(OptimizerState(self.holder.update.optimizer, self.holder.held, index))
-            own = self._parts(index, matches, "model.")
-            return [*own, *self._averages(index, matches), *states[0].parts]
+            held = self.holder.held
+            states.append(OptimizerState(self.holder.update.optimizer, held, index))
+            states.append(Residuals(held, index))
+            own = [*self._parts(index, matches, "model."), *self._averages(index, matches)]
+            return [*own, *(part for state in states for part in state.parts)]
 
         update = decode(index.details.get("update", {}))  # read before anything is changed
         read(wanted)
@@ -291,6 +294,7 @@ class Checkpoints:
             self._settle(self._group())
             self._load_weights(source, rename)
             self.holder.update.restart()
+            forget(self.holder.held)
 
     def _load_weights(
         self, source: Path | Mapping[str, Tensor], rename: Callable[[str], str]
