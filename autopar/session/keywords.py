@@ -38,8 +38,9 @@ from autopar.planning.options import AUTO, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
-from autopar.runtime.update.optimizer import OptimizerFactory, elementwise, fusable
-from autopar.runtime.update.update import Training, state_bytes_of
+from autopar.runtime.update.observation import observed
+from autopar.runtime.update.optimizer import OptimizerFactory, fusable
+from autopar.runtime.update.update import Training
 from autopar.session.compiled import Running
 
 
@@ -240,13 +241,17 @@ def _keywords_of(known: type) -> frozenset[str]:
 
 
 def planning_options(
-    given: Mapping[str, Any], optimizer: OptimizerFactory, plan: Plan | None = None
+    given: Mapping[str, Any],
+    optimizer: OptimizerFactory,
+    model: nn.Module,
+    plan: Plan | None = None,
 ) -> Options:
     """What is planned.
 
     Args:
         given: keywords by name; those left out have their defaults.
         optimizer: of the training.
+        model: that is trained.
         plan: one that is given, which says its precision and kernels by itself.
 
     Raises:
@@ -258,7 +263,7 @@ def planning_options(
     said = {**DEFAULTS, **given}
     fuse = fusable(optimizer, choose(said["fuse"])) if plan is None else plan.fuse
     rules, precision = said["rules"], _precision(plan, said["precision"], said["gradients"])
-    state_bytes = state_bytes_of(Training(optimizer, ema=said["ema"]))
+    trained = training(model, optimizer, given)
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
@@ -266,19 +271,18 @@ def planning_options(
     return Options(
         **{name: said[name] for name in same},
         table=table(rules, accelerator()),
-        elementwise=elementwise(optimizer),
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
         collectives=_collectives(plan, said["collectives"]),
-        state_bytes=state_bytes,
+        update=observed(optimizer, trained.options, trained.ema is not None),
     )
 
 
 def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, Any]) -> Training:
     """How the parameters are updated; ProgramError if that is nonsense."""
     said = {**DEFAULTS, **given}
-    groups = options_of(model, said["groups"])
+    groups = options_of(model, said["groups"], getattr(optimizer, "roles", None))
     return Training(optimizer, said["clip_norm"], groups, said["ema"], said["on_nonfinite"])
 
 

@@ -93,7 +93,7 @@ def captured(
     options, trace = Options(pins=words, memory=1e16), Trace(None)
     graph = capture_graph(model, (), inputs, options, trace).graph
     plan = make_plan(graph, Mesh.parse(mesh), options, trace)
-    prices = AnalyticModel(plan.mesh)
+    prices = AnalyticModel(plan.mesh, in_step=True)
     return Captured(graph, plan, works(graph, plan, options.table), prices)
 
 

@@ -22,7 +22,7 @@ from autopar.runtime.checkpoint.contents import Held
 from autopar.runtime.checkpoint.index import Index, Stored
 from autopar.runtime.checkpoint.plans import Part
 from autopar.runtime.checkpoint.values import DTYPES
-from autopar.runtime.parameters.shards import Memory
+from autopar.runtime.communication.compressed import Memory
 
 
 class _Holder(NamedTuple):

@@ -150,6 +150,33 @@ class Group:
         )
         return head, tail
 
+    def swap(self, x: Tensor) -> Tensor:
+        """Sends x[i] to the rank with block i; returns, in the same places, what each has sent."""
+        if self.size == 1:
+            return x
+        order = self._by_rank()
+        sent = x[list(order)].contiguous()
+        out = torch.empty_like(sent)
+        self.calls.all_to_all(out.view(-1), sent.view(-1))
+        return out[[order.index(block) for block in range(self.size)]]
+
+    def rows(self, x: Tensor, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
+        """Sends the first sends[0] rows of x to the rank with block 0, and so on; see `Peers`."""
+        if self.size == 1:
+            return x
+        order = self._by_rank()
+        inverse = [order.index(block) for block in range(self.size)]
+        x, width = _rearranged(x, sends, order), math.prod(x.shape[1:])
+        out = x.new_empty((sum(takes), *x.shape[1:]))
+        taken = [takes[block] for block in order]
+        counts = ([rows * width for rows in taken], [sends[block] * width for block in order])
+        self.calls.all_to_all(out.view(-1), x.contiguous().view(-1), *counts)
+        return _rearranged(out, taken, inverse)
+
+    def _by_rank(self) -> tuple[int, ...]:
+        """Returns the number of each group rank's block."""
+        return tuple(start for start, _ in _parts(self.sizes, self.order, self.size))
+
     def reduce_scatter(self, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns this rank's block of the sum over the group, computed in `dtype` if given."""
         return self.reduce_scatter_all([x.to(dtype or x.dtype)], [dim])[0].to(x.dtype)
@@ -294,6 +321,14 @@ def _parts(
 def _inner(sizes: tuple[int, ...]) -> list[int]:
     """Returns for each axis the number of blocks inside one of its parts."""
     return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _rearranged(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Returns the pieces of x, of these numbers of rows, in another order."""
+    if list(order) == list(range(len(order))):
+        return x
+    pieces = x.split(list(lengths))
+    return torch.cat([pieces[at] for at in order])
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
