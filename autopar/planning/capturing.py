@@ -108,6 +108,22 @@ class Call:
 
         return self if samples == present else self._mapped(scaled)
 
+    def repeated(self, count: int) -> Call:
+        """The call with `count` times as many samples.
+
+        Only tensors whose first dimension is that of the first tensor grow; others, as a mask that
+        all samples share, stay as they are.
+
+        Raises:
+            BatchError: no tensor has a dimension.
+        """
+        present = self.samples
+
+        def grown(name: str, value: Tensor) -> Tensor:
+            return value.repeat(count, *[1] * (value.dim() - 1)) if len(value) == present else value
+
+        return self._mapped(grown)
+
     def _tensors(self) -> dict[str, Tensor]:
         return self._structure().flatten(self._arguments())
 

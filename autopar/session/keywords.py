@@ -34,7 +34,7 @@ from autopar.ir.fusion import Fuse, choose
 from autopar.ir.precision import Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.plan import Plan
-from autopar.planning.options import AUTO, Options
+from autopar.planning.options import AUTO, GLOBAL, Options
 from autopar.runtime.ranks.dumps import Dump
 from autopar.runtime.ranks.processes import accelerator
 from autopar.runtime.update.groups import GroupsLike, options_of
@@ -114,6 +114,9 @@ class PlanKeywords(AverageKeywords, total=False):
             "auto" takes for each call, by its size and axes, the cheapest of all, the library's
             own included; rows say it: ["all_reduce over node, gpu from 65536: 2d_torus"]. Sums
             are made in the same dtype, in another order.
+        batches: "global" if every rank passes the same whole batch; "local" if every rank passes
+            its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
+            along other axes pass the same part. See `Session.data_rank`.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -136,6 +139,7 @@ class PlanKeywords(AverageKeywords, total=False):
     fuse: Fuse
     offload: str | None
     collectives: str | Sequence[str] | None
+    batches: str
     trace: str | Path | None
 
 
@@ -157,6 +161,9 @@ class TrainKeywords(AverageKeywords, total=False):
             saves the time that the host takes to launch kernels. On CUDA devices under NCCL,
             with AdamW as a kernel (`fuse=["adamw"]`), and where no line of the step waits for
             the host.
+        shapes: for how many shapes of batches programs are compiled, as they come, over the same
+            parameters and optimizer; see `docs/how-to/evaluation.md`. By default a batch of
+            another shape than the first is refused.
     """
 
     clip_norm: float | None
@@ -164,6 +171,7 @@ class TrainKeywords(AverageKeywords, total=False):
     on_nonfinite: str
     backend: str
     cuda_graph: bool
+    shapes: int
 
 
 class CompileKeywords(PlanKeywords, TrainKeywords, total=False):
@@ -201,9 +209,11 @@ _CHECKS: dict[str, Check] = {
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
     "backend": _WORD,
+    "batches": _WORD,
     "on_nonfinite": _WORD,
     "dump": Or((NOTHING, _PATH, Of((Dump,), "an autopar.Dump"))),
     "cuda_graph": FLAG,
+    "shapes": Whole(1, 2**10),
 }
 DEFAULTS: CompileKeywords = {
     "loss_fn": None, "memory": None, "unknown_ops": "replicate", "trace": None, "pins": None,
@@ -211,7 +221,7 @@ DEFAULTS: CompileKeywords = {
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
     "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False,
+    "cuda_graph": False, "shapes": 1, "batches": GLOBAL,
 }  # fmt: skip
 
 
@@ -274,6 +284,7 @@ def planning_options(
         precision=precision,
         fuse=fuse,
         offload=said["offload"] or "none",
+        batches=_batches(plan, said["batches"]),
         collectives=_collectives(plan, said["collectives"]),
         update=observed(optimizer, trained.options, trained.ema is not None),
     )
@@ -289,7 +300,7 @@ def training(model: nn.Module, optimizer: OptimizerFactory, given: Mapping[str, 
 def running(given: Mapping[str, Any]) -> Running:
     """How the program runs."""
     said = {**DEFAULTS, **given}
-    return Running(said["backend"], said["cuda_graph"])
+    return Running(said["backend"], said["cuda_graph"], said["shapes"])
 
 
 def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> ChosenAlgorithms | str:
@@ -304,6 +315,20 @@ def _collectives(plan: Plan | None, wanted: str | Sequence[str] | None) -> Chose
             todo="leave out collectives, or plan again",
         )
     return said
+
+
+def _batches(plan: Plan | None, wanted: str) -> str:
+    """Returns who passes what of a batch: what a plan records, or what is wanted without one."""
+    if plan is None:
+        return wanted
+    recorded = plan.stages[0].asked.batches
+    if wanted not in (GLOBAL, recorded):
+        raise PlanMismatchError(
+            f"the plan is for {recorded} batches",
+            why=f"batches={wanted!r} is asked for",
+            todo="leave out batches, or plan again",
+        )
+    return recorded
 
 
 def _precision(
