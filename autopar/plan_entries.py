@@ -17,27 +17,36 @@ _SIZE = Whole(1, 2**31)
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The layouts of one node's operands and results, each with its global shape."""
+    """The layouts of one node's operands and results, each with its global shape, and its form.
+
+    `form` is the name of its implementation; "" for the operator as it is.
+    """
 
     operands: tuple[Shaped, ...]
     results: tuple[Shaped, ...]
+    form: str = ""
 
     def __str__(self) -> str:
         left, right = (
             "; ".join(layout.format(shape) for shape, layout in side)
             for side in (self.operands, self.results)
         )
-        return f"{left} -> {right}" if left else right
+        text = f"{left} -> {right}" if left else right
+        return f"{text} by {self.form}" if self.form else text
 
     @classmethod
     def parse(cls, text: str) -> NodePlan:
-        """Parses "[8, 4@gpu]; [4] -> [8]" (a leaf has no left side); raises LayoutError."""
-        left, arrow, right = text.rpartition("->")
+        """Parses "[8, 4@gpu]; [4] -> [8]" (a leaf has no left side); raises LayoutError.
+
+        A form follows the layouts: "[8@gpu, 4] -> [8@gpu, 4] by ring".
+        """
+        layouts, _, form = text.partition(" by ")
+        left, arrow, right = layouts.rpartition("->")
         sides = [
             tuple(Layout.parse(part) for part in side.split(";")) if side.strip() else ()
             for side in (left if arrow else "", right)
         ]
-        return cls(sides[0], sides[1])
+        return cls(sides[0], sides[1], form.strip())
 
 
 @dataclass(frozen=True)

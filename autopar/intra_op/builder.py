@@ -86,7 +86,7 @@ class Builder:
         self.once: dict[str, tuple[tuple[float, float], ...]] = {}
         self.accelerator = self.mesh.device.lower() != "cpu"
         self.alive = lifetimes(graph, self.accelerator, given.recompute, given.offload)
-        self.waits = given.slowdown >= TAKE_TURNS
+        self.slowdown, self.waits = given.slowdown, given.slowdown >= TAKE_TURNS
         away = given.offload.optimizer
         self.fused_update = given.fused_update and self.accelerator and not away
         self.away = away_of(graph, self.chip, given.bucket, self.waits) if away else None
@@ -117,7 +117,7 @@ class Builder:
 
     def add(self, node: Node) -> None:
         """Adds one operator, input or buffer."""
-        every, signature, *prices = self.prices.operator(self.graph, node, self.table)
+        every, signature, *paid = self.prices.operator(self.graph, node, self.table, self.slowdown)
         if signature is None and not node.is_leaf:
             if self.given.unknown_ops == "error":
                 raise UnknownOperatorError(
@@ -130,7 +130,7 @@ class Builder:
         left = set(options)
         kernels, sent = (
             [seconds for option, seconds in zip(every, each, strict=True) if option in left]
-            for each in prices
+            for each in paid
         )
         count = self.graph.multiplicity[node.name]
         again = self.again.get(node.name, 0)

@@ -25,6 +25,7 @@ from autopar.ir.precision import AS_IS, Precision
 from autopar.ir.state_sharding import StateSharding
 from autopar.ir.storage import Storage
 from autopar.ir.update import ADAMW, Update
+from autopar.operators.expert_load import ExpertLoad
 from autopar.plan_entries import Asked
 from autopar.planning import offloading
 from autopar.stage_plan import StagePlan
@@ -49,6 +50,7 @@ class Options:
         global_batch: samples in a step for stages="auto"; None for those of the example batch.
         batches: whether a rank passes the whole batch or its part; see `local_batches.py`.
         stored: storage of each parameter by its key, if another program has fixed it.
+        expert_load: how often experts are chosen, for prices; see `ExpertLoad`.
         allow: "stale gradients" admits schedules that change the result of training.
 
     Raises:
@@ -78,6 +80,7 @@ class Options:
     global_batch: int | None = None
     allow: str = ""
     batches: str = GLOBAL
+    expert_load: str = "equal"
     stored: Mapping[str, Storage] = field(default_factory=dict)
     collectives: ChosenAlgorithms | str = LIBRARY_ONLY
 
@@ -85,6 +88,7 @@ class Options:
         check_allowed(self.schedule, self.allow)
         find(self.solver)  # refuses an unknown name before the model is captured
         offloading.check(self.offload)
+        ExpertLoad.parse(self.expert_load)
         if isinstance(self.stages, str) and self.stages != AUTO:
             raise OptionError(
                 f"stages is {self.stages!r}", why='a whole number or "auto" is expected'

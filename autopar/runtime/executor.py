@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.cost.programs.row_check import checked
 from autopar.errors import StateError
+from autopar.operators.expert_load import ExpertLoad
 from autopar.runtime.calls.batches import TOKEN, Intake
 from autopar.runtime.calls.evaluated import Evaluated
 from autopar.runtime.calls.input_parts import part_of, texts_of
@@ -249,6 +250,22 @@ class Executor:
             name: f"{dtype}{layout.format(shape)}" for name, (dtype, shape, layout) in held.items()
         }
         return Evaluated(shards, layouts, gather)
+
+    def expert_load(self, evaluate: Callable[[], Evaluated]) -> list[ExpertLoad]:
+        """Returns how often the experts of each mixture are chosen in a forward.
+
+        Args:
+            evaluate: runs the forward; its errors are raised.
+        """
+        self.runtime.seen = seen = list[Tensor]()
+        try:
+            evaluate()
+        finally:
+            self.runtime.seen = None
+        # Along an axis that does not split tokens, every device has counted the same ones.
+        counts = [self._everyone.reduce(count) for count in seen]
+        shares = [(count / count.sum()).tolist() for count in counts]
+        return [ExpertLoad(measured=tuple(share)) for share in shares]
 
     def _forward(
         self, variant: Variant, batch: Mapping[str, Tensor], outputs: bool = True

@@ -117,6 +117,8 @@ class PlanKeywords(AverageKeywords, total=False):
         batches: "global" if every rank passes the same whole batch; "local" if every rank passes
             its own part, as a DistributedSampler gives it; "local over data" if ranks that differ
             along other axes pass the same part. See `Session.data_rank`.
+        expert_load: how often the experts of mixtures are chosen, which prices assume: "equal",
+            "zipf 0.8", or a share for each expert, as `Session.expert_load` measures them.
         trace: a folder to which the first rank writes every intermediate value.
     """
 
@@ -140,6 +142,7 @@ class PlanKeywords(AverageKeywords, total=False):
     offload: str | None
     collectives: str | Sequence[str] | None
     batches: str
+    expert_load: str
     trace: str | Path | None
 
 
@@ -208,6 +211,7 @@ _CHECKS: dict[str, Check] = {
     "fuse": Or((FLAG, _WORD, Of((Mapping, list, tuple), "a list or a mapping of patterns"))),
     "offload": Or((NOTHING, _WORD)),
     "collectives": Or((NOTHING, Text(known=(AUTO,)), Row(Text(1000)))),
+    "expert_load": Text(2**20),
     "backend": _WORD,
     "batches": _WORD,
     "on_nonfinite": _WORD,
@@ -220,8 +224,9 @@ DEFAULTS: CompileKeywords = {
     "rules": (), "solver": "ilp", "calibration": None, "recompute": AUTO, "stages": 1,
     "microbatches": 1, "schedule": "1f1b", "global_batch": None, "allow": "", "state": None,
     "precision": None, "gradients": None, "fuse": False, "offload": None, "collectives": None,
-    "ema": None, "clip_norm": None, "groups": None, "on_nonfinite": "raise", "backend": "eager",
-    "cuda_graph": False, "shapes": 1, "batches": GLOBAL,
+    "ema": None, "expert_load": "equal", "clip_norm": None, "groups": None,
+    "on_nonfinite": "raise", "backend": "eager", "cuda_graph": False, "shapes": 1,
+    "batches": GLOBAL,
 }  # fmt: skip
 
 
@@ -277,6 +282,7 @@ def planning_options(
     same = (
         "loss_fn", "memory", "unknown_ops", "trace", "pins", "solver", "calibration", "recompute",
         "stages", "microbatches", "schedule", "global_batch", "allow", "state",
+        "expert_load",
     )  # fmt: skip
     return Options(
         **{name: said[name] for name in same},

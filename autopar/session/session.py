@@ -31,14 +31,14 @@ from autopar.runtime.trained import Trained
 from autopar.runtime.update.update import Training
 from autopar.session.call_texts import text_of_program
 from autopar.session.compiled import Compiled, Running, values_of
-from autopar.session.evaluation import Evaluation
+from autopar.session.evaluation import Evaluating
 from autopar.session.further_programs import Compiles, Runnable, Variants
 from autopar.session.modes import Modes, refuse_other_parameters
 
 EAGERLY = Running()
 
 
-class Session(Trained, Checkpointed):
+class Session(Trained, Checkpointed, Evaluating):
     """A model that trains in parallel; made by `autopar.compile` or `autopar.load`.
 
     Args:
@@ -196,44 +196,6 @@ class Session(Trained, Checkpointed):
         program, inputs = self._ready_for(args, kwargs, training=True)
         with profiled(profile):
             return program.step(inputs)
-
-    def eval_step(self, *args: Any, **kwargs: Any) -> Evaluation:
-        """Evaluate the model on one batch; nothing of the training changes.
-
-        The model is captured a second time, in evaluation, and its program reads the parameters
-        where the training stores them. So dropout is off and running statistics stay. Batches may
-        have another shape than those of the training, and lack its labels; each kind is compiled
-        when it comes for the first time.
-
-        Args:
-            *args: positional arguments of the batch, whole on every rank.
-            **kwargs: keyword arguments of the batch.
-
-        Returns:
-            The loss, and this rank's parts of the outputs.
-
-        Raises:
-            BatchError: the batch differs between ranks, or more kinds of batches came than a
-                session compiles.
-            RankFailedError: another rank failed.
-            AutoparError: see `compile`.
-        """
-        program, inputs = self._ready_for(args, kwargs, training=False)
-        return Evaluation(program.captured, program.forward(inputs))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns in evaluation, as whole tensors on every rank; see `eval_step`."""
-        return self.eval_step(*args, **kwargs).whole()
-
-    def eval(self) -> Self:
-        """Refuse steps until `train` is called; evaluations are the same in both."""
-        self.training = False
-        return self
-
-    def train(self, mode: bool = True) -> Self:
-        """Allow steps, or refuse them with `mode=False`."""
-        self.training = mode
-        return self
 
     def _ready_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool

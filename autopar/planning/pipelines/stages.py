@@ -36,7 +36,6 @@ from autopar.planning.pipelines.stages_at_once import at_once, by_in_flight
 from autopar.planning.planner import make_plan
 from autopar.planning.prices import cost_model
 from autopar.planning.trace import Trace
-from autopar.planning.within_memory import ALIKE
 from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from autopar.planning.fitting import ALIKE
+from autopar.planning.within_memory import ALIKE
 from autopar.planning.workers import Workers
 from autopar.stage_plan import StagePlan
 
